@@ -1,0 +1,47 @@
+"""Joining, leaving and forgetting torch.distributed's default process group."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+from nblaunch.topology import Topology
+
+_abandoned: list[Any] = []
+
+
+def join(process_group: str, topology: Topology, timeout_s: float | None) -> None:
+    """Join the job's default group through the ``env://`` rendezvous; does nothing if this process is in one.
+
+    A process that nobody launched (``master_port`` 0) stays alone: it needs no group.
+    """
+    import torch.distributed as dist
+
+    if topology.master_port == 0 or dist.is_initialized():
+        return
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        process_group, timeout=timeout, rank=topology.rank, world_size=topology.world_size
+    )
+
+
+def leave() -> None:
+    """Destroy the default group if there is one; quiet where torch.distributed was never imported."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def forget_inherited() -> None:
+    """Make a forked worker forget the group that the kernel was in.
+
+    The group's threads and sockets belong to the kernel. Destroying it here would wait for threads that a fork does
+    not copy, so its objects are kept alive, unused, until the process ends.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not c10d.is_initialized():
+        return
+    _abandoned.append((c10d._world, c10d.GroupMember.WORLD, dict(vars(c10d._world))))
+    c10d._world = c10d._World()
+    c10d._unregister_all_process_groups()

@@ -1,0 +1,77 @@
+"""The one process-wide slot: what this process knows about its place in a job.
+
+``worker/bootstrap.py`` installs a context before it calls the user's function. In a process that nobody of ours
+launched (``torchrun``, plain ``python``, a notebook cell), :func:`current` makes one from the environment. Training
+code meets the launcher only here, so that the same script runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch import backends, env
+from nblaunch.backends.base import Backend
+from nblaunch.events import Event
+from nblaunch.topology import Topology
+from nblaunch.wire.board import Slot, private_slot
+
+
+def _discard(event: Event) -> None:
+    """Where nobody launched us, nobody listens."""
+
+
+@dataclass
+class WorkerContext:
+    """Everything a worker knows about its job.
+
+    Args:
+        topology: its ranks.
+        backend: the device family it computes on.
+        slot: its slot of the progress board.
+        emit: sends an event to the launcher; never raises, never blocks for long.
+        defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
+            given, as ``{"mixed_precision": "bf16"}``.
+        attempt: how often the job was restarted before this worker, from 0.
+        is_launched: True in a worker of ours, False where the context was made from the environment.
+    """
+
+    topology: Topology
+    backend: Backend
+    slot: Slot = field(default_factory=private_slot)
+    emit: Callable[[Event], None] = _discard
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    is_launched: bool = False
+
+
+_current: WorkerContext | None = None
+
+
+def current() -> WorkerContext:
+    """The context of this process, made from the environment at the first call if none was installed."""
+    global _current
+    if _current is None:
+        _current = WorkerContext(
+            topology=Topology.from_env(env.snapshot()),
+            backend=backends.choose("auto"),
+        )
+    return _current
+
+
+def install(context: WorkerContext) -> None:
+    """Make ``context`` this process's own. Called by the worker's bootstrap and by the inline engine."""
+    global _current
+    _current = context
+
+
+def is_worker() -> bool:
+    """True inside a worker that nblaunch launched. Does not create a context."""
+    return _current is not None and _current.is_launched
+
+
+def reset() -> None:
+    """Forget the context, as if the process had just started."""
+    global _current
+    _current = None

@@ -1,0 +1,78 @@
+"""The only module that touches ``os.environ``.
+
+``TABLE`` lists every variable that nblaunch reads: settings of a person or a cluster, never messages from one part of
+nblaunch to another (those travel typed, in the payload of a launch).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: ``kind`` turns the text into a value."""
+
+    name: str
+    kind: type
+    default: Any
+    meaning: str
+
+
+TABLE = {
+    row.name: row
+    for row in (
+        Variable("NBLAUNCH_LOG_DIR", str, "", "folder for the logs of jobs; default: nblaunch-<uid> in the temporary folder"),
+        Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
+        Variable("OMP_NUM_THREADS", int, 0, "threads per worker for CPU operations; default: usable cores / workers"),
+        Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),
+        Variable("ACCELERATE_MIXED_PRECISION", str, "", "mixed precision where neither script nor launcher sets it"),
+        Variable("MPLBACKEND", str, "", "matplotlib backend; fresh workers get the kernel's"),
+    )
+}  # fmt: skip
+
+
+def read(name: str) -> Any:
+    """The value of a variable of the table, converted; its default where it is unset or empty.
+
+    Raises:
+        KeyError: the variable is not in the table.
+        ValueError: its text can't be converted; names the variable and the text.
+    """
+    row = TABLE[name]
+    text = os.environ.get(name)
+    if text is None or (text == "" and row.default is not None):
+        return row.default
+    try:
+        return row.kind(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={text!r} is not a valid {row.kind.__name__}") from None
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, for :class:`nblaunch.topology.Topology` and for fresh interpreters."""
+    return dict(os.environ)
+
+
+def apply(changes: Mapping[str, str | None]) -> None:
+    """Set variables for the rest of this process; None removes one."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for a while and put back exactly what was there, also after an error."""
+    before = {name: os.environ.get(name) for name in changes}
+    apply(changes)
+    try:
+        yield
+    finally:
+        apply(before)

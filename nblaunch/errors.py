@@ -1,0 +1,94 @@
+"""Every exception that nblaunch raises by its own name.
+
+    NblaunchError
+    ├── LaunchError           the job could not be started; no worker ran the function
+    │   └── PayloadError      the call can't be sent to workers (names the variable that can't be pickled)
+    ├── WorkerError           a worker failed
+    │   ├── WorkerFailed      it raised an exception that can't travel; carries its type, message and traceback as text
+    │   └── WorkerDied        it ended without raising: a signal, os._exit, or leaving while others needed it
+    ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
+    ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
+    └── RemoteTraceback       never raised alone: the ``__cause__`` that shows where in a worker an error arose
+
+A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
+All of these can be pickled, so that they survive a process pool, a notebook runner or a test under xdist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NblaunchError(Exception):
+    """Base of all exceptions defined here."""
+
+
+class LaunchError(NblaunchError, RuntimeError):
+    """The job could not be started; no worker ran the user's function."""
+
+
+class PayloadError(LaunchError, TypeError):
+    """The function, its closure or its arguments can't be sent to fresh worker processes."""
+
+
+class WorkerError(NblaunchError, RuntimeError):
+    """A worker failed.
+
+    Args:
+        message: what happened, where, the evidence and the remedy, ready to be read.
+        rank: the rank of the worker that failed first.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class WorkerFailed(WorkerError):
+    """A worker raised an exception that can't be pickled; the message carries its type, text and traceback."""
+
+
+class WorkerDied(WorkerError):
+    """A worker ended without raising an exception.
+
+    ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`).
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, exitcode: int = 0) -> None:
+        super().__init__(message, rank=rank)
+        self.exitcode = exitcode
+
+
+class ResultError(NblaunchError, TypeError):
+    """The function finished, but its return value can't be sent to the kernel.
+
+    ``partial`` is the return value with an :class:`nblaunch.wire.blame.Unpicklable` in place of each part that can't
+    travel.
+    """
+
+    def __init__(self, message: str, *, partial: Any = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class JobCancelled(NblaunchError):
+    """The job was stopped on request before it had a result."""
+
+
+class RemoteTraceback(NblaunchError):
+    """The traceback of a worker as text: the ``__cause__`` of the exception that the kernel raises."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0]) if self.args else ""
+
+
+def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error = cls(*args)
+    error.__dict__.update(state)
+    return error

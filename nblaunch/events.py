@@ -1,0 +1,204 @@
+"""What happens in a job, as plain data.
+
+Workers tell the first group to their launcher through a channel (``wire/channel.py``). The launcher adds the second
+group and hands everything to its listeners: dashboards, logs, tests. Step counts do not travel as events; each rank
+writes them to its slot of the shared board (``wire/board.py``), which the launcher samples.
+
+``time_s`` is the worker's wall clock (``time.time()``) when the thing happened.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class WorkerState(enum.IntEnum):
+    """What a worker is doing, as shown to people. Values are stored in the board."""
+
+    STARTING = 0
+    RUNNING = 1
+    TRAINING = 2
+    EVALUATING = 3
+    WAITING = 4
+    FINISHING = 5
+    DONE = 6
+    FAILED = 7
+    STOPPED = 8
+
+    @property
+    def is_final(self) -> bool:
+        return self >= WorkerState.DONE
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a process ended: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number."""
+
+    code: int
+
+    @property
+    def signal_name(self) -> str | None:
+        """``"SIGKILL"`` and the like; None where the process was not killed by a signal."""
+        if self.code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
+    def __str__(self) -> str:
+        return f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class FrameInfo:
+    """One line of a worker's traceback. ``line`` is the source text, known even for notebook cells."""
+
+    filename: str
+    lineno: int
+    name: str
+    line: str = ""
+    is_user: bool = True
+
+
+@dataclass(frozen=True)
+class ExceptionInfo:
+    """An exception as text: what is left of it if it can't be pickled.
+
+    Args:
+        type_name: qualified name of its class.
+        message: ``str(exception)``.
+        frames: its traceback, outermost first, without the launcher's own frames.
+        text: the whole traceback as Python prints it, with causes and contexts, the launcher's frames removed.
+    """
+
+    type_name: str
+    message: str
+    frames: tuple[FrameInfo, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events."""
+
+    rank: int
+    time_s: float
+
+
+# --- told by workers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """The worker runs, its output is captured; the user's function is called next."""
+
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Displayed(Event):
+    """``display(...)`` or ``plt.show()`` in a worker: a mimebundle for the cell."""
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    transient: Mapping[str, Any] = field(default_factory=dict)
+    update: bool = False
+
+
+@dataclass(frozen=True)
+class Metric(Event):
+    """Values logged by ``accelerator.log``."""
+
+    step: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """One line for the person, from a worker or (``rank`` -1) from the launcher."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The function returned. Its value and the trained weights lie in the rank's outbox (``wire/payload.py``).
+
+    Args:
+        has_outcome: something was written to the outbox.
+        unpicklable: paths of the parts of the return value that could not be written, as in ``result['model'].lock``.
+        exit_code: 0; or None when the function left through ``sys.exit(0)`` rather than by returning.
+    """
+
+    has_outcome: bool = False
+    unpicklable: tuple[str, ...] = ()
+    left_by_exit: bool = False
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """The function raised.
+
+    Args:
+        info: the exception as text.
+        exception: the exception pickled, or None if that is not possible.
+        is_consequence: a collective or connection error, most likely caused by another rank's failure.
+    """
+
+    info: ExceptionInfo = field(default_factory=lambda: ExceptionInfo("Exception", ""))
+    exception: bytes | None = None
+    is_consequence: bool = False
+
+
+# --- added by the launcher ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobStarted(Event):
+    """``rank`` is -1. The plan of the launch, as one line each."""
+
+    function_name: str = ""
+    num_processes: int = 0
+    backend: str = ""
+    start_method: str = ""
+    reason: str = ""
+    log_dir: str = ""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class LogLines(Event):
+    """Whole lines that a rank printed, without their line ends, in order."""
+
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StatusLine(Event):
+    r"""The text after a rank's last ``\r``: a progress bar, or a line not ended yet."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Exited(Event):
+    """A worker process ended and was reaped."""
+
+    status: ExitStatus = field(default_factory=lambda: ExitStatus(0))
+
+
+@dataclass(frozen=True)
+class JobFinished(Event):
+    """``rank`` is -1. ``outcome`` is ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+
+    ``failed_rank`` is the rank with the root cause (None where there is none), ``message`` one line about it.
+    """
+
+    outcome: str = "done"
+    failed_rank: int | None = None
+    message: str = ""

@@ -1,0 +1,104 @@
+"""Who a worker is among all workers.
+
+``Topology`` is the only bridge to the environment contract of ``torchrun``, which every PyTorch framework reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one worker in a job. All ranks count from 0.
+
+    Args:
+        rank: among all workers of the job.
+        local_rank: among the workers of this node.
+        node_rank: of this node among the nodes.
+        world_size: number of workers in the job.
+        local_world_size: number of workers on this node.
+        num_nodes: number of nodes.
+        master_addr: host name or address at which the rendezvous store listens.
+        master_port: its TCP port; 0 where there is no store (a single process that nobody launched).
+
+    Raises:
+        ValueError: a rank outside its range, named with its value.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    def __post_init__(self) -> None:
+        for rank, size in (
+            ("rank", "world_size"),
+            ("local_rank", "local_world_size"),
+            ("node_rank", "num_nodes"),
+        ):
+            if not 0 <= getattr(self, rank) < getattr(self, size):
+                raise ValueError(
+                    f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})"
+                )
+
+    def to_env(self, attempt: int = 0) -> dict[str, str]:
+        """The variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
+
+        ``TORCHELASTIC_USE_AGENT_STORE`` makes ``init_process_group("env://")`` a *client* of the store that the
+        launcher hosts, on every rank; ``TORCHELASTIC_RUN_ID`` tells frameworks that somebody else starts processes.
+        """
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "NODE_RANK": str(self.node_rank),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": "nblaunch",
+        }
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Topology:
+        """Read what ``torchrun`` (or this launcher) set; one lone process where nothing is set.
+
+        Raises:
+            ValueError: a variable is not a whole number, or a rank is out of range.
+        """
+
+        def number(name: str, default: int) -> int:
+            text = environ.get(name, "")
+            try:
+                return int(text) if text else default
+            except ValueError:
+                raise ValueError(f"environment variable {name}={text!r} is not a whole number") from None
+
+        world_size = number("WORLD_SIZE", 1)
+        rank = number("RANK", 0)
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+        return cls(
+            rank=rank,
+            local_rank=number("LOCAL_RANK", rank % local_world_size if local_world_size else 0),
+            node_rank=number("GROUP_RANK", rank // local_world_size if local_world_size else 0),
+            world_size=world_size,
+            local_world_size=local_world_size,
+            num_nodes=number(
+                "GROUP_WORLD_SIZE", max(1, world_size // local_world_size) if local_world_size else 1
+            ),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=number("MASTER_PORT", 0),
+        )

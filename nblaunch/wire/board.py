@@ -1,0 +1,176 @@
+"""The board: one slot of shared memory per rank, where workers write their progress and the launcher reads it.
+
+    worker 0 ──writes──> slot 0 ┐
+    worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
+    worker N ──writes──> slot N ┘
+
+A slot has a single writer and every field is one aligned 8-byte word, so that there is nothing to lock: a sample may
+mix two neighbouring steps, never half a number. Writing a step costs well under a microsecond, and no system call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+
+from nblaunch.events import WorkerState
+
+_WORDS = 32
+_SLOT_BYTES = 8 * _WORDS
+
+# Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
+_STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
+_LOSS, _STEP_TIME = 16, 17  # doubles
+_HAS_LOSS = 7
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one slot held when it was read.
+
+    Args:
+        rank: whose slot.
+        state: what the worker says it does.
+        step: batches taken from prepared loaders (or steps of ``progress``) in the current pass, from 0.
+        total: batches of the current pass; -1 where that is not known.
+        epoch: passes over the training loader that were completed.
+        samples: samples seen by this rank since the start.
+        loss: last loss sampled by ``backward``; None before the first.
+        step_time_s: ``time.monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
+        interrupts: SIGINTs that the worker's Python code has noticed.
+        built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
+    """
+
+    rank: int
+    state: WorkerState = WorkerState.STARTING
+    step: int = 0
+    total: int = -1
+    epoch: int = 0
+    samples: int = 0
+    loss: float | None = None
+    step_time_s: float = 0.0
+    interrupts: int = 0
+    built_bytes: int = 0
+
+
+class Slot:
+    """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._ints = memory.cast("q")
+        self._doubles = memory.cast("d")
+        self._ints[_TOTAL] = -1
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState(self._ints[_STATE])
+
+    def set_state(self, state: WorkerState) -> None:
+        self._ints[_STATE] = state
+
+    def start_pass(self, total: int, epoch: int, state: WorkerState) -> None:
+        """A pass over a loader begins: ``total`` batches, -1 where unknown."""
+        ints = self._ints
+        ints[_STEP] = 0
+        ints[_TOTAL] = total
+        ints[_EPOCH] = epoch
+        ints[_STATE] = state
+        self._doubles[_STEP_TIME] = time.monotonic()
+
+    def advance(self, samples: int = 0) -> None:
+        """One more batch was handed to the user's loop."""
+        ints = self._ints
+        ints[_STEP] += 1
+        ints[_SAMPLES] += samples
+        self._doubles[_STEP_TIME] = time.monotonic()
+
+    def set_loss(self, loss: float) -> None:
+        self._doubles[_LOSS] = loss
+        self._ints[_HAS_LOSS] = 1
+
+    def note_interrupt(self) -> None:
+        self._ints[_INTERRUPTS] += 1
+
+    def add_built_bytes(self, num_bytes: int) -> None:
+        self._ints[_BUILT_BYTES] += num_bytes
+
+    def reset(self) -> None:
+        """Zero everything, for the next attempt of a job."""
+        for word in range(_WORDS):
+            self._ints[word] = 0
+        self._ints[_TOTAL] = -1
+
+    def read(self, rank: int) -> Sample:
+        ints = self._ints
+        return Sample(
+            rank=rank,
+            state=WorkerState(ints[_STATE]),
+            step=ints[_STEP],
+            total=ints[_TOTAL],
+            epoch=ints[_EPOCH],
+            samples=ints[_SAMPLES],
+            loss=self._doubles[_LOSS] if ints[_HAS_LOSS] else None,
+            step_time_s=self._doubles[_STEP_TIME],
+            interrupts=ints[_INTERRUPTS],
+            built_bytes=ints[_BUILT_BYTES],
+        )
+
+
+def private_slot() -> Slot:
+    """A slot that nobody reads, for processes without a launcher: the same code path for ``torchrun`` and ``python``."""
+    return Slot(memoryview(bytearray(_SLOT_BYTES)))
+
+
+class Board:
+    """All slots of a job, in a memory file that forked and fresh workers alike can map by its descriptor."""
+
+    def __init__(self, num_slots: int, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, num_slots * _SLOT_BYTES)
+        self._view = memoryview(self._map)
+        self._slots = [
+            Slot(self._view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES]) for rank in range(num_slots)
+        ]
+
+    @classmethod
+    def create(cls, num_slots: int) -> Board:
+        fd = create_memory_file("nblaunch-board")
+        os.ftruncate(fd, num_slots * _SLOT_BYTES)
+        return cls(num_slots, fd)
+
+    def slot(self, rank: int) -> Slot:
+        return self._slots[rank]
+
+    def sample(self) -> list[Sample]:
+        return [slot.read(rank) for rank, slot in enumerate(self._slots)]
+
+    def reset(self) -> None:
+        for slot in self._slots:
+            slot.reset()
+
+    def close(self) -> list[Sample]:
+        """Release the memory and its descriptor; returns the last sample of each rank."""
+        last = self.sample()
+        for slot in self._slots:
+            slot._ints.release()
+            slot._doubles.release()
+        self._slots = []
+        # Slices of the view are still referenced by the released casts' parents; they go with this object.
+        os.close(self.fd)
+        self.fd = -1
+        return last
+
+
+def create_memory_file(name: str) -> int:
+    """A descriptor of an empty file that lives in memory alone and vanishes with its last user.
+
+    ``memfd_create`` is not bounded by the size of ``/dev/shm``, which containers keep at 64 MB.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix=name)  # macOS has no memfd: an unlinked file instead
+    os.unlink(path)
+    return fd
