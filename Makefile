@@ -1,0 +1,56 @@
+# Everything that a contributor does with this repository; `make` alone lists it.
+# Needs make and a Python >= 3.10 with venv; all else goes into .venv.
+
+# The first Python that runs, is new enough and can make environments. It is run, not only looked up: the command of
+# a version manager may exist and still refuse. 3.11 comes first because the pins are tried on it most.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
+	if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
+	then echo $$python; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
+# Further arguments for pytest, as in `make test ARGS='-k board -x'`.
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_NO_INPUT = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found;" \
+		"install one or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint $(CONSTRAINTS)
+	@touch $@
+
+demo: setup  ## run the quickstart notebook on all cores and print its ranks and accuracy
+	$(BIN)/python scripts/demo.py
+
+test: setup lint  ## lint, then run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## format, style, types and import floors, without changing a file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## rewrite the code in the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only .
+
+bench: setup  ## run the benchmarks and print what they measured
+	$(BIN)/python -m pytest tests/benchmarks -s $(ARGS)
+
+clean:  ## remove .venv and everything that tools left
+	rm -rf $(VENV) build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
