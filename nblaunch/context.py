@@ -35,6 +35,7 @@ class WorkerContext:
             given, as ``{"mixed_precision": "bf16"}``.
         attempt: how often the job was restarted before this worker, from 0.
         is_launched: True in a worker of ours, False where the context was made from the environment.
+        training: what ``nblaunch.training`` keeps for this process (device, precision, gradient state); opaque here.
     """
 
     topology: Topology
@@ -44,6 +45,7 @@ class WorkerContext:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
     is_launched: bool = False
+    training: Any = None
 
 
 _current: WorkerContext | None = None

@@ -71,10 +71,10 @@ class Slot:
     def set_state(self, state: WorkerState) -> None:
         self._ints[_STATE] = state
 
-    def start_pass(self, total: int, epoch: int, state: WorkerState) -> None:
-        """A pass over a loader begins: ``total`` batches, -1 where unknown."""
+    def start_pass(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
+        """A pass over a loader begins: ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer pass."""
         ints = self._ints
-        ints[_STEP] = 0
+        ints[_STEP] = step
         ints[_TOTAL] = total
         ints[_EPOCH] = epoch
         ints[_STATE] = state
