@@ -1,0 +1,139 @@
+"""What a dashboard is to a launcher: a listener.
+
+Owns the abstract class, the guard that keeps a broken dashboard from hurting a job, and the clock that paces
+updates. Never draws anything itself.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+from nblaunch.events import Event
+from nblaunch.wire.board import Sample
+
+_log = logging.getLogger(__name__)
+
+
+class Dashboard(abc.ABC):
+    """Shows a job to a person.
+
+    Called by the launcher, from one thread at a time: ``on_event(JobStarted)``, the workers' events as they come,
+    ``on_samples`` about ten times a second and once at the end, ``on_event(JobFinished)``, then ``close``. ``close``
+    may come early, with no ``JobFinished``, when the launch is broken off.
+    """
+
+    @abc.abstractmethod
+    def on_event(self, event: Event) -> None:
+        """Something happened."""
+
+    @abc.abstractmethod
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        """The board, one sample per rank. Also the tick at which dashboards publish what they have gathered."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """The job is over: show the final state. Calls after the first do nothing."""
+
+
+@final
+class NullDashboard(Dashboard):
+    """Shows nothing."""
+
+    def on_event(self, event: Event) -> None:
+        pass
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class GuardedDashboard(Dashboard):
+    """Another dashboard, switched off at its first error.
+
+    A job must not fail because its table could not be drawn (a closed output, a front end that went away). The error
+    is logged once, with its traceback, under ``nblaunch.dashboard.base``. KeyboardInterrupt passes: it is the
+    launcher's business.
+    """
+
+    def __init__(self, inner: Dashboard) -> None:
+        self.inner = inner
+        self._is_broken = False
+
+    def on_event(self, event: Event) -> None:
+        self._guard(lambda: self.inner.on_event(event))
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        self._guard(lambda: self.inner.on_samples(samples))
+
+    def close(self) -> None:
+        self._guard(self.inner.close)
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        if self._is_broken:
+            return
+        try:
+            call()
+        except Exception:
+            self._is_broken = True
+            _log.warning(
+                "%s failed and is switched off; the job goes on without it",
+                type(self.inner).__name__,
+                exc_info=True,
+            )
+
+
+@final
+class Pace:
+    """When to publish: not before ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
+
+    A person watches the first seconds closely; after ``slow_after_s`` a calmer table is as good, and a long job leaves
+    fewer messages in the front end.
+
+    Args:
+        first_s: seconds from the start to the first publication.
+        interval_s: seconds between publications at first.
+        slow_s: seconds between publications after ``slow_after_s`` seconds.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_s: float = 0.25,
+        interval_s: float = 0.25,
+        slow_s: float = 0.5,
+        slow_after_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_s = first_s
+        self._interval_s = interval_s
+        self._slow_s = slow_s
+        self._slow_after_s = slow_after_s
+        self._clock = clock
+        self.restart()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started_s
+
+    def restart(self) -> None:
+        """The job starts now, not when the dashboard was built."""
+        self._started_s = self._clock()
+        self._next_s = self._started_s + self._first_s
+
+    def is_due(self) -> bool:
+        return self._clock() >= self._next_s
+
+    def mark(self) -> None:
+        """Something was published now."""
+        now_s = self._clock()
+        is_slow = now_s - self._started_s >= self._slow_after_s
+        self._next_s = now_s + (self._slow_s if is_slow else self._interval_s)

@@ -1,0 +1,175 @@
+"""A job as one piece of HTML that stands alone: no scripts, no style sheet, nothing fetched.
+
+Owns colours and layout. Everything a worker can influence is escaped. Styles are inline, because GitHub and untrusted
+notebooks drop style sheets; where they drop inline styles and SVG too, a plain table with words and numbers is left.
+Text takes the colour of its surroundings and lines and tints are half-transparent greys, so that the same HTML reads
+well in light and dark themes, which a kernel can't know. A colour never stands without its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from nblaunch.dashboard.table import Row, Table, tabulate
+from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import WorkerState
+
+# Each reads on white and on near-black.
+_LIVE, _GOOD, _BAD, _CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
+
+_COLOURS = {
+    WorkerState.STARTING: _CALM,
+    WorkerState.RUNNING: _LIVE,
+    WorkerState.TRAINING: _LIVE,
+    WorkerState.EVALUATING: "#8b6fd6",
+    WorkerState.WAITING: "#c98a1b",
+    WorkerState.FINISHING: _GOOD,
+    WorkerState.DONE: _GOOD,
+    WorkerState.FAILED: _BAD,
+    WorkerState.STOPPED: _CALM,
+}
+_OUTCOME_COLOURS = {"": _LIVE, "done": _GOOD, "failed": _BAD}
+
+_LINE = "border:0;border-bottom:1px solid rgba(128,128,128,.2);"
+_CELL = f"padding:3px 14px 3px 0;{_LINE}white-space:nowrap;"
+_LEFT, _RIGHT = f"{_CELL}text-align:left", f"{_CELL}text-align:right"
+_HEAD = "font-weight:normal;opacity:.65;"
+_MUTED = "opacity:.65"
+_MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
+_SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
+
+
+def mimebundle(view: JobView, *, with_tail: bool = False) -> dict[str, str]:
+    """``{"text/html": ..., "text/plain": ...}`` of the same table, for ``display(..., raw=True)``."""
+    return {
+        "text/html": render_html(view, with_tail=with_tail),
+        "text/plain": render_text(view, with_tail=with_tail),
+    }
+
+
+def render_html(view: JobView, *, with_tail: bool = False) -> str:
+    """The table as an HTML fragment.
+
+    Args:
+        view: what to render.
+        with_tail: add the last lines of output of all ranks.
+    """
+    table = tabulate(view)
+    parts = [_title(view, table)]
+    if table.rows:
+        parts.append(_table(table))
+    parts += [_failure(label, text) for label, text in table.failures]
+    parts += [_line(table.metrics)] if table.metrics else []
+    parts += [_line(text) for text in table.notes]
+    if with_tail and view.tail:
+        parts.append(_tail(view.tail))
+    if table.log_dir:
+        parts.append(_line(f"logs: {table.log_dir}"))
+    return (
+        '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
+        f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
+    )
+
+
+def _title(view: JobView, table: Table) -> str:
+    colour = _OUTCOME_COLOURS.get(view.outcome, _CALM)
+    name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
+    setting = f' <span style="{_MUTED}">on {escape(table.setting)}</span>' if view.is_started else ""
+    return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>"
+
+
+def _dot(colour: str) -> str:
+    return f'<span style="color:{colour}">&#9679;</span> '
+
+
+def _table(table: Table) -> str:
+    has_bar = any(row.fraction is not None for row in table.rows)
+    has_spark = any(len(row.loss_history) > 1 for row in table.rows)
+    has_detail = any(row.detail for row in table.rows)
+    heads = [("rank", _RIGHT), ("state", _LEFT)]
+    for name in table.columns:
+        heads += [("progress", _LEFT)] if name == "step" and has_bar else []
+        heads.append((name, _RIGHT))
+        heads += [("trend", _LEFT)] if name == "loss" and has_spark else []
+    heads += [("output", _LEFT)] if has_detail else []
+    head = "".join(f'<th style="{style};{_HEAD}">{name}</th>' for name, style in heads)
+    names = [name for name, _ in heads]
+    rows = "".join(_row(row, table.columns, names) for row in table.rows)
+    return (
+        '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:13px;width:auto">'
+        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}</tbody></table>'
+    )
+
+
+def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
+    is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
+    state = f"{_dot(_COLOURS[row.state])}{escape(row.state_text)}"
+    cells = [_cell(row.label, _RIGHT), _cell(state, _LEFT)]
+    for name, text in zip(columns, row.cells, strict=True):
+        if name == "step" and "progress" in names:
+            cells.append(_cell(_bar(row.fraction, _COLOURS[row.state]), _LEFT))
+        cells.append(_cell(escape(text), _RIGHT))
+        if name == "loss" and "trend" in names:
+            cells.append(_cell(_spark(row.loss_history), _LEFT))
+    if "output" in names:
+        cells.append(_cell(_detail(row.detail), _LEFT))
+    style = f"background:none;{_MUTED}" if is_calm else "background:none"
+    return f'<tr style="{style}">{"".join(cells)}</tr>'
+
+
+def _cell(content: str, style: str) -> str:
+    return f'<td style="{style}">{content}</td>'
+
+
+def _detail(text: str) -> str:
+    if not text:
+        return ""
+    cut = "max-width:44em;overflow:hidden;text-overflow:ellipsis;white-space:pre"
+    return f'<div style="{_MONO};{_MUTED};{cut}">{escape(text)}</div>'
+
+
+def _bar(fraction: float | None, colour: str) -> str:
+    if fraction is None:
+        return ""
+    return (
+        '<div style="width:96px;height:6px;border-radius:3px;background:rgba(128,128,128,.25);overflow:hidden">'
+        f'<div style="width:{100 * fraction:.0f}%;height:6px;border-radius:3px;background:{colour}"></div></div>'
+    )
+
+
+def _spark(history: Sequence[float]) -> str:
+    """The loss over the whole job as a line; its first and last values in words, for those who can't see it."""
+    if len(history) < 2:
+        return ""
+    low, high = min(history), max(history)
+    scale = (_SPARK_HEIGHT - 3) / (high - low) if high > low else 0.0
+    step = (_SPARK_WIDTH - 3) / (len(history) - 1)
+    points = " ".join(
+        f"{1.5 + index * step:.1f},{_SPARK_HEIGHT - 1.5 - (value - low) * scale:.1f}"
+        for index, value in enumerate(history)
+    )
+    label = f"loss from {history[0]:.4g} to {history[-1]:.4g}"
+    return (
+        f'<svg width="{_SPARK_WIDTH}" height="{_SPARK_HEIGHT}" role="img" aria-label="{label}" '
+        f'style="vertical-align:middle;opacity:.75"><title>{label}</title><polyline points="{points}" fill="none" '
+        'stroke="currentColor" stroke-width="1.2" stroke-linejoin="round"></polyline></svg>'
+    )
+
+
+def _failure(label: str, text: str) -> str:
+    return (
+        f'<div style="margin:2px 0"><span style="color:{_BAD}">{escape(label)}</span> '
+        f'<span style="{_MONO}">{escape(text)}</span></div>'
+    )
+
+
+def _line(text: str) -> str:
+    return f'<div style="{_MUTED};font-size:12px">{escape(text)}</div>'
+
+
+def _tail(tail: Sequence[tuple[int, str]]) -> str:
+    lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
+    style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
+    return f'<pre style="{style};{_MONO};white-space:pre-wrap">{escape(lines)}</pre>'

@@ -1,0 +1,204 @@
+"""What workers print and display, in the output of the cell (or on the terminal) that waits for them.
+
+    [0] epoch 0: loss 0.693
+    [1] epoch 0: loss 0.701
+    [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch/train-3
+    [1] last line
+
+Owns the labels, the batching and the folding of endless output. Lines of one tick leave in one write, so that the
+number of messages depends on time and not on how much is printed. Never reads from workers, never writes logs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any, TextIO, final
+
+from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.table import HEAD_LINES, count
+from nblaunch.dashboard.text import write
+from nblaunch.dashboard.view import TAIL_LENGTH
+from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
+from nblaunch.wire.board import Sample
+
+_LINE_LENGTH = 4000  # characters of a line that are shown
+_NUM_DISPLAYS = 100  # figures and the like that are shown of a rank
+
+Publish = Callable[[Displayed], None]
+
+
+@final
+class LinesPrinter(Dashboard):
+    """Prints what ranks print, labelled ``[rank]``; the output of a single process has no label.
+
+    Of a rank that prints more than ``num_head`` lines, the rest is counted instead; its last lines follow at the end.
+
+    Args:
+        stream: where to; default ``sys.stdout`` as it is at each write.
+        publish: shows what a worker displayed; default: its text, as a line of output.
+        num_head: lines of a rank that are shown as they come.
+        num_tail: last lines of a rank with more than that, shown at the end.
+        first_s: seconds before the first write, so that the table of the job stands above its output.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        publish: Publish | None = None,
+        num_head: int = HEAD_LINES,
+        num_tail: int = TAIL_LENGTH,
+        first_s: float = 0.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._stream = stream
+        self._publish = publish
+        self._num_head = num_head
+        self._num_tail = num_tail
+        self._pace = Pace(first_s=first_s, clock=clock)
+        self._pending: list[str | Displayed] = []
+        self._num_lines: dict[int, int] = {}
+        self._tails: dict[int, deque[str]] = {}
+        self._num_displays: dict[int, int] = {}
+        self._display_ids: set[tuple[int, str]] = set()
+        self._num_processes = 1
+        self._log_dir = ""
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, LogLines):
+            self._add_lines(event.rank, event.lines)
+        elif isinstance(event, Displayed):
+            self._add_display(event)
+        elif isinstance(event, Note):
+            self._pending.append(
+                f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
+            )
+        elif isinstance(event, JobStarted):
+            self._num_processes = event.num_processes
+            self._log_dir = event.log_dir
+            self._pace.restart()
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        if self._pending and self._pace.is_due():
+            self._flush()
+
+    def close(self) -> None:
+        for rank in sorted(self._tails):
+            self._end(rank)
+        self._tails = {}
+        if self._pending:
+            self._flush()
+
+    def _label(self, rank: int) -> str:
+        width = len(str(self._num_processes - 1))
+        return f"[{rank:{width}}] " if self._num_processes > 1 else ""
+
+    def _add_lines(self, rank: int, lines: Sequence[str]) -> None:
+        seen = self._num_lines.get(rank, 0)
+        self._num_lines[rank] = seen + len(lines)
+        label = self._label(rank)
+        num_shown = max(self._num_head - seen, 0)
+        if lines[:num_shown]:
+            self._pending.append("".join(f"{label}{_shorten(line)}\n" for line in lines[:num_shown]))
+        hidden = lines[num_shown:]
+        if not hidden:
+            return
+        if rank not in self._tails:
+            self._tails[rank] = deque(maxlen=self._num_tail)
+            self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
+        self._tails[rank].extend(hidden[-self._num_tail :])
+
+    def _end(self, rank: int) -> None:
+        label, tail = self._label(rank), self._tails[rank]
+        num_hidden = self._num_lines[rank] - self._num_head - len(tail)
+        text = ""
+        if num_hidden:
+            log = f"; complete log: {self._log_dir}" if self._log_dir else ""
+            text = f"{label}... {count(num_hidden, 'line')} not shown{log}\n"
+        self._pending.append(text + "".join(f"{label}{_shorten(line)}\n" for line in tail))
+
+    def _add_display(self, event: Displayed) -> None:
+        event = self._with_own_display_id(event)
+        if event.update:
+            # Only the newest update of an output within a tick can be seen.
+            same = [item for item in self._pending if isinstance(item, Displayed) and _is_same(item, event)]
+            for item in same:
+                self._pending.remove(item)
+            self._pending.append(event)
+            return
+        seen = self._num_displays[event.rank] = self._num_displays.get(event.rank, 0) + 1
+        if seen <= _NUM_DISPLAYS:
+            self._pending.append(event)
+        elif seen == _NUM_DISPLAYS + 1:
+            self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
+
+    def _with_own_display_id(self, event: Displayed) -> Displayed:
+        """Ranks that display under the same id (the same code on each) must not overwrite each other."""
+        display_id = event.transient.get("display_id")
+        if not isinstance(display_id, str) or event.rank == 0:
+            return event
+        if not event.update:
+            self._display_ids.add((event.rank, display_id))
+        if (event.rank, display_id) not in self._display_ids:
+            return event  # made before the launch: an output of the notebook itself
+        return replace(event, transient={**event.transient, "display_id": f"{display_id}-rank{event.rank}"})
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        lines: list[str] = []
+        for item in pending:
+            if isinstance(item, str):
+                lines.append(item)
+                continue
+            if self._publish is None:
+                lines += [] if item.update else [f"{self._label(item.rank)}{_as_text(item.data)}\n"]
+                continue
+            if item.rank != 0 and not item.update:
+                lines.append(f"{self._label(item.rank)}displayed:\n")
+            self._write(lines)
+            lines = []
+            self._publish(item)
+        self._write(lines)
+        self._pace.mark()
+
+    def _write(self, lines: list[str]) -> None:
+        if not lines:
+            return
+        stream = sys.stdout if self._stream is None else self._stream
+        write(stream, "".join(lines))
+        if self._publish is None:  # a kernel flushes by itself, and waiting for it costs milliseconds
+            stream.flush()
+
+
+def publish_in_shell(shell: Any) -> Publish:
+    """A function that shows what a worker displayed in the cell that runs in ``shell``."""
+
+    def publish(event: Displayed) -> None:
+        shell.display_pub.publish(
+            data=dict(event.data),
+            metadata=dict(event.metadata),
+            transient=dict(event.transient),
+            update=event.update,
+        )
+
+    return publish
+
+
+def _shorten(line: str) -> str:
+    if len(line) > _LINE_LENGTH:
+        line = f"{line[:_LINE_LENGTH]} ... ({count(len(line) - _LINE_LENGTH, 'character')} more)"
+    # Half a surrogate pair can't be sent to a front end.
+    return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
+
+
+def _as_text(data: Mapping[str, Any]) -> str:
+    return _shorten(str(data.get("text/plain", "displayed: " + ", ".join(data))))
+
+
+def _is_same(one: Displayed, other: Displayed) -> bool:
+    return one.update and one.transient.get("display_id") == other.transient.get("display_id")

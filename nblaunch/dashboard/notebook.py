@@ -1,0 +1,106 @@
+"""A job in a notebook: one output, updated in place through its display id.
+
+Owns when the table is published. What is published is complete in itself (HTML and text), so that the last update is
+also what a saved notebook keeps, with no widget state. Never prints: lines are the business of ``lines.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import final
+
+from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.html import mimebundle
+from nblaunch.dashboard.text import broken_off, render_text
+from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.events import Event, JobStarted
+from nblaunch.wire.board import Sample
+
+Publish = Callable[[Mapping[str, str], str, bool], None]
+"""``publish(mimebundle, display_id, is_update)``."""
+
+
+@final
+class NotebookDashboard(Dashboard):
+    """The table of a job, shown through one display id.
+
+    Args:
+        background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
+            and shows the last lines of all ranks: prints from another thread would land in another cell.
+        is_html: publish HTML and text; text alone if False.
+        publish: how; default through IPython.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        background: bool = False,
+        is_html: bool = True,
+        publish: Publish | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._is_background = background
+        self._is_html = is_html
+        self._publish = publish or publish_in_notebook
+        # A short job publishes its final table only.
+        self._pace = Pace(first_s=0.0 if background else 0.25, clock=clock)
+        self._view = JobView()
+        self._display_id = f"nblaunch-{os.urandom(8).hex()}"
+        self._shown: Mapping[str, str] | None = None
+        self._looked_at: tuple[JobView, int] | None = None
+        self._is_closed = False
+        if background:
+            self._show(self._view)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, JobStarted) and not self._view.is_started:
+            self._pace.restart()
+        self._view = fold(self._view, event)
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        if self._is_closed or not self._view.is_started:
+            return
+        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
+        # Once the job is over, close() is near and publishes the final table.
+        if not self._view.is_over and self._pace.is_due() and self._may_differ():
+            self._show(self._view)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._view.is_started or self._shown is not None:
+            self._show(broken_off(self._view), is_final=True)
+
+    def _may_differ(self) -> bool:
+        """Whether rendering is worth while: something was told, or the clock shows another second."""
+        second = int(self._view.elapsed_s)
+        last, self._looked_at = self._looked_at, (self._view, second)
+        if last is None or last[1] != second or last[0].ranks is not self._view.ranks:
+            return True
+        return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail
+
+    def _show(self, view: JobView, *, is_final: bool = False) -> None:
+        with_tail = self._is_background
+        if self._is_html:
+            bundle = mimebundle(view, with_tail=with_tail)
+        else:
+            bundle = {"text/plain": render_text(view, with_tail=with_tail)}
+        if bundle == self._shown and not is_final:
+            return
+        is_update, self._shown = self._shown is not None, bundle
+        self._publish(bundle, self._display_id, is_update)
+        self._pace.mark()
+
+
+def publish_in_notebook(bundle: Mapping[str, str], display_id: str, is_update: bool) -> None:
+    """Show or update an output. Updates reach the right output from any thread."""
+    from IPython.display import display, update_display
+
+    if is_update:
+        update_display(dict(bundle), display_id=display_id, raw=True)
+    else:
+        display(dict(bundle), display_id=display_id, raw=True)

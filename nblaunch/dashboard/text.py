@@ -1,0 +1,146 @@
+"""A job as lines of text: the renderer, and the dashboard of scripts and plain terminals.
+
+Owns widths and alignment of the text table. Writes to one stream, never moves its cursor, never asks for colours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TextIO, final
+
+from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.table import Row, Table, headline, tabulate
+from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.events import Event, JobFinished, JobStarted
+from nblaunch.wire.board import Sample
+
+_DETAIL_WIDTH = 60
+
+
+def render_text(view: JobView, *, with_tail: bool = False) -> str:
+    """The table as text, without a final line end.
+
+    One header line, one line per process (beyond 16 processes the extremes and a summary), then how the job is doing,
+    failures, notes and where the logs are.
+
+    Args:
+        view: what to render.
+        with_tail: add the last lines of output of all ranks.
+    """
+    table = tabulate(view)
+    lines = _table_lines(table) if table.rows else []
+    lines.append(f"{table.name}: {table.headline} on {table.setting}" if view.is_started else table.headline)
+    lines += [f"{label}: {text}" for label, text in table.failures]
+    lines += [table.metrics] if table.metrics else []
+    lines += [f"note: {text}" for text in table.notes]
+    if with_tail and view.tail:
+        lines += ["last output:", *(f"[{rank}] {line}" for rank, line in view.tail)]
+    if view.is_over and table.log_dir:
+        lines.append(f"logs: {table.log_dir}")
+    return "\n".join(lines)
+
+
+def _table_lines(table: Table) -> list[str]:
+    has_detail = any(row.detail for row in table.rows)
+    grid = [("rank", "state", *table.columns, "output" if has_detail else "")]
+    grid += [_cells(row) for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    last = len(widths) - 1
+    # Words to the left, numbers to the right.
+    lines = []
+    for cells in grid:
+        padded = [
+            cell.ljust(width) if index in (1, last) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    detail = row.detail if len(row.detail) <= _DETAIL_WIDTH else row.detail[: _DETAIL_WIDTH - 1] + "…"
+    return (row.label, row.state_text, *row.cells, detail)
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write in one call, with ``?`` in place of characters that the stream's encoding lacks."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
+@final
+class TextDashboard(Dashboard):
+    """A line of progress every few seconds, ever more rarely, and a table at the end.
+
+    Args:
+        stream: where to; default ``sys.stderr`` as it is at each write, so that a script's output stays its own.
+        first_s: seconds before the first line of progress: a short job prints its final table only.
+        interval_s: seconds between lines during the first minute; five times that later.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: TextIO | None = None,
+        first_s: float = 2.0,
+        interval_s: float = 5.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._stream = stream
+        self._pace = Pace(
+            first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
+        )
+        self._view = JobView()
+        self._last_line = ""
+        self._is_closed = False
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, JobStarted) and not self._view.is_started:
+            self._pace.restart()
+        self._view = fold(self._view, event)
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        if self._is_closed or not self._view.is_started:
+            return
+        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
+        if self._view.is_over or not self._pace.is_due():
+            return
+        self._pace.mark()
+        line = progress_line(self._view)
+        if line != self._last_line:
+            self._last_line = line
+            self._write(line + "\n")
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._view.is_started:
+            self._write(render_text(broken_off(self._view)) + "\n")
+
+    def _write(self, text: str) -> None:
+        stream = sys.stderr if self._stream is None else self._stream
+        write(stream, text)
+        stream.flush()
+
+
+def progress_line(view: JobView) -> str:
+    """All ranks in one line, told by the one that is furthest behind."""
+    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
+    behind = min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
+    table = tabulate(JobView(num_processes=1, ranks=(behind,)))
+    row = table.rows[0]
+    parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
+    about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
+    return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
+
+
+def broken_off(view: JobView) -> JobView:
+    """``view``, as cancelled if nobody said how the job ended: closing is then all that is known."""
+    return view if view.is_over else fold(view, JobFinished(-1, view.now_s, outcome="cancelled"))

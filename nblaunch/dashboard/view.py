@@ -1,0 +1,422 @@
+"""The state of a job as a dashboard sees it: a pure fold over events and board samples.
+
+    view = JobView()
+    view = fold(view, event)                      # for every event
+    view = fold_samples(view, samples, now_s)     # for every look at the board
+
+Owns what is known and derived: states, rates, time left, histories. Never formats, never looks at a clock, never
+changes a view in place. Renderers (text, HTML, widgets) read the same view, so that they can't disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+from nblaunch import events
+from nblaunch.events import Event, ExitStatus, WorkerState
+from nblaunch.wire.board import Sample
+
+HISTORY_LENGTH = 64
+"""Points of a loss history at most; longer ones are thinned, so that they always cover the whole job."""
+
+TAIL_LENGTH = 20
+"""Last lines of output kept in the view, all ranks together."""
+
+WINDOW_S = 10.0
+"""Seconds over which step rates are smoothed."""
+
+_MARK_SPACING_S = 0.5
+_LINE_LENGTH = 400  # characters of an output line that a view keeps
+_NUM_NOTES = 20
+_STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point of the window over which rates are measured; ``time_s`` is the worker's monotonic clock."""
+
+    time_s: float
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One worker.
+
+    Args:
+        rank: which.
+        state: what it does.
+        pid: its process id; 0 before it started.
+        step: batches of the current pass that were taken.
+        total: batches of the current pass; -1 where unknown.
+        epoch: passes over the training loader that were completed.
+        steps_per_s: step rate, smoothed over about :data:`WINDOW_S`; None before it is known.
+        samples_per_s: sample rate, likewise.
+        loss: the last loss, perhaps not finite; None before the first.
+        loss_history: finite losses over the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
+        metrics: the last value of everything logged by ``accelerator.log``.
+        metrics_step: the step they were logged at.
+        status_line: progress bar or unfinished line on the rank's terminal, without escape sequences.
+        last_line: last whole line that it printed, without escape sequences.
+        num_lines: lines that it printed.
+        exit_status: how its process ended; None while it lives.
+        failure: one line on what went wrong; empty if nothing did.
+        is_consequence: the failure was most likely caused by another rank's.
+        has_returned: the user's function returned.
+        stepped_s: ``now_s`` of the first look that found the current step; 0.0 before the first step.
+        sample: what its slot of the board held at the last look.
+    """
+
+    rank: int
+    state: WorkerState = WorkerState.STARTING
+    pid: int = 0
+    step: int = 0
+    total: int = -1
+    epoch: int = 0
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    loss: float | None = None
+    loss_history: tuple[float, ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics_step: int | None = None
+    status_line: str = ""
+    last_line: str = ""
+    num_lines: int = 0
+    exit_status: ExitStatus | None = None
+    failure: str = ""
+    is_consequence: bool = False
+    has_returned: bool = False
+    stepped_s: float = 0.0
+    sample: Sample | None = None
+    marks: tuple[Mark, ...] = ()
+    steps_done: int = 0
+    loss_seen: int = 0
+    loss_stride: int = 1
+
+    @property
+    def has_progress(self) -> bool:
+        return self.total >= 0 or self.step > 0 or self.epoch > 0
+
+    @property
+    def fraction(self) -> float | None:
+        """Done part of the current pass, 0 to 1; None where the total is unknown."""
+        return min(self.step / self.total, 1.0) if self.total > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the current pass ends at the present rate; None where that is unknown."""
+        if self.state.is_final or self.total <= 0 or not self.steps_per_s:
+            return None
+        return max(self.total - self.step, 0) / self.steps_per_s
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job. Times are wall-clock seconds (``time.time()``).
+
+    Args:
+        function_name: what runs.
+        num_processes: how many workers.
+        backend: device family.
+        start_method: how they were started.
+        reason: why so.
+        log_dir: where complete logs are.
+        attempt: restarts so far.
+        started_s: when the job started; 0.0 before.
+        now_s: the last moment that was looked at.
+        outcome: as in :class:`nblaunch.events.JobFinished`; empty while the job runs.
+        failed_rank: the rank with the root cause of a failure.
+        message: one line about the failure.
+        notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
+        tail: ``(rank, line)`` of the last lines of output.
+        ranks: one view per worker, by rank.
+    """
+
+    function_name: str = ""
+    num_processes: int = 0
+    backend: str = ""
+    start_method: str = ""
+    reason: str = ""
+    log_dir: str = ""
+    attempt: int = 0
+    started_s: float = 0.0
+    now_s: float = 0.0
+    outcome: str = ""
+    failed_rank: int | None = None
+    message: str = ""
+    notes: tuple[tuple[int, str], ...] = ()
+    tail: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[RankView, ...] = ()
+
+    @property
+    def is_started(self) -> bool:
+        return self.num_processes > 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.outcome != ""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the start to the last look, or to the end."""
+        return max(self.now_s - self.started_s, 0.0)
+
+
+def clean(text: str) -> str:
+    """``text`` as it would look on paper: without escape sequences and control characters, and not too long."""
+    if not text.isprintable():
+        text = _CONTROL.sub("", _ANSI.sub("", text)).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= _LINE_LENGTH else text[: _LINE_LENGTH - 1] + "…"
+
+
+# --- events --------------------------------------------------------------------------------------------------------
+
+
+def fold(view: JobView, event: Event) -> JobView:
+    """The view after ``event``. Events of unknown types or ranks leave it as it is."""
+    on_job = _JOB_FOLDS.get(type(event))
+    if on_job is not None:
+        return on_job(view, event)
+    on_rank = _RANK_FOLDS.get(type(event))
+    if on_rank is None or not 0 <= event.rank < len(view.ranks):
+        return view
+    return _with_rank(view, on_rank(view, view.ranks[event.rank], event))
+
+
+def _with_rank(view: JobView, rank: RankView) -> JobView:
+    return replace(view, ranks=(*view.ranks[: rank.rank], rank, *view.ranks[rank.rank + 1 :]))
+
+
+def _job_started(view: JobView, event: events.JobStarted) -> JobView:
+    return replace(
+        view,
+        function_name=event.function_name,
+        num_processes=event.num_processes,
+        backend=event.backend,
+        start_method=event.start_method,
+        reason=event.reason,
+        log_dir=event.log_dir,
+        attempt=event.attempt,
+        # A restart is the same job to the person who waits for it.
+        started_s=view.started_s if event.attempt and view.started_s else event.time_s,
+        now_s=event.time_s,
+        outcome="",
+        failed_rank=None,
+        message="",
+        ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
+    )
+
+
+def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
+    view = replace(
+        view,
+        outcome=event.outcome,
+        failed_rank=event.failed_rank,
+        message=event.message,
+        now_s=max(event.time_s, view.started_s),
+    )
+    return replace(view, ranks=tuple(_settle(view, rank) for rank in view.ranks))
+
+
+def _settle(view: JobView, rank: RankView) -> RankView:
+    """A rank's last state, now that the outcome is known: what was stopped did not fail, and what failed is said."""
+    if view.outcome == "failed" and rank.rank == view.failed_rank:
+        return replace(rank, state=WorkerState.FAILED, failure=rank.failure or _first_line(view.message))
+    was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
+    if rank.state is WorkerState.FAILED and was_stopped and not rank.is_consequence:
+        return replace(rank, state=WorkerState.STOPPED, failure="")
+    if rank.state.is_final:
+        return rank
+    is_done = rank.has_returned or view.outcome == "done"
+    return replace(rank, state=WorkerState.DONE if is_done else WorkerState.STOPPED, status_line="")
+
+
+def _note(view: JobView, event: events.Note) -> JobView:
+    return replace(view, notes=(*view.notes, (event.rank, clean(event.text)))[-_NUM_NOTES:])
+
+
+def _log_lines(view: JobView, event: events.LogLines) -> JobView:
+    if not event.lines or not 0 <= event.rank < len(view.ranks):
+        return view
+    last = tuple((event.rank, clean(line)) for line in event.lines[-TAIL_LENGTH:])
+    rank = view.ranks[event.rank]
+    # A whole line ends whatever stood on the rank's unfinished one.
+    rank = replace(rank, last_line=last[-1][1], num_lines=rank.num_lines + len(event.lines), status_line="")
+    return replace(_with_rank(view, rank), tail=(*view.tail, *last)[-TAIL_LENGTH:])
+
+
+def _displayed(view: JobView, event: events.Displayed) -> JobView:
+    text = clean(str(event.data.get("text/plain", ""))) or ", ".join(event.data)
+    if event.update:
+        return view
+    return replace(view, tail=(*view.tail, (event.rank, f"displayed: {text}"))[-TAIL_LENGTH:])
+
+
+def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
+    return replace(rank, pid=event.pid, state=max(rank.state, WorkerState.RUNNING))
+
+
+def _metric(view: JobView, rank: RankView, event: events.Metric) -> RankView:
+    return replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
+
+
+def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
+    return replace(rank, status_line=clean(event.text).strip())
+
+
+def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView:
+    state = rank.state if rank.state.is_final else WorkerState.FINISHING
+    return replace(rank, state=state, has_returned=True)
+
+
+def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
+    if event.info.type_name.rpartition(".")[2] == "KeyboardInterrupt":
+        return replace(rank, state=WorkerState.STOPPED, status_line="")
+    return replace(
+        rank,
+        state=WorkerState.FAILED,
+        failure=describe_failure(event.info),
+        is_consequence=event.is_consequence,
+        status_line="",
+    )
+
+
+def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
+    rank = replace(rank, exit_status=event.status, status_line="")
+    if rank.state.is_final:
+        return rank
+    if rank.has_returned and event.status.code == 0:
+        return replace(rank, state=WorkerState.DONE)
+    others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
+    if others_failed and event.status.code in _STOP_SIGNALS:
+        return replace(rank, state=WorkerState.STOPPED)
+    failure = str(event.status)
+    if not rank.has_returned and event.status.code >= 0:
+        failure += " before the function returned"
+    return replace(rank, state=WorkerState.FAILED, failure=failure)
+
+
+def describe_failure(info: events.ExceptionInfo) -> str:
+    """An exception in one line: type, message, and the last line of the user's own code."""
+    line = f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": ")
+    own = [frame for frame in info.frames if frame.is_user]
+    if own:
+        line += f" (line {own[-1].lineno}: {own[-1].line.strip()})".replace(": )", ")")
+    return clean(line)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+_JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
+    events.JobStarted: _job_started,
+    events.JobFinished: _job_finished,
+    events.Note: _note,
+    events.LogLines: _log_lines,
+    events.Displayed: _displayed,
+}
+
+_RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
+    events.Started: _started,
+    events.Metric: _metric,
+    events.StatusLine: _status_line,
+    events.Finished: _finished,
+    events.Failed: _failed,
+    events.Exited: _exited,
+}
+
+
+# --- samples -------------------------------------------------------------------------------------------------------
+
+
+def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobView:
+    """The view after a look at the board at ``now_s`` (``time.time()``). Cheap where nothing moved."""
+    ranks = view.ranks
+    changed = [
+        sample for sample in samples if 0 <= sample.rank < len(ranks) and sample != ranks[sample.rank].sample
+    ]
+    if changed:
+        moved = list(ranks)
+        for sample in changed:
+            moved[sample.rank] = _sampled(moved[sample.rank], sample, now_s)
+        ranks = tuple(moved)
+    return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
+
+
+def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
+    last = rank.sample or Sample(rank.rank)
+    is_new_pass = sample.step < last.step or (sample.epoch, sample.total) != (last.epoch, last.total)
+    steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
+    moved = is_new_pass or sample.step != last.step
+    marks = _marked(() if is_new_pass else rank.marks, sample, steps_done)
+    steps_per_s, samples_per_s = _rates(marks, rank)
+    return replace(
+        _with_loss(rank, sample, moved=moved),
+        state=_state(rank, sample.state),
+        step=sample.step,
+        total=sample.total,
+        epoch=sample.epoch,
+        steps_per_s=steps_per_s,
+        samples_per_s=samples_per_s,
+        stepped_s=now_s if moved else rank.stepped_s,
+        sample=sample,
+        marks=marks,
+        steps_done=steps_done,
+    )
+
+
+def _state(rank: RankView, told: WorkerState) -> WorkerState:
+    """Events say when a worker starts and how it ends; in between the board knows better."""
+    if rank.state.is_final:
+        return rank.state
+    if rank.has_returned:
+        return WorkerState.FINISHING
+    if told.is_final:  # its end is near; how it ended is the event's to say
+        return rank.state
+    return max(told, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else told
+
+
+def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[Mark, ...]:
+    """``marks`` with the newest point last, older ones spaced out and dropped beyond the window."""
+    if sample.step_time_s <= 0:
+        return marks
+    newest = Mark(sample.step_time_s, steps_done, sample.samples)
+    if marks and newest.time_s <= marks[-1].time_s:
+        return marks
+    # The last point is provisional: it is replaced until it is far enough from the one before.
+    if len(marks) >= 2 and marks[-1].time_s - marks[-2].time_s < _MARK_SPACING_S:
+        marks = marks[:-1]
+    while len(marks) >= 2 and newest.time_s - marks[1].time_s >= WINDOW_S:
+        marks = marks[1:]
+    return (*marks, newest)
+
+
+def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float | None]:
+    """Steps and samples per second over the window; what was known before while a new pass has too few points."""
+    if len(marks) < 2 or marks[-1].steps == marks[0].steps:
+        return rank.steps_per_s, rank.samples_per_s
+    span_s = marks[-1].time_s - marks[0].time_s
+    num_samples = marks[-1].samples - marks[0].samples
+    return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
+
+
+def _with_loss(rank: RankView, sample: Sample, *, moved: bool) -> RankView:
+    loss = sample.loss
+    if loss is None or (loss == rank.loss and not moved):
+        return rank
+    if not isfinite(loss):
+        return replace(rank, loss=loss)
+    history, stride, seen = rank.loss_history, rank.loss_stride, rank.loss_seen
+    if seen % stride == 0:
+        if len(history) >= HISTORY_LENGTH:
+            history, stride = history[::2], stride * 2
+        history = (*history, loss)
+    return replace(rank, loss=loss, loss_history=history, loss_stride=stride, loss_seen=seen + 1)
