@@ -41,20 +41,20 @@ _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 
 
-def mimebundle(view: JobView, *, with_tail: bool = False) -> dict[str, str]:
+def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
     """``{"text/html": ..., "text/plain": ...}`` of the same table, for ``display(..., raw=True)``."""
     return {
-        "text/html": render_html(view, with_tail=with_tail),
-        "text/plain": render_text(view, with_tail=with_tail),
+        "text/html": render_html(view, with_output=with_output),
+        "text/plain": render_text(view, with_output=with_output),
     }
 
 
-def render_html(view: JobView, *, with_tail: bool = False) -> str:
+def render_html(view: JobView, *, with_output: bool = False) -> str:
     """The table as an HTML fragment.
 
     Args:
         view: what to render.
-        with_tail: add the last lines of output of all ranks.
+        with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
     """
     table = tabulate(view)
     parts = [_title(view, table)]
@@ -62,9 +62,9 @@ def render_html(view: JobView, *, with_tail: bool = False) -> str:
         parts.append(_table(table))
     parts += [_failure(label, text) for label, text in table.failures]
     parts += [_line(table.metrics)] if table.metrics else []
-    parts += [_line(text) for text in table.notes]
-    if with_tail and view.tail:
-        parts.append(_tail(view.tail))
+    if with_output:
+        parts += [_line(f"note: {text}") for text in table.notes]
+        parts += [_tail(view.tail)] if view.tail else []
     if table.log_dir:
         parts.append(_line(f"logs: {table.log_dir}"))
     return (
@@ -126,7 +126,7 @@ def _cell(content: str, style: str) -> str:
 def _detail(text: str) -> str:
     if not text:
         return ""
-    cut = "max-width:44em;overflow:hidden;text-overflow:ellipsis;white-space:pre"
+    cut = "max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre"
     return f'<div style="{_MONO};{_MUTED};{cut}">{escape(text)}</div>'
 
 

@@ -84,11 +84,11 @@ class NotebookDashboard(Dashboard):
         return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail
 
     def _show(self, view: JobView, *, is_final: bool = False) -> None:
-        with_tail = self._is_background
+        with_output = self._is_background
         if self._is_html:
-            bundle = mimebundle(view, with_tail=with_tail)
+            bundle = mimebundle(view, with_output=with_output)
         else:
-            bundle = {"text/plain": render_text(view, with_tail=with_tail)}
+            bundle = {"text/plain": render_text(view, with_output=with_output)}
         if bundle == self._shown and not is_final:
             return
         is_update, self._shown = self._shown is not None, bundle

@@ -100,9 +100,11 @@ def tabulate(view: JobView) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``12 s``, ``3:07``, ``1:02:03``."""
+    """``0.03 s``, ``1.2 s``, ``12 s``, ``3:07``, ``1:02:03``."""
     if not isfinite(seconds) or seconds > 1e8:
         return "?"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -110,6 +112,11 @@ def duration(seconds: float) -> str:
         return f"{rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def whole_duration(seconds: float) -> str:
+    """The same in whole seconds, for times that are read while they change: ``0 s``, ``12 s``, ``3:07``."""
+    return f"{seconds:.0f} s" if seconds < 9.5 else duration(seconds)
 
 
 def rate(per_s: float) -> str:
@@ -142,18 +149,19 @@ _OUTCOMES = {"done": "done in", "failed": "failed after", "interrupted": "interr
 
 
 def headline(view: JobView) -> str:
-    """How the job is doing: ``training for 12 s``, ``done in 3:07``, ``failed after 0.8 s in rank 2``."""
+    """How the job is doing: ``running for 12 s``, ``done in 3:07``, ``failed in rank 2 after 0.83 s``."""
     if not view.is_started:
         return "starting" if not view.is_over else "not started"
     if view.is_over:
-        text = f"{_OUTCOMES.get(view.outcome, 'cancelled after')} {duration(view.elapsed_s)}"
-        is_failed = view.outcome == "failed" and view.failed_rank is not None
-        return f"{text} in rank {view.failed_rank}" if is_failed else text
+        is_of_rank = view.outcome == "failed" and view.failed_rank is not None
+        words = (
+            f"failed in rank {view.failed_rank} after"
+            if is_of_rank
+            else _OUTCOMES.get(view.outcome, "cancelled after")
+        )
+        return f"{words} {duration(view.elapsed_s)}"
     # Whole seconds while it runs: the table is published only when what it says changes.
-    elapsed_s = int(view.elapsed_s)
-    text = f"running for {f'{elapsed_s} s' if elapsed_s < 10 else duration(elapsed_s)}"
-    samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
-    return f"{text}, {rate(samples_per_s)} samples/s" if samples_per_s > 0 else text
+    return f"running for {whole_duration(int(view.elapsed_s))}"
 
 
 def state_text(rank: RankView) -> str:
@@ -163,7 +171,10 @@ def state_text(rank: RankView) -> str:
 def _setting(view: JobView) -> str:
     how = ", ".join(part for part in (view.backend, view.start_method) if part)
     text = count(view.num_processes, "process") + (f" ({how})" if how else "")
-    return f"{text}, attempt {view.attempt + 1}" if view.attempt else text
+    if view.attempt:
+        text += f", attempt {view.attempt + 1}"
+    samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
+    return f"{text}, {rate(samples_per_s)} samples/s" if samples_per_s > 0 else text
 
 
 def _note(rank: int, text: str) -> str:
@@ -177,7 +188,10 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
         if rank.failure:
             is_other = rank.rank != view.failed_rank
             grouped.setdefault((is_other, rank.is_consequence, rank.failure), []).append(rank.rank)
-    lines = [(who(ranks), text) for (_, _, text), ranks in sorted(grouped.items())]
+    lines = [
+        (who(ranks) + (" (as a consequence)" if is_consequence else ""), text)
+        for (_, is_consequence, text), ranks in sorted(grouped.items())
+    ]
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(len(ranks) for _, ranks in sorted(grouped.items())[_NUM_FAILURE_LINES:])
         lines = [*lines[:_NUM_FAILURE_LINES], (count(hidden, "more rank"), "see the logs")]
@@ -228,7 +242,7 @@ def _row(rank: RankView) -> Row:
             f"{rank.epoch}" if rank.epoch else "",
             _steps(rank),
             rate(rank.steps_per_s) if rank.steps_per_s else "",
-            "" if rank.left_s is None else duration(round(rank.left_s)).replace(".0", ""),
+            "" if rank.left_s is None else whole_duration(rank.left_s),
             "" if rank.loss is None else loss(rank.loss),
         ),
         fraction=rank.fraction,

@@ -19,24 +19,25 @@ from nblaunch.wire.board import Sample
 _DETAIL_WIDTH = 60
 
 
-def render_text(view: JobView, *, with_tail: bool = False) -> str:
+def render_text(view: JobView, *, with_output: bool = False) -> str:
     """The table as text, without a final line end.
 
     One header line, one line per process (beyond 16 processes the extremes and a summary), then how the job is doing,
-    failures, notes and where the logs are.
+    failures, the last metrics and where the logs are.
 
     Args:
         view: what to render.
-        with_tail: add the last lines of output of all ranks.
+        with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
     """
     table = tabulate(view)
     lines = _table_lines(table) if table.rows else []
     lines.append(f"{table.name}: {table.headline} on {table.setting}" if view.is_started else table.headline)
     lines += [f"{label}: {text}" for label, text in table.failures]
     lines += [table.metrics] if table.metrics else []
-    lines += [f"note: {text}" for text in table.notes]
-    if with_tail and view.tail:
-        lines += ["last output:", *(f"[{rank}] {line}" for rank, line in view.tail)]
+    if with_output:
+        lines += [f"note: {text}" for text in table.notes]
+        lines += ["last output:"] if view.tail else []
+        lines += [f"[{rank}] {line}" for rank, line in view.tail]
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)

@@ -33,6 +33,7 @@ _MARK_SPACING_S = 0.5
 _LINE_LENGTH = 400  # characters of an output line that a view keeps
 _NUM_NOTES = 20
 _STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
+_PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -353,7 +354,7 @@ def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobV
 
 def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     last = rank.sample or Sample(rank.rank)
-    is_new_pass = sample.step < last.step or (sample.epoch, sample.total) != (last.epoch, last.total)
+    is_new_pass = _is_new_pass(last, sample)
     steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
     moved = is_new_pass or sample.step != last.step
     marks = _marked(() if is_new_pass else rank.marks, sample, steps_done)
@@ -371,6 +372,12 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         marks=marks,
         steps_done=steps_done,
     )
+
+
+def _is_new_pass(last: Sample, sample: Sample) -> bool:
+    if sample.step < last.step or (sample.epoch, sample.total) != (last.epoch, last.total):
+        return True
+    return last.state != sample.state and {last.state, sample.state} == _PASSES
 
 
 def _state(rank: RankView, told: WorkerState) -> WorkerState:
