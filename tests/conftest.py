@@ -1,0 +1,40 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import left_behind
+from tests.kernels import Kernel
+
+
+def pytest_configure() -> None:
+    left_behind.adopt_orphans()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends with the processes, file descriptors and threads that it began with.
+
+    ``@pytest.mark.leaves_behind("why")`` excuses one.
+    """
+    marker = request.node.get_closest_marker("leaves_behind")
+    if marker is not None and not (marker.args and isinstance(marker.args[0], str)):
+        pytest.fail(
+            "the marker leaves_behind needs a reason: @pytest.mark.leaves_behind('why')", pytrace=False
+        )
+    before = left_behind.Snapshot.take()
+    yield
+    if marker is None and (found := left_behind.find(before)):
+        left_behind.kill_processes(before)
+        pytest.fail("the test left behind:\n" + "\n".join(f"  {line}" for line in found), pytrace=False)
+    left_behind.kill_processes(before)
+
+
+@pytest.fixture
+def kernel(nothing_left_behind: None) -> Iterator[Kernel]:
+    """A fresh IPython kernel; after the test, all that came from it must be gone."""
+    with Kernel.start() as kernel:
+        yield kernel

@@ -1,0 +1,583 @@
+"""Real Jupyter kernels for tests: start one, run cells, interrupt, and prove that nothing survives it.
+
+    with Kernel.start() as kernel:
+        cell = kernel.run("print('hello')")                     # fails the test if the cell raises
+        assert cell.stdout == "hello\\n"
+
+        cell = kernel.run("1 / 0", raises="ZeroDivisionError")  # fails the test if it does not raise that
+
+        cell = kernel.submit("train()")                         # does not wait
+        cell.wait_for_text("epoch 1")                           # synchronise on output, never by sleeping
+        kernel.interrupt()
+        assert cell.wait().error.name == "KeyboardInterrupt"
+
+Most tests take the ``kernel`` fixture of ``conftest.py``, which starts one and closes it.
+
+Messages are read by the thread of the test, while it waits; there is no reader thread. Every wait has a timeout, and
+one that runs out aborts the kernel with SIGABRT first: its fault handler then writes the stack of every thread, which
+the error message shows together with the cell's output.
+
+Every process that a kernel starts inherits an environment variable with a token of this kernel, also across ``setsid``,
+``exec`` and the death of its parent. So ``kernel.processes()`` finds them all, and ``close`` fails if one is left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import zmq
+from jupyter_client.launcher import launch_kernel
+from jupyter_client.manager import KernelManager
+
+_TOKEN_VARIABLE = "NBLAUNCH_TEST_KERNEL"
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+START_TIMEOUT_S = 60.0
+CELL_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class CellError:
+    """What a cell raised, as a frontend gets it.
+
+    Args:
+        name: class name of the exception.
+        value: its text.
+        traceback: the blocks that IPython formatted, with colours; ``text`` is what a reader sees.
+    """
+
+    name: str
+    value: str
+    traceback: list[str]
+
+    @property
+    def text(self) -> str:
+        """The traceback as plain text."""
+        return _ANSI.sub("", "\n".join(self.traceback))
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of ``text``."""
+        return self.text.splitlines()
+
+
+@dataclass
+class Display:
+    """One place in a cell's output area.
+
+    Args:
+        data: the MIME bundle it shows now, after all updates.
+        metadata: that belongs to ``data``.
+        display_id: its name for updates; None where it can't be updated.
+        num_updates: how often it was updated.
+        is_result: True for the value of the cell's last expression.
+    """
+
+    data: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str | None = None
+    num_updates: int = 0
+    is_result: bool = False
+
+
+@dataclass(eq=False)
+class Cell:
+    """One execution of a cell: what is known so far, or all of it once ``is_done``.
+
+    Args:
+        kernel: where it runs.
+        source: its code.
+        msg_id: of its execute request.
+        messages: what arrived on IOPub for it, oldest first, also after the reply (from threads).
+        reply: content of the execute reply; None before it arrived.
+    """
+
+    kernel: Kernel
+    source: str
+    msg_id: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reply: dict[str, Any] | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    finished_s: float | None = None
+    is_idle: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether both the reply and the last output of the blocking part arrived."""
+        return self.reply is not None and self.is_idle
+
+    @property
+    def status(self) -> str | None:
+        """ "ok", "error" or "aborted"; None while it runs."""
+        return self.reply["status"] if self.reply else None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the request to the end, or until now."""
+        return (self.finished_s or time.monotonic()) - self.started_s
+
+    @property
+    def stdout(self) -> str:
+        return self._stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        return self._stream("stderr")
+
+    @property
+    def result(self) -> str | None:
+        """The repr of the last expression; None where there is none."""
+        return next((d.data.get("text/plain") for d in self.displays if d.is_result), None)
+
+    @property
+    def displays(self) -> list[Display]:
+        """What the output area shows apart from streams and errors, in its final state, updates applied."""
+        shown: list[Display] = []
+        for message in self.messages:
+            kind, content = message["msg_type"], message["content"]
+            if kind in ("display_data", "execute_result"):
+                display_id = content.get("transient", {}).get("display_id")
+                shown.append(
+                    Display(
+                        content["data"], content["metadata"], display_id, is_result=kind == "execute_result"
+                    )
+                )
+            elif kind == "update_display_data":
+                for display in shown:
+                    if display.display_id == content["transient"]["display_id"]:
+                        display.data, display.metadata = content["data"], content["metadata"]
+                        display.num_updates += 1
+        return shown
+
+    @property
+    def error(self) -> CellError | None:
+        """What the cell raised; None where it did not, or not yet."""
+        for content in self.contents("error"):
+            return CellError(content["ename"], content["evalue"], content["traceback"])
+        return None
+
+    def contents(self, msg_type: str) -> list[dict[str, Any]]:
+        """The contents of all messages of one type, as "comm_open" or "update_display_data"."""
+        return [message["content"] for message in self.messages if message["msg_type"] == msg_type]
+
+    def wait(self, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
+        """Wait until the cell is done, whatever its outcome."""
+        self.kernel.wait_until(lambda: self.is_done, timeout_s, "the cell to end", self)
+        return self
+
+    def wait_for(
+        self,
+        condition: Callable[[Cell], object],
+        timeout_s: float = CELL_TIMEOUT_S,
+        what: str = "a condition",
+    ) -> Cell:
+        """Wait until ``condition(cell)`` is true. It is asked again after each message."""
+        self.kernel.wait_until(lambda: bool(condition(self)), timeout_s, what, self)
+        return self
+
+    def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
+        """Wait until the cell has printed ``text``, on stdout or stderr. Fails at once if it ends without."""
+        self.wait_for(
+            lambda cell: cell._printed(text) or cell.is_done, timeout_s, f"the cell to print {text!r}"
+        )
+        if not self._printed(text):
+            raise AssertionError(f"the cell ended without printing {text!r}\n{self.describe()}")
+        return self
+
+    def describe(self) -> str:
+        """Everything about this cell that helps to understand a failed test."""
+        parts = [f"cell ({self.status or 'running'}, {self.elapsed_s:.1f} s):", _indent(self.source.strip())]
+        for title, text in (
+            ("stdout", self.stdout),
+            ("stderr", self.stderr),
+            ("error", self.error.text if self.error else ""),
+        ):
+            if text:
+                parts += [f"{title}:", _indent(text.rstrip())]
+        return "\n".join(parts)
+
+    def _printed(self, text: str) -> bool:
+        return text in self.stdout or text in self.stderr
+
+    def _stream(self, name: str) -> str:
+        return "".join(content["text"] for content in self.contents("stream") if content["name"] == name)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if message["msg_type"] == "execute_reply":
+            self.reply = message["content"]
+        else:
+            self.messages.append(message)
+            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                self.is_idle = True
+        if self.is_done and self.finished_s is None:
+            self.finished_s = time.monotonic()
+
+
+class KernelTimeout(AssertionError):
+    """A kernel did not do what the test waited for; the message holds its output and the stacks of its threads."""
+
+
+class LeftBehind(AssertionError):
+    """Processes of a kernel were still there after it ended."""
+
+
+class Kernel:
+    """A running IPython kernel. Make one with :meth:`start`, as a context manager."""
+
+    def __init__(self, manager: KernelManager, token: str, folder: Path) -> None:
+        self._manager = manager
+        self._token = token
+        self._folder = folder
+        self._cells: dict[str, Cell] = {}
+        self._is_closed = False
+        self._log = (folder / "kernel.log").open("w+", errors="replace")
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        python: str | Path = sys.executable,
+        transport: str = "ipc",
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Kernel:
+        """Start a kernel and wait until it answers.
+
+        Args:
+            env: variables to set on top of this process's environment.
+            cwd: its working folder; default: the current one.
+            python: the interpreter, which needs ipykernel.
+            transport: "ipc" (default; no ports to collide, and no warning about TCP without encryption) or "tcp".
+            timeout_s: how long the start may take.
+        """
+        # A short path: the address of a Unix socket has room for about 100 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="nbk-"))
+        token = secrets.token_hex(8)
+        manager = KernelManager(
+            connection_file=str(folder / "k.json"),
+            transport=transport,
+            # Own context: nothing of this kernel outlives it in the process of the tests.
+            context=zmq.Context(),
+        )
+        kernel = cls(manager, token, folder)
+        try:
+            kernel._launch(str(python), dict(env or {}), cwd)
+            kernel._connect(timeout_s)
+            kernel._enable_stacks()
+        except BaseException:
+            kernel.kill()
+            kernel.close(check=False)
+            raise
+        return kernel
+
+    # --- running code -------------------------------------------------------------------------------------------------
+
+    def run(
+        self, source: str, *, raises: str | None = None, timeout_s: float = CELL_TIMEOUT_S, **request: Any
+    ) -> Cell:
+        """Run a cell and wait for its end.
+
+        Args:
+            source: its code.
+            raises: class name of the exception that it must raise; None: it must not raise.
+            timeout_s: how long it may take.
+            **request: fields of the execute request, as ``silent=True``.
+
+        Raises:
+            AssertionError: the cell ended otherwise than said.
+            KernelTimeout: it did not end.
+        """
+        cell = self.submit(source, **request).wait(timeout_s)
+        raised = cell.reply.get("ename") if cell.reply else None
+        if raised != raises or cell.status == "aborted":
+            expected = f"to raise {raises}" if raises else "to end without an error"
+            raise AssertionError(f"the cell was expected {expected}\n{cell.describe()}")
+        return cell
+
+    def submit(self, source: str, **request: Any) -> Cell:
+        """Ask for the execution of a cell and return at once. Cells that are asked for together run one by one."""
+        content = {
+            "code": source,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": False,
+            "stop_on_error": True,
+        } | request
+        message = self._manager.session.send(self._shell, "execute_request", content)
+        cell = Cell(self, source, message["header"]["msg_id"])
+        self._cells[cell.msg_id] = cell
+        return cell
+
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float, what: str, cell: Cell | None = None
+    ) -> None:
+        """Read messages until ``condition()`` holds, which is asked again after each message and ten times a second.
+
+        Raises:
+            KernelTimeout: it did not hold in time; the kernel was aborted to get its stacks.
+            AssertionError: the kernel died meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self._read(min(0.1, max(0.0, deadline - time.monotonic())))
+            if condition():
+                return
+            about = f"\n{cell.describe()}" if cell else ""
+            if not self.is_alive:
+                raise AssertionError(
+                    f"the kernel died while the test waited for {what}{about}\n{self._story()}"
+                )
+            if time.monotonic() >= deadline:
+                self._abort()
+                raise KernelTimeout(f"waited {timeout_s:g} s for {what}{about}\n{self._story()}")
+
+    def send_comm(self, comm_id: str, data: Mapping[str, Any]) -> None:
+        """Send a message to a comm of the kernel, as a frontend does for a click on a widget."""
+        content = {"comm_id": comm_id, "data": dict(data)}
+        self._manager.session.send(self._shell, "comm_msg", content)
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """What the stop button does: SIGINT to the kernel's process group."""
+        # As jupyter_client.provisioning.LocalProvisioner.send_signal does.
+        os.killpg(os.getpgid(self.pid), signal.SIGINT)
+
+    def kill(self) -> None:
+        """SIGKILL to the kernel's process alone, as the OOM killer does; what it started is on its own then."""
+        if self.is_alive:
+            self.process.kill()
+            self.process.wait(CLOSE_TIMEOUT_S)
+
+    def close(self, *, check: bool = True, grace_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the kernel and everything that it started.
+
+        Args:
+            check: whether something that outlives the kernel is an error.
+            grace_s: how long what the kernel started may take to follow its end.
+
+        Raises:
+            LeftBehind: after the kernel's orderly end some of its processes were still there; they are killed. Only
+                with ``check``.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            survivors = self._shut_down(grace_s)
+        finally:
+            self._log.close()
+            for socket in (self._shell, self._iopub, self._control):
+                if socket is not None:
+                    socket.close(linger=0)
+            self._manager.cleanup_connection_file()
+            self._manager.cleanup_ipc_files()
+            self._manager.context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if check and survivors:
+            raise LeftBehind("processes outlived their kernel:\n" + "\n".join(map(_indent, survivors)))
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and _is_running(self._process)
+
+    @property
+    def process(self) -> psutil.Process:
+        assert self._process is not None, "the kernel was not started"
+        return self._process
+
+    @property
+    def log(self) -> str:
+        """What the kernel's process wrote to its own stdout and stderr, outside of any cell."""
+        return (self._folder / "kernel.log").read_text(errors="replace") if self._folder.exists() else ""
+
+    def processes(self) -> list[psutil.Process]:
+        """Every running process that came from this kernel, without the kernel itself, oldest first.
+
+        Includes those that have left its group, its session or its process tree.
+        """
+        mine = [
+            p
+            for p in psutil.process_iter()
+            if p != self._process and _is_running(p) and self._carries_token(p)
+        ]
+        return sorted(mine, key=lambda process: process.create_time())
+
+    def wait_for_no_processes(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until all that the kernel started has ended, while the kernel lives on.
+
+        Raises:
+            LeftBehind: something is still there; names it. It is killed by ``close``.
+        """
+        psutil.wait_procs(self.processes(), timeout_s)
+        if left := self.processes():
+            raise LeftBehind("still running:\n" + "\n".join(_indent(_describe(p)) for p in left))
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Where the test failed already, its own error is the one to see.
+        self.close(check=error is None)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    _popen: subprocess.Popen[bytes] | None = None
+    _process: psutil.Process | None = None
+    _shell: Any = None
+    _iopub: Any = None
+    _control: Any = None
+
+    def _launch(self, python: str, env: dict[str, str], cwd: str | Path | None) -> None:
+        # jupyter_client's own launcher, and not KernelManager.start_kernel: that one makes an event loop which is
+        # never closed, and starts whatever this machine has registered as "python3".
+        self._manager.write_connection_file()
+        self._popen = launch_kernel(
+            [python, "-m", "ipykernel_launcher", "-f", self._manager.connection_file],
+            stdout=self._log,
+            stderr=self._log,
+            cwd=cwd and str(cwd),
+            env={
+                **os.environ,
+                # No profile, history or start-up file of the person who runs the tests.
+                "IPYTHONDIR": str(self._folder / "ipython"),
+                # The debugger's advice about frozen modules is of no use here.
+                "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+                **env,
+                _TOKEN_VARIABLE: self._token,
+            },
+        )
+        self._process = psutil.Process(self._popen.pid)
+
+    def _connect(self, timeout_s: float) -> None:
+        self._shell = self._manager.connect_shell()
+        self._iopub = self._manager.connect_iopub()
+        self._control = self._manager.connect_control()
+        # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
+        # an answer comes on both sockets.
+        probes: list[Cell] = []
+
+        def is_connected() -> bool:
+            if not probes or time.monotonic() - probes[-1].started_s > 0.5:
+                message = self._manager.session.send(self._shell, "kernel_info_request", {})
+                probes.append(Cell(self, "", message["header"]["msg_id"]))
+                self._cells[probes[-1].msg_id] = probes[-1]
+            return any(probe.is_idle for probe in probes)
+
+        self.wait_until(is_connected, timeout_s, "the kernel to start")
+        for probe in probes:
+            del self._cells[probe.msg_id]
+
+    def _enable_stacks(self) -> None:
+        """Let a fatal signal write all stacks to a file; ipykernel turns stderr into a pipe that it reads itself."""
+        file = str(self._folder / "stacks")
+        self.run(f"__import__('faulthandler').enable(open({file!r}, 'w'))", silent=True, store_history=False)
+
+    def _read(self, timeout_s: float) -> None:
+        """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
+        poller = zmq.Poller()
+        for socket in (self._shell, self._iopub):
+            poller.register(socket, zmq.POLLIN)
+        for socket, _ in poller.poll(int(timeout_s * 1000)):
+            _, message = self._manager.session.recv(socket, mode=zmq.NOBLOCK)
+            if message is not None:
+                cell = self._cells.get(message["parent_header"].get("msg_id"))
+                if cell is not None:
+                    cell._receive(message)
+
+    def _shut_down(self, grace_s: float) -> list[str]:
+        """End the kernel; returns what outlived it, described, after killing that too."""
+        if self._popen is None or self._process is None:
+            return []
+        if self.is_alive:
+            self._manager.session.send(self._control, "shutdown_request", {"restart": False})
+            _, alive = psutil.wait_procs([self._process], CLOSE_TIMEOUT_S)
+            for process in alive:
+                process.kill()
+        self._popen.wait(CLOSE_TIMEOUT_S)
+        # What follows the kernel's end by itself (on a parent-death signal, on end-of-file) gets the time to do so.
+        psutil.wait_procs(self.processes(), grace_s)
+        survivors = self.processes()
+        described = [_describe(process) for process in survivors]
+        for process in survivors:
+            _kill(process)
+        psutil.wait_procs(survivors, CLOSE_TIMEOUT_S)
+        return described
+
+    def _abort(self) -> None:
+        """Make the kernel's fault handler write the stacks of its threads, which ends the kernel."""
+        if self.is_alive:
+            self.process.send_signal(signal.SIGABRT)
+            psutil.wait_procs([self.process], 5)
+
+    def _story(self) -> str:
+        parts = []
+        if processes := self.processes():
+            parts += ["processes that it started:", *(_indent(_describe(p)) for p in processes)]
+        if log := self.log.strip():
+            parts += ["the kernel's own output:", _indent(log[-8000:])]
+        stacks = self._folder / "stacks"
+        if stacks.exists() and (text := stacks.read_text(errors="replace").strip()):
+            parts += ["stacks:", _indent(text)]
+        return "\n".join(parts)
+
+    def _carries_token(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_TOKEN_VARIABLE) == self._token
+        except psutil.Error:
+            return False  # ended meanwhile, or somebody else's
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Whether it exists and is not a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline()) or process.name()
+        return f"pid {process.pid} ({process.status()}, child of {process.ppid()}): {command[:300]}"
+    except psutil.Error:
+        return f"pid {process.pid} (ended)"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

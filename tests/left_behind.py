@@ -1,0 +1,145 @@
+"""What a test has left behind in the process of the tests: child processes, file descriptors, threads.
+
+Cheap enough for every test (well under a millisecond where nothing is left): it reads ``/proc``. Where there is no
+``/proc``, only threads are looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_GRACE_S = 5.0
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PROC = Path("/proc/self")
+
+# Made once per process by a library at its first use, kept for good, and not the test's doing. A file descriptor by
+# what it points to, a thread by its name, a process by a part of its command line.
+PROCESS_WIDE_FILES: dict[str, str] = {
+    "/dev/urandom": "kept open by OpenSSL and by CPython's fallback for os.urandom",
+    "/dev/null": "opened once by psutil and subprocess helpers; holds nothing",
+}
+PROCESS_WIDE_THREADS: dict[str, str] = {
+    "pytest_timeout": "pytest-timeout's own timer, where its method is 'thread'",
+}
+PROCESS_WIDE_PROCESSES: dict[str, str] = {
+    "multiprocessing.resource_tracker": "one per process, ends with it; multiprocessing never stops it",
+    "multiprocessing.forkserver": "one per process, ends with it; multiprocessing never stops it",
+}
+
+
+def adopt_orphans() -> None:
+    """Make orphaned grandchildren the children of this process, so that they are seen. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What exists now.
+
+    Args:
+        processes: the children, by pid and start time.
+        files: what each open file descriptor points to.
+        threads: the running Python threads. Native threads are left out: the pools of OpenMP, autograd and the like
+            are made at first use and kept for good.
+    """
+
+    processes: frozenset[psutil.Process]
+    files: dict[int, str]
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(_children(), _open_files(), frozenset(threading.enumerate()))
+
+
+def find(before: Snapshot) -> list[str]:
+    """One line for each thing that is there now and was not there ``before``; what is just ending gets time to."""
+    deadline = time.monotonic() + _GRACE_S
+    for thread in _new_threads(before):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    psutil.wait_procs(_new_processes(before), max(0.0, deadline - time.monotonic()))
+    if _new_files(before):
+        gc.collect()  # a file may hang on a reference cycle, as a traceback of an expected exception is one
+    return [
+        *(f"process {process.pid}: {_command(process)}" for process in _new_processes(before)),
+        *(f"thread {thread.name!r}: {thread!r}" for thread in _new_threads(before)),
+        *(f"file descriptor {fd}: {target}" for fd, target in _new_files(before).items()),
+    ]
+
+
+def kill_processes(before: Snapshot) -> None:
+    """End what a test left, so that the next test is not blamed for it."""
+    left = _new_processes(before)
+    for process in left:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(left, _GRACE_S)
+
+
+def _new_processes(before: Snapshot) -> list[psutil.Process]:
+    new = _children() - before.processes
+    return [p for p in new if not any(known in _command(p) for known in PROCESS_WIDE_PROCESSES)]
+
+
+def _new_threads(before: Snapshot) -> list[threading.Thread]:
+    new = set(threading.enumerate()) - before.threads
+    return [t for t in new if not any(known in t.name for known in PROCESS_WIDE_THREADS)]
+
+
+def _new_files(before: Snapshot) -> dict[int, str]:
+    return {
+        fd: target
+        for fd, target in _open_files().items()
+        if before.files.get(fd) != target and not any(known in target for known in PROCESS_WIDE_FILES)
+    }
+
+
+def _children() -> frozenset[psutil.Process]:
+    """Running children. A zombie is not counted: it may be an adopted one, which nobody but us could wait for."""
+    if not _PROC.exists():
+        return frozenset()
+    # Lists the children of every thread of this process, without a look at all the processes of the machine.
+    pids = {int(pid) for file in _PROC.glob("task/*/children") for pid in _read(file).split()}
+    found = set()
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+        except psutil.NoSuchProcess:
+            continue
+    return frozenset(found)
+
+
+def _open_files() -> dict[int, str]:
+    files = {}
+    for name in os.listdir("/proc/self/fd") if _PROC.exists() else ():
+        try:
+            files[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the descriptor of the listing itself
+    return files
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""  # the thread has ended
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return "(ended)"

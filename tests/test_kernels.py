@@ -1,0 +1,116 @@
+"""The kernel helper itself: if it misjudges, every test built on it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel, KernelTimeout, LeftBehind
+
+ORPHAN = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+"""
+
+
+def test_a_cell_comes_back_with_all_its_outputs(kernel: Kernel) -> None:
+    cell = kernel.run(
+        """
+import sys
+from IPython.display import HTML, display
+print("out")
+print("err", file=sys.stderr)
+handle = display(HTML("<b>1</b>"), display_id="bold")
+handle.update(HTML("<b>2</b>"))
+6 * 7
+"""
+    )
+    assert (cell.status, cell.stdout, cell.stderr, cell.result) == ("ok", "out\n", "err\n", "42")
+    bold, result = cell.displays
+    assert (bold.data["text/html"], bold.display_id, bold.num_updates) == ("<b>2</b>", "bold", 1)
+    assert result.is_result
+    assert cell.error is None
+    assert cell.elapsed_s > 0
+
+
+def test_an_error_comes_back_as_the_reader_sees_it(kernel: Kernel) -> None:
+    cell = kernel.run("x = 1\nx / 0", raises="ZeroDivisionError")
+    assert cell.status == "error"
+    assert cell.error is not None
+    assert cell.error.value == "division by zero"
+    assert any("----> 2 x / 0" in line for line in cell.error.lines)
+    assert "\x1b" not in cell.error.text
+
+
+def test_an_unexpected_outcome_fails_with_the_cell_and_its_output(kernel: Kernel) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)without an error.*1 / 0.*before.*division by zero"):
+        kernel.run("print('before')\n1 / 0")
+    with pytest.raises(AssertionError, match=r"expected to raise KeyError"):
+        kernel.run("1 / 0", raises="KeyError")
+    with pytest.raises(AssertionError, match=r"expected to raise KeyError"):
+        kernel.run("pass", raises="KeyError")
+
+
+def test_a_running_cell_can_be_watched_and_interrupted(kernel: Kernel) -> None:
+    cell = kernel.submit("import time\nprint('begun', flush=True)\ntime.sleep(600)")
+    cell.wait_for_text("begun")
+    assert not cell.is_done
+    kernel.interrupt()
+    assert cell.wait(20).error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert kernel.run("'still there'").result == "'still there'"
+
+
+def test_cells_submitted_together_run_one_by_one(kernel: Kernel) -> None:
+    first, second = kernel.submit("a = 1"), kernel.submit("a + 1")
+    assert second.wait().result == "2"
+    assert first.is_done
+
+
+def test_waiting_for_text_ends_with_the_cell(kernel: Kernel) -> None:
+    with pytest.raises(AssertionError, match="ended without printing 'never'"):
+        kernel.submit("print('else')").wait_for_text("never", timeout_s=30)
+
+
+def test_the_death_of_the_kernel_ends_a_wait(kernel: Kernel) -> None:
+    with pytest.raises(AssertionError, match="the kernel died"):
+        kernel.run("import os; os._exit(3)")
+
+
+def test_a_timeout_shows_where_the_kernel_was() -> None:
+    with Kernel.start() as kernel:
+        cell = kernel.submit(
+            "def stuck():\n    import signal\n    print('now', flush=True)\n    signal.pause()\nstuck()"
+        )
+        cell.wait_for_text("now")
+        with pytest.raises(KernelTimeout, match=r"(?s)waited 0\.2 s for the cell to end.*in stuck"):
+            cell.wait(0.2)
+
+
+def test_a_process_that_left_the_tree_is_found_and_fails_the_close() -> None:
+    kernel = Kernel.start()
+    kernel.run(ORPHAN)
+    (orphan,) = kernel.processes()
+    kernel.kill()
+    assert orphan.is_running()
+    with pytest.raises(LeftBehind, match=f"pid {orphan.pid}"):
+        kernel.close(grace_s=0.1)
+    assert not orphan.is_running()
+
+
+def test_processes_can_be_awaited_while_the_kernel_lives(kernel: Kernel) -> None:
+    kernel.run(ORPHAN)
+    with pytest.raises(LeftBehind, match="still running"):
+        kernel.wait_for_no_processes(0.1)
+    kernel.run("child.kill(); child.wait()")
+    kernel.wait_for_no_processes()
+
+
+def test_a_kernel_over_tcp_works_too() -> None:
+    with Kernel.start(transport="tcp") as kernel:
+        assert kernel.run("1 + 1").result == "2"
+
+
+def test_environment_and_folder_reach_the_kernel(tmp_path) -> None:
+    with Kernel.start(env={"GREETING": "hello"}, cwd=tmp_path) as kernel:
+        cell = kernel.run("import os\nprint(os.environ['GREETING'], os.getcwd())")
+        assert cell.stdout == f"hello {tmp_path}\n"
