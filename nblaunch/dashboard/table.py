@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.view import JobView, RankView, clean
 from nblaunch.events import WorkerState
 
 MAX_ROWS = 16
@@ -196,7 +196,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
         hidden = sum(len(ranks) for _, ranks in sorted(grouped.items())[_NUM_FAILURE_LINES:])
         lines = [*lines[:_NUM_FAILURE_LINES], (count(hidden, "more rank"), "see the logs")]
     if not lines and view.outcome == "failed" and view.message:
-        lines = [("job", view.message.strip().partition("\n")[0])]
+        lines = [("job", clean(view.message.strip().partition("\n")[0]))]
     return tuple(lines)
 
 
@@ -218,13 +218,13 @@ def _metrics(view: JobView) -> str:
     source = next((rank for rank in view.ranks if rank.metrics), None)
     if source is None:
         return ""
-    parts = [f"{name} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
+    parts = [f"{clean(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
     step = "" if source.metrics_step is None else f" (step {source.metrics_step:,})"
     return ", ".join(parts) + step
 
 
 def _metric(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:20]
+    return f"{value:.4g}" if isinstance(value, float) else clean(str(value)[:20])
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------

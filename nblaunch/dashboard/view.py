@@ -35,7 +35,8 @@ _NUM_NOTES = 20
 _STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
 _PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_BREAKS = re.compile(r"[\n\v\f\r\x85\u2028\u2029]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,10 @@ class JobView:
 
 
 def clean(text: str) -> str:
-    """``text`` as it would look on paper: without escape sequences and control characters, and not too long."""
+    """``text`` as one line on paper: without escape sequences, control characters and breaks, and not too long."""
     if not text.isprintable():
-        text = _CONTROL.sub("", _ANSI.sub("", text)).encode("utf-8", "replace").decode("utf-8")
+        text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
+        text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= _LINE_LENGTH else text[: _LINE_LENGTH - 1] + "…"
 
 
@@ -198,7 +200,7 @@ def _with_rank(view: JobView, rank: RankView) -> JobView:
 def _job_started(view: JobView, event: events.JobStarted) -> JobView:
     return replace(
         view,
-        function_name=event.function_name,
+        function_name=clean(event.function_name),
         num_processes=event.num_processes,
         backend=event.backend,
         start_method=event.start_method,
@@ -254,7 +256,7 @@ def _log_lines(view: JobView, event: events.LogLines) -> JobView:
 
 
 def _displayed(view: JobView, event: events.Displayed) -> JobView:
-    text = clean(str(event.data.get("text/plain", ""))) or ", ".join(event.data)
+    text = clean(str(event.data.get("text/plain", ""))) or clean(", ".join(event.data))
     if event.update:
         return view
     return replace(view, tail=(*view.tail, (event.rank, f"displayed: {text}"))[-TAIL_LENGTH:])
@@ -314,7 +316,7 @@ def describe_failure(info: events.ExceptionInfo) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    return clean(text.strip().partition("\n")[0])
 
 
 _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {

@@ -1,0 +1,86 @@
+"""Jobs made up of synthetic events, for tests that need a view or something to feed to a dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.events import (
+    Event,
+    ExceptionInfo,
+    Exited,
+    ExitStatus,
+    Failed,
+    Finished,
+    FrameInfo,
+    JobFinished,
+    JobStarted,
+    Started,
+    WorkerState,
+)
+from nblaunch.wire.board import Sample
+
+START_S = 1_000.0
+
+
+@dataclass
+class Clock:
+    """A clock that moves when told to."""
+
+    now_s: float = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def started(num_processes: int, **fields: object) -> list[Event]:
+    """A job whose workers have all begun."""
+    job = {"function_name": "train", "backend": "cpu", "start_method": "fork", "log_dir": "/logs/train-1"}
+    begin = JobStarted(-1, START_S, num_processes=num_processes, **{**job, **fields})  # type: ignore[arg-type]
+    return [begin, *(Started(rank, START_S, pid=100 + rank) for rank in range(num_processes))]
+
+
+def ended(num_processes: int, seconds: float = 12.0) -> list[Event]:
+    """All workers return and leave."""
+    at_s = START_S + seconds
+    events: list[Event] = [Finished(rank, at_s) for rank in range(num_processes)]
+    events += [Exited(rank, at_s) for rank in range(num_processes)]
+    return [*events, JobFinished(-1, at_s)]
+
+
+def raised(rank: int, message: str = "bad shape", **fields: object) -> Failed:
+    frame = FrameInfo("/tmp/ipykernel_1/2.py", 9, "train", "loss = model(batch)")
+    info = ExceptionInfo("builtins.ValueError", message, (frame,))
+    return Failed(rank, START_S + 3, info=info, **fields)  # type: ignore[arg-type]
+
+
+def killed(rank: int, code: int) -> Exited:
+    return Exited(rank, START_S + 4, status=ExitStatus(code))
+
+
+def view_of(events: Iterable[Event], view: JobView | None = None) -> JobView:
+    view = view or JobView()
+    for event in events:
+        view = fold(view, event)
+    return view
+
+
+def trained(num_processes: int, steps: int = 100, total: int = 1000) -> JobView:
+    """A job some way into its first pass: 10 steps a second, 32 samples a step, a falling loss."""
+    view = view_of(started(num_processes))
+    for step in range(0, steps + 1, 5):
+        view = fold_samples(
+            view, [sample(rank, step, total) for rank in range(num_processes)], START_S + step / 10
+        )
+    return view
+
+
+def sample(rank: int, step: int, total: int = 1000, **fields: object) -> Sample:
+    values = {
+        "state": WorkerState.TRAINING,
+        "samples": 32 * step,
+        "loss": 1.0 / (step + 1),
+        "step_time_s": 5.0 + step / 10,
+    }
+    return Sample(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""Dashboards in a real kernel: what reaches the front end, in how many messages, in which output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+
+FEED = """
+import threading, time
+from nblaunch import dashboard
+from nblaunch.events import *
+from nblaunch.wire.board import Sample
+
+def begin(n):
+    return [JobStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),
+            *(Started(rank, time.time(), pid=1) for rank in range(n))]
+
+def end(n):
+    now = time.time()
+    return [*(Finished(rank, now) for rank in range(n)), *(Exited(rank, now) for rank in range(n)),
+            JobFinished(-1, now)]
+
+def tell(listeners, events):
+    for event in events:
+        for listener in listeners:
+            listener.on_event(event)
+
+def look(listeners, samples):
+    for listener in listeners:
+        listener.on_samples(samples)
+
+def close(listeners):
+    for listener in listeners:
+        listener.close()
+"""
+
+
+# Four kernels' worth of seconds are saved by sharing one; nothing here outlives its cell.
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    with Kernel.start() as kernel:
+        kernel.run(FEED)
+        yield kernel
+
+
+def outputs(cell: object) -> list[str]:
+    kinds = {"stream", "display_data", "update_display_data", "execute_result", "error"}
+    return [message["msg_type"] for message in cell.messages if message["msg_type"] in kinds]  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(60)
+def test_an_empty_job_is_one_message(shared: Kernel) -> None:
+    cell = shared.run(
+        "d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)"
+    )
+    assert outputs(cell) == ["display_data"]
+    (table,) = cell.displays
+    assert set(table.data) == {"text/html", "text/plain"}
+    assert table.data["text/plain"].startswith("rank  state\n   0  done\n   1  done\ntrain: done in 0.0")
+    assert "<script" not in table.data["text/html"]
+
+
+@pytest.mark.timeout(60)
+def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -> None:
+    cell = shared.run(
+        "d = dashboard.choose(); tell(d, begin(2)); tell(d, [LogLines(1, 0.0, ('hello',))]); look(d, [])\n"
+        "tell(d, end(2)); close(d)"
+    )
+    assert outputs(cell) == ["display_data", "stream"]
+    assert cell.stdout == "[1] hello\n"
+
+
+@pytest.mark.timeout(60)
+def test_a_few_seconds_of_lines_and_steps_are_few_messages(shared: Kernel) -> None:
+    # Real time passes here, because the kernel's own buffering is part of what is counted.
+    cell = shared.run(
+        """
+d = dashboard.choose()
+tell(d, begin(4))
+tick = threading.Event()
+for step in range(50):
+    tell(d, [LogLines(rank, time.time(), (f"step {step}",)) for rank in range(4)])
+    look(d, [Sample(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
+             for rank in range(4)])
+    tick.wait(0.06)
+tell(d, end(4))
+close(d)
+"""
+    )
+    kinds = outputs(cell)
+    assert len(cell.messages) < 60
+    assert kinds[0] == "display_data"
+    assert set(kinds[1:]) == {"update_display_data", "stream"}
+    assert [line for line in cell.stdout.splitlines() if line.startswith("[2]")] == [
+        f"[2] step {step}" for step in range(50)
+    ]
+    assert len(cell.stdout.splitlines()) == 200
+    (table,) = cell.displays
+    assert "49/50" in table.data["text/html"]
+    assert "train: done in" in table.data["text/plain"]
+
+
+@pytest.mark.timeout(60)
+def test_a_background_job_updates_its_own_cell_from_a_thread(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+d = dashboard.choose(background=True)
+go = threading.Event()
+def supervise():
+    go.wait()
+    tell(d, [*begin(2), LogLines(1, time.time(), ("from a thread",)), *end(2)])
+    close(d)
+thread = threading.Thread(target=supervise)
+thread.start()
+"""
+    )
+    assert outputs(cell) == ["display_data"]
+    assert cell.displays[0].data["text/plain"] == "starting"
+    other = shared.run("go.set(); thread.join(); print('other cell')")
+    updates = [content for c in (cell, other) for content in c.contents("update_display_data")]
+    assert [update["transient"]["display_id"] for update in updates] == [cell.displays[0].display_id]
+    assert "[1] from a thread" in updates[0]["data"]["text/html"]
+    assert (cell.stdout, other.stdout) == ("", "other cell\n")
+    assert other.contents("display_data") == []
+
+
+@pytest.mark.timeout(60)
+def test_figures_of_workers_appear_in_the_cell(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+d = dashboard.choose()
+tell(d, begin(2))
+show = lambda rank, update, text: Displayed(rank, 0.0, {"text/html": text}, {}, {"display_id": "plot"}, update)
+tell(d, [show(rank, False, "first") for rank in (0, 1)])
+tell(d, [show(rank, True, f"last of {rank}") for rank in (0, 1)])
+tell(d, end(2))
+close(d)
+"""
+    )
+    table, zero, one = cell.displays
+    assert "done" in table.data["text/plain"]
+    assert (zero.display_id, zero.data) == ("plot", {"text/html": "last of 0"})
+    assert (one.display_id, one.data) == ("plot-rank1", {"text/html": "last of 1"})
+    assert cell.stdout == "[1] displayed:\n"
+
+
+@pytest.mark.timeout(60)
+def test_text_on_request_and_nothing_on_request(shared: Kernel) -> None:
+    run = "d = dashboard.choose({!r}); tell(d, begin(1)); tell(d, end(1)); close(d)"
+    assert set(shared.run(run.format("text")).displays[0].data) == {"text/plain"}
+    assert outputs(shared.run(run.format("none"))) == []
+
+
+@pytest.mark.timeout(60)
+def test_an_empty_job_costs_little(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def empty_job():
+    begun = time.perf_counter()
+    d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)
+    return time.perf_counter() - begun
+cost_s = min(empty_job() for _ in range(10))
+cost_s
+"""
+    )
+    assert float(cell.result or "inf") < 0.0015

@@ -1,0 +1,374 @@
+"""The dashboards as listeners: when and what they publish. No kernel, no waiting: the clock is moved by hand."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import pytest
+
+from nblaunch import dashboard
+from nblaunch.dashboard.base import Dashboard, GuardedDashboard
+from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.dashboard.notebook import NotebookDashboard
+from nblaunch.dashboard.text import TextDashboard
+from nblaunch.events import Displayed, Event, LogLines, Note
+from nblaunch.wire.board import Sample
+from tests.dashboard.scenes import START_S, Clock, ended, sample, started
+
+
+class Publications:
+    """Stands in for a front end."""
+
+    def __init__(self) -> None:
+        self.bundles: list[Mapping[str, str]] = []
+        self.updates: list[bool] = []
+        self.ids: set[str] = set()
+
+    def __call__(self, bundle: Mapping[str, str], display_id: str, is_update: bool) -> None:
+        self.bundles.append(bundle)
+        self.updates.append(is_update)
+        self.ids.add(display_id)
+
+
+def feed(listener: Dashboard, events: Sequence[Event]) -> None:
+    for event in events:
+        listener.on_event(event)
+
+
+class Writes(io.StringIO):
+    """Counts calls."""
+
+    num_writes = 0
+
+    def write(self, text: str) -> int:
+        self.num_writes += 1
+        return super().write(text)
+
+
+def lines_of(rank: int, first: int, last: int) -> LogLines:
+    return LogLines(rank, START_S, lines=tuple(f"line {number}" for number in range(first, last)))
+
+
+# --- the table in a notebook -----------------------------------------------------------------------------------------
+
+
+def test_a_short_job_publishes_one_final_table() -> None:
+    shown, clock = Publications(), Clock()
+    table = NotebookDashboard(publish=shown, clock=clock)
+    feed(table, started(2))
+    clock.now_s += 0.1
+    table.on_samples([Sample(0), Sample(1)])
+    feed(table, ended(2, 0.2))
+    table.close()
+    table.close()
+    assert shown.updates == [False]
+    assert "train: done in 0.20 s" in shown.bundles[0]["text/plain"]
+    assert set(shown.bundles[0]) == {"text/html", "text/plain"}
+
+
+def test_a_long_job_updates_one_output_a_few_times_a_second() -> None:
+    shown, clock = Publications(), Clock()
+    table = NotebookDashboard(publish=shown, clock=clock)
+    feed(table, started(2))
+    for tick in range(100):
+        clock.now_s += 0.1
+        table.on_samples([sample(rank, tick) for rank in range(2)])
+    assert len(shown.ids) == 1
+    assert shown.updates == [False] + [True] * (len(shown.updates) - 1)
+    assert 20 <= len(shown.updates) <= 35  # 10 s: 4 a second at first, then 2
+
+
+def test_an_idle_job_publishes_once_a_second() -> None:
+    shown, clock = Publications(), Clock()
+    table = NotebookDashboard(publish=shown, clock=clock)
+    feed(table, started(2))
+    for _ in range(100):
+        clock.now_s += 0.1
+        table.on_samples([sample(rank, 3) for rank in range(2)])
+    assert 10 <= len(shown.bundles) <= 13
+    assert len({bundle["text/html"] for bundle in shown.bundles}) == len(shown.bundles)
+
+
+def test_a_background_job_is_shown_at_once_with_its_output() -> None:
+    shown = Publications()
+    table = NotebookDashboard(background=True, publish=shown, clock=Clock())
+    assert (shown.updates, shown.bundles[0]["text/plain"]) == ([False], "starting")
+    feed(table, [*started(2), lines_of(1, 0, 3), Note(-1, START_S, text="started by fork"), *ended(2)])
+    table.close()
+    assert shown.updates == [False, True]
+    assert "[1] line 2" in shown.bundles[-1]["text/html"]
+    assert "started by fork" in shown.bundles[-1]["text/plain"]
+
+
+def test_a_launch_that_never_started_leaves_nothing_unless_it_was_shown() -> None:
+    shown = Publications()
+    NotebookDashboard(publish=shown).close()
+    assert shown.bundles == []
+    NotebookDashboard(background=True, publish=shown).close()
+    assert shown.bundles[-1]["text/plain"] == "not started"
+
+
+def test_a_job_that_was_broken_off_is_shown_as_such() -> None:
+    shown = Publications()
+    table = NotebookDashboard(publish=shown, clock=Clock())
+    feed(table, started(1))
+    table.close()
+    assert "cancelled after" in shown.bundles[-1]["text/plain"]
+    assert "stopped" in shown.bundles[-1]["text/html"]
+
+
+def test_text_alone_on_request() -> None:
+    shown = Publications()
+    table = NotebookDashboard(is_html=False, publish=shown)
+    feed(table, [*started(1), *ended(1)])
+    table.close()
+    assert set(shown.bundles[0]) == {"text/plain"}
+
+
+# --- output of the workers -------------------------------------------------------------------------------------------
+
+
+def test_lines_of_a_tick_leave_in_one_write_with_their_rank() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, clock=Clock())
+    feed(printer, [*started(4), lines_of(2, 0, 2), lines_of(0, 0, 1), lines_of(2, 2, 3)])
+    assert stream.num_writes == 0
+    printer.on_samples([])
+    assert stream.num_writes == 1
+    assert stream.getvalue() == "[2] line 0\n[2] line 1\n[0] line 0\n[2] line 2\n"
+    printer.on_samples([])
+    assert stream.num_writes == 1
+
+
+def test_labels_are_aligned_and_a_single_process_has_none() -> None:
+    stream = Writes()
+    feed(many := LinesPrinter(stream=stream), [*started(12), lines_of(2, 0, 1), lines_of(11, 0, 1)])
+    many.close()
+    feed(one := LinesPrinter(stream=stream), [*started(1), lines_of(0, 0, 1)])
+    one.close()
+    assert stream.getvalue() == "[ 2] line 0\n[11] line 0\nline 0\n"
+
+
+def test_writes_are_paced() -> None:
+    stream, clock = Writes(), Clock()
+    printer = LinesPrinter(stream=stream, first_s=0.3, clock=clock)
+    feed(printer, started(2))
+    for tick in range(100):
+        clock.now_s += 0.1
+        printer.on_event(lines_of(0, tick, tick + 1))
+        printer.on_samples([])
+        assert stream.num_writes == 0 or clock.now_s >= 50.3
+    printer.close()
+    assert stream.num_writes <= 35
+    assert stream.getvalue() == "".join(f"[0] line {number}\n" for number in range(100))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 500, 501, 10_000])
+def test_endless_output_is_folded(chunk: int) -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, num_head=500, num_tail=20)
+    feed(printer, started(2))
+    for first in range(0, 10_000, chunk):
+        printer.on_event(lines_of(1, first, min(first + chunk, 10_000)))
+        printer.on_samples([])
+    printer.on_event(lines_of(0, 0, 1))
+    printer.close()
+    lines = stream.getvalue().splitlines()
+    assert lines.count("[0] line 0") == 1
+    lines.remove("[0] line 0")
+    assert lines[:500] == [f"[1] line {number}" for number in range(500)]
+    assert lines[500:502] == [
+        "[1] ... prints a lot; its last lines follow at the end",
+        "[1] ... 9,480 lines not shown; complete log: /logs/train-1",
+    ]
+    assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
+
+
+def test_notes_are_one_line_each() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream)
+    feed(printer, [*started(2), Note(-1, START_S, text="forked"), Note(1, START_S, text="bf16 is emulated")])
+    printer.close()
+    assert stream.getvalue() == "nblaunch: forked\n[1] bf16 is emulated\n"
+
+
+def test_a_very_long_line_is_cut() -> None:
+    stream = Writes()
+    feed(printer := LinesPrinter(stream=stream), [*started(2), LogLines(0, START_S, lines=("x" * 5000,))])
+    printer.close()
+    assert stream.getvalue() == f"[0] {'x' * 4000} ... (1,000 characters more)\n"
+
+
+def test_a_stream_that_lacks_characters_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    feed(printer := LinesPrinter(stream=stream), [*started(2), LogLines(0, START_S, lines=("漢字 \ud83d",))])
+    printer.close()
+    assert raw.getvalue() == b"[0] ?? ?\n"
+
+
+def figure(
+    rank: int, display_id: str | None = None, *, update: bool = False, text: str = "<Figure>"
+) -> Displayed:
+    transient = {"display_id": display_id} if display_id else {}
+    return Displayed(rank, START_S, {"text/plain": text, "image/png": "…"}, {}, transient, update)
+
+
+def test_displays_keep_their_place_and_only_rank_0_goes_without_a_label() -> None:
+    stream, shown = Writes(), []
+
+    def publish(event: Displayed) -> None:
+        shown.append((event.rank, stream.getvalue()))
+
+    printer = LinesPrinter(stream=stream, publish=publish)
+    feed(printer, [*started(3), lines_of(0, 0, 1), figure(0), lines_of(0, 1, 2), figure(2)])
+    printer.close()
+    assert shown == [(0, "[0] line 0\n"), (2, "[0] line 0\n[0] line 1\n[2] displayed:\n")]
+
+
+def test_ranks_that_use_the_same_display_id_do_not_overwrite_each_other() -> None:
+    shown: list[Displayed] = []
+    printer = LinesPrinter(stream=Writes(), publish=shown.append)
+    feed(printer, [*started(2), figure(0, "plot"), figure(1, "plot")])
+    printer.on_samples([])
+    feed(printer, [figure(rank, "plot", update=True, text=text) for text in "ab" for rank in (0, 1)])
+    feed(printer, [figure(1, "of the notebook", update=True)])
+    printer.close()
+    seen = [
+        (event.rank, event.transient["display_id"], event.update, event.data["text/plain"]) for event in shown
+    ]
+    assert seen == [
+        (0, "plot", False, "<Figure>"),
+        (1, "plot-rank1", False, "<Figure>"),
+        (0, "plot", True, "b"),  # of several updates in a tick only the newest is sent
+        (1, "plot-rank1", True, "b"),
+        (1, "of the notebook", True, "<Figure>"),
+    ]
+
+
+def test_endless_displays_are_folded() -> None:
+    stream, shown = Writes(), []
+    printer = LinesPrinter(stream=stream, publish=shown.append)
+    feed(printer, [*started(2), *(figure(0) for _ in range(300))])
+    printer.close()
+    assert len(shown) == 100
+    assert stream.getvalue() == "[0] ... displays a lot; no more of it is shown\n"
+
+
+def test_a_terminal_shows_the_text_of_a_display() -> None:
+    stream = Writes()
+    feed(printer := LinesPrinter(stream=stream), [*started(2), figure(1), figure(1, "x", update=True)])
+    printer.close()
+    assert stream.getvalue() == "[1] <Figure>\n"
+
+
+# --- terminals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_few_lines_and_a_final_table() -> None:
+    stream, clock = Writes(), Clock()
+    board = TextDashboard(stream=stream, clock=clock)
+    feed(board, started(2))
+    for tick in range(600):
+        clock.now_s += 0.1
+        board.on_samples([sample(rank, tick) for rank in range(2)])
+    feed(board, ended(2, 60.0))
+    board.close()
+    board.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("train: running for 2 s; rank 0 training, step")
+    progress = [line for line in lines if "running for" in line]
+    assert 10 <= len(progress) <= 13
+    assert lines[len(progress)].split()[:2] == ["rank", "state"]
+    assert lines[-2:] == ["train: done in 1:00 on 2 processes (cpu, fork)", "logs: /logs/train-1"]
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "hint"), [("widgets", "not available in this version yet"), ("rich", "")])
+def test_unknown_kinds_are_refused_with_the_valid_ones(kind: str, hint: str) -> None:
+    with pytest.raises(ValueError, match="'auto', 'html', 'text', 'none'") as caught:
+        dashboard.choose(kind)
+    assert repr(kind) in str(caught.value)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["auto", "html", "text"])
+@pytest.mark.parametrize("background", [False, True])
+def test_outside_of_a_kernel_text_goes_to_stderr_and_output_to_stdout(
+    kind: str, background: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for listener in dashboard.choose(kind, background=background):
+        feed(listener, [*started(2), lines_of(1, 0, 1), *ended(2)])
+        listener.close()
+    out, err = capsys.readouterr()
+    assert out == "[1] line 0\n"
+    assert "train: done in 12 s" in err
+
+
+def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for listener in dashboard.choose("none"):
+        feed(listener, [*started(2), lines_of(1, 0, 1), *ended(2)])
+        listener.on_samples([])
+        listener.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_importing_and_choosing_import_nothing_of_jupyter() -> None:
+    code = (
+        "import sys, nblaunch.dashboard as d; d.choose('auto'); d.choose('html', background=True); "
+        "print([m for m in ('IPython', 'ipywidgets', 'comm', 'torch', 'zmq', 'numpy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+@final
+class BrokenDashboard(Dashboard):
+    """Fails at everything."""
+
+    num_calls = 0
+
+    def on_event(self, event: Event) -> None:
+        self.num_calls += 1
+        raise BrokenPipeError("the front end went away")
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        self.num_calls += 1
+        raise BrokenPipeError
+
+    def close(self) -> None:
+        self.num_calls += 1
+        raise BrokenPipeError
+
+
+def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    broken = BrokenDashboard()
+    guarded = GuardedDashboard(broken)
+    with caplog.at_level(logging.WARNING):
+        feed(guarded, started(2))
+        guarded.on_samples([])
+        guarded.close()
+    assert broken.num_calls == 1
+    assert [record.message for record in caplog.records] == [
+        "BrokenDashboard failed and is switched off; the job goes on without it"
+    ]
+    assert "the front end went away" in caplog.text
+
+
+def test_an_interrupt_is_the_launchers_business() -> None:
+    def interrupted(bundle: Mapping[str, str], display_id: str, is_update: bool) -> None:
+        raise KeyboardInterrupt
+
+    guarded = GuardedDashboard(NotebookDashboard(publish=interrupted))
+    feed(guarded, started(1))
+    with pytest.raises(KeyboardInterrupt):
+        guarded.close()

@@ -1,0 +1,285 @@
+"""The fold: what a dashboard knows after what it was told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.dashboard.view import (
+    HISTORY_LENGTH,
+    TAIL_LENGTH,
+    JobView,
+    clean,
+    fold,
+    fold_samples,
+)
+from nblaunch.events import (
+    Displayed,
+    Event,
+    ExceptionInfo,
+    Exited,
+    Failed,
+    Finished,
+    JobFinished,
+    JobStarted,
+    LogLines,
+    Metric,
+    Note,
+    Started,
+    StatusLine,
+    WorkerState,
+)
+from nblaunch.wire.board import Sample
+from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
+
+
+def states(view: JobView) -> list[str]:
+    return [rank.state.name.lower() for rank in view.ranks]
+
+
+def test_a_job_goes_from_starting_to_done() -> None:
+    view = view_of(started(2)[:1])
+    assert states(view) == ["starting", "starting"]
+    view = view_of(started(2)[1:2], view)
+    assert states(view) == ["running", "starting"]
+    assert view.ranks[0].pid == 100
+    view = view_of(
+        [Started(1, START_S), Finished(0, START_S), Finished(1, START_S), Exited(0, START_S)], view
+    )
+    assert states(view) == ["done", "finishing"]
+    assert not view.is_over
+    view = view_of([Exited(1, START_S), JobFinished(-1, START_S + 2)], view)
+    assert states(view) == ["done", "done"]
+    assert (view.is_over, view.outcome, view.elapsed_s) == (True, "done", 2.0)
+
+
+def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None:
+    events: list[Event] = [
+        raised(1),
+        raised(0, "connection closed", is_consequence=True),
+        killed(2, -15),
+        killed(1, 1),
+        JobFinished(-1, START_S + 5, outcome="failed", failed_rank=1),
+    ]
+    view = view_of([*started(4), *events])
+    assert states(view) == ["failed", "failed", "stopped", "stopped"]
+    assert view.ranks[1].failure == "ValueError: bad shape (line 9: loss = model(batch))"
+    assert view.ranks[0].is_consequence
+    assert view.ranks[2].failure == ""
+
+
+def test_a_worker_stopped_before_the_failure_was_told_did_not_fail() -> None:
+    view = view_of([*started(2), killed(0, -15), raised(1), JobFinished(-1, START_S, "failed", 1)])
+    assert states(view) == ["stopped", "failed"]
+    assert view.ranks[0].failure == ""
+
+
+def test_a_silent_death_fails_with_its_signal() -> None:
+    view = view_of([*started(2), killed(0, -11)])
+    assert (states(view)[0], view.ranks[0].failure) == ("failed", "killed by SIGSEGV")
+    view = view_of([JobFinished(-1, START_S + 9, outcome="failed", failed_rank=0)], view)
+    assert states(view) == ["failed", "stopped"]
+
+
+def test_leaving_early_fails_even_with_exit_code_0() -> None:
+    view = view_of([*started(1), killed(0, 0)])
+    assert (states(view), view.ranks[0].failure) == (["failed"], "exit code 0 before the function returned")
+
+
+def test_the_launcher_has_the_last_word_on_who_failed_and_why() -> None:
+    end = JobFinished(
+        -1, START_S, outcome="failed", failed_rank=0, message="rank 0 left while others waited\nmore"
+    )
+    view = view_of([*started(2), Finished(0, START_S, left_by_exit=True), Exited(0, START_S), end])
+    assert (states(view)[0], view.ranks[0].failure) == ("failed", "rank 0 left while others waited")
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "cancelled"])
+def test_an_interrupted_job_has_stopped_ranks_and_no_failures(outcome: str) -> None:
+    interrupt = Failed(0, START_S, info=ExceptionInfo("builtins.KeyboardInterrupt", ""))
+    view = view_of([*started(4), interrupt, killed(0, 1), killed(1, -9), Finished(2, START_S)])
+    view = fold(view, JobFinished(-1, START_S + 1, outcome=outcome))
+    assert states(view) == ["stopped", "stopped", "done", "stopped"]
+    assert not any(rank.failure for rank in view.ranks)
+
+
+def test_without_processes_of_their_own_ranks_are_done_when_the_job_is() -> None:
+    assert states(view_of([*started(1), JobFinished(-1, START_S)])) == ["done"]
+
+
+def test_a_restart_begins_anew_but_time_goes_on() -> None:
+    view = view_of([*started(2), raised(1), Note(-1, START_S, text="restarting")])
+    view = fold(view, JobStarted(-1, START_S + 10, "train", 2, attempt=1))
+    assert states(view) == ["starting", "starting"]
+    assert (view.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
+
+
+def test_output_is_kept_as_tail_and_last_lines() -> None:
+    lines = tuple(f"line {number}" for number in range(100))
+    view = view_of([*started(2), StatusLine(0, START_S, text="  10%|# "), LogLines(1, START_S, lines=lines)])
+    assert (view.ranks[0].status_line, view.ranks[1].last_line) == ("10%|#", "line 99")
+    assert view.ranks[1].num_lines == 100
+    assert len(view.tail) == TAIL_LENGTH
+    view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
+    assert view.ranks[0].status_line == ""
+    assert view.tail[-1] == (0, "100%|##")
+    view = fold(view, Displayed(1, START_S, data={"text/plain": "<Figure>", "image/png": "…"}))
+    assert view.tail[-1] == (1, "displayed: <Figure>")
+
+
+def test_metrics_are_merged() -> None:
+    view = view_of([*started(1), Metric(0, START_S, 1, {"a": 1, "b": 2}), Metric(0, START_S, 2, {"b": 3})])
+    assert (view.ranks[0].metrics, view.ranks[0].metrics_step) == ({"a": 1, "b": 3}, 2)
+
+
+def test_rates_and_time_left() -> None:
+    rank = trained(2, steps=100, total=1000).ranks[1]
+    assert rank.steps_per_s == pytest.approx(10)
+    assert rank.samples_per_s == pytest.approx(320)
+    assert rank.fraction == pytest.approx(0.1)
+    assert rank.left_s == pytest.approx(90)
+
+
+def test_rates_forget_what_lies_before_the_window() -> None:
+    view = trained(1, steps=100)
+    for number in range(1, 200):  # now one step a second instead of ten
+        view = fold_samples(view, [sample(0, 100 + number, step_time_s=15.0 + number)], START_S + 10 + number)
+    assert view.ranks[0].steps_per_s == pytest.approx(1, rel=0.01)
+    assert len(view.ranks[0].marks) < 30
+
+
+def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:
+    view = trained(1, steps=100, total=100)
+    evaluating = sample(0, 0, 20, epoch=1, state=WorkerState.EVALUATING, step_time_s=100.0)
+    view = fold_samples(view, [evaluating], START_S + 95)
+    assert (view.ranks[0].step, view.ranks[0].total) == (0, 20)
+    assert view.ranks[0].steps_per_s == pytest.approx(10)
+    view = fold_samples(view, [replace(evaluating, step=2, step_time_s=101.0)], START_S + 96)
+    assert view.ranks[0].steps_per_s == pytest.approx(2)
+    # Back to the outer pass, which resumes where it was: no jump in the rate.
+    resumed = sample(0, 100, 100, epoch=1, step_time_s=110.0)
+    view = fold_samples(view, [resumed], START_S + 105)
+    assert view.ranks[0].steps_per_s == pytest.approx(2)
+
+
+def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:
+    view = trained(4, steps=100)
+    again = fold_samples(view, [sample(rank, 100) for rank in range(4)], START_S + 30)
+    assert again.ranks is view.ranks
+    assert again.elapsed_s == 30
+
+
+def test_events_overrule_the_board_at_both_ends() -> None:
+    told = [Sample(0, WorkerState.STARTING)]
+    view = fold_samples(view_of(started(1)), told, START_S)
+    assert states(view) == ["running"]
+    view = fold_samples(view, [Sample(0, WorkerState.FAILED)], START_S)
+    assert states(view) == ["running"]  # why it failed is about to be told
+    view = fold_samples(view_of([Finished(0, START_S)], view), [Sample(0, WorkerState.TRAINING)], START_S)
+    assert states(view) == ["finishing"]
+    view = fold_samples(view_of([Exited(0, START_S)], view), [Sample(0, WorkerState.RUNNING)], START_S)
+    assert states(view) == ["done"]
+
+
+def test_time_stands_still_when_the_job_is_over() -> None:
+    view = view_of([*started(1), *ended(1, 12.0)])
+    assert fold_samples(view, [Sample(0)], START_S + 500).elapsed_s == 12.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
+    view = fold_samples(trained(1), [sample(0, 101, loss=value)], START_S)
+    assert view.ranks[0].loss is not None
+    assert not math.isfinite(view.ranks[0].loss)
+    assert all(map(math.isfinite, view.ranks[0].loss_history))
+
+
+def test_a_long_loss_history_is_thinned_and_covers_the_whole_job() -> None:
+    view = view_of(started(1))
+    for step in range(3000):
+        view = fold_samples(view, [sample(0, step, 3000, loss=float(step))], START_S + step)
+        assert len(view.ranks[0].loss_history) <= HISTORY_LENGTH
+    history = view.ranks[0].loss_history
+    gaps = {after - before for before, after in itertools.pairwise(history)}
+    assert history[0] == 0
+    assert history[-1] > 2800
+    assert len(gaps) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07plain", "red plain"),
+        ("a\ttab, \x00\x07controls,\r\nbreaks", "a   tab, controls, breaks"),
+        ("ünï 漢字 🙂", "ünï 漢字 🙂"),
+        ("half \ud83d pair", "half ? pair"),
+        ("x" * 1000, "x" * 399 + "…"),
+    ],
+)
+def test_clean(text: str, expected: str) -> None:
+    assert clean(text) == expected
+
+
+ranks = st.integers(-1, 4)
+texts = st.text(max_size=50)
+any_event = st.one_of(
+    st.builds(
+        JobStarted, st.just(-1), st.floats(0, 1e9), texts, st.integers(0, 4), attempt=st.integers(0, 2)
+    ),
+    st.builds(Started, ranks, st.just(1.0), pid=st.integers()),
+    st.builds(LogLines, ranks, st.just(1.0), st.lists(texts, max_size=40).map(tuple)),
+    st.builds(StatusLine, ranks, st.just(1.0), texts),
+    st.builds(Note, ranks, st.just(1.0), texts),
+    st.builds(Metric, ranks, st.just(1.0), st.none(), st.dictionaries(texts, st.floats() | texts)),
+    st.builds(Finished, ranks, st.just(1.0)),
+    st.builds(Displayed, ranks, st.just(1.0), st.dictionaries(texts, texts), update=st.booleans()),
+    st.builds(raised, ranks, texts, is_consequence=st.booleans()),
+    st.builds(killed, ranks, st.integers(-70, 255)),
+    st.builds(
+        JobFinished,
+        st.just(-1),
+        st.floats(0, 1e9),
+        st.sampled_from(["done", "failed", "interrupted", "cancelled"]),
+        st.none() | ranks,
+        texts,
+    ),
+    st.builds(Event, ranks, st.just(1.0)),
+)
+any_sample = st.builds(
+    Sample,
+    ranks,
+    st.sampled_from(WorkerState),
+    st.integers(0, 10**12),
+    st.integers(-1, 10**12),
+    st.integers(0, 100),
+    st.integers(0, 10**15),
+    st.none() | st.floats(),
+    st.floats(0, 1e9),
+)
+any_story = st.lists(any_event | st.lists(any_sample, max_size=4), max_size=20)
+
+
+def told(story: list[Event | list[Sample]]) -> JobView:
+    view = view_of(started(3))
+    for number, item in enumerate(story):
+        view = fold_samples(view, item, START_S + number) if isinstance(item, list) else fold(view, item)
+    return view
+
+
+@settings(deadline=None)  # other tests may keep the processors busy
+@given(any_story)
+def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]]) -> None:
+    view = told(story)
+    assert len(view.ranks) == view.num_processes
+    assert [rank.rank for rank in view.ranks] == list(range(view.num_processes))
+    assert view.elapsed_s >= 0
+    assert len(view.tail) <= TAIL_LENGTH
+    for rank in view.ranks:
+        assert len(rank.loss_history) <= HISTORY_LENGTH
+        assert rank.left_s is None or rank.left_s >= 0
+        assert rank.fraction is None or 0 <= rank.fraction <= 1
