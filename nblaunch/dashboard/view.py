@@ -250,8 +250,7 @@ def _log_lines(view: JobView, event: events.LogLines) -> JobView:
         return view
     last = tuple((event.rank, clean(line)) for line in event.lines[-TAIL_LENGTH:])
     rank = view.ranks[event.rank]
-    # A whole line ends whatever stood on the rank's unfinished one.
-    rank = replace(rank, last_line=last[-1][1], num_lines=rank.num_lines + len(event.lines), status_line="")
+    rank = replace(rank, last_line=last[-1][1], num_lines=rank.num_lines + len(event.lines))
     return replace(_with_rank(view, rank), tail=(*view.tail, *last)[-TAIL_LENGTH:])
 
 
@@ -295,8 +294,10 @@ def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
     rank = replace(rank, exit_status=event.status, status_line="")
     if rank.state.is_final:
         return rank
-    if rank.has_returned and event.status.code == 0:
-        return replace(rank, state=WorkerState.DONE)
+    if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
+        return replace(
+            rank, state=WorkerState.DONE
+        )  # perhaps ended by the launcher, because a thread lingered
     others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
     if others_failed and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)

@@ -91,6 +91,11 @@ def test_leaving_early_fails_even_with_exit_code_0() -> None:
     assert (states(view), view.ranks[0].failure) == (["failed"], "exit code 0 before the function returned")
 
 
+def test_a_worker_that_had_to_be_ended_after_its_function_returned_is_done() -> None:
+    view = view_of([*started(1), Finished(0, START_S), killed(0, -15), JobFinished(-1, START_S)])
+    assert (states(view), view.ranks[0].failure) == (["done"], "")
+
+
 def test_the_launcher_has_the_last_word_on_who_failed_and_why() -> None:
     end = JobFinished(
         -1, START_S, outcome="failed", failed_rank=0, message="rank 0 left while others waited\nmore"
@@ -126,7 +131,8 @@ def test_output_is_kept_as_tail_and_last_lines() -> None:
     assert view.ranks[1].num_lines == 100
     assert len(view.tail) == TAIL_LENGTH
     view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
-    assert view.ranks[0].status_line == ""
+    assert view.ranks[0].status_line == "10%|#"  # the launcher tells each change of it
+    assert fold(view, StatusLine(0, START_S)).ranks[0].status_line == ""
     assert view.tail[-1] == (0, "100%|##")
     view = fold(view, Displayed(1, START_S, data={"text/plain": "<Figure>", "image/png": "…"}))
     assert view.tail[-1] == (1, "displayed: <Figure>")
