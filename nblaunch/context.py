@@ -68,6 +68,19 @@ def install(context: WorkerContext) -> None:
     _current = context
 
 
+def take() -> WorkerContext | None:
+    """Remove the context from this process and return it; None if there was none."""
+    global _current
+    taken, _current = _current, None
+    return taken
+
+
+def put_back(context: WorkerContext | None) -> None:
+    """Undo :func:`take`."""
+    global _current
+    _current = context
+
+
 def is_worker() -> bool:
     """True inside a worker that nblaunch launched. Does not create a context."""
     return _current is not None and _current.is_launched

@@ -74,12 +74,14 @@ class ExceptionInfo:
         message: ``str(exception)``.
         frames: its traceback, outermost first, without the launcher's own frames.
         text: the whole traceback as Python prints it, with causes and contexts, the launcher's frames removed.
+        cause: the exception that it was raised from, or that was being handled; None where there is none.
     """
 
     type_name: str
     message: str
     frames: tuple[FrameInfo, ...] = ()
     text: str = ""
+    cause: ExceptionInfo | None = None
 
 
 @dataclass(frozen=True)

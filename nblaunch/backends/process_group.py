@@ -26,11 +26,16 @@ def join(process_group: str, topology: Topology, timeout_s: float | None) -> Non
     )
 
 
-def leave() -> None:
-    """Destroy the default group if there is one; quiet where torch.distributed was never imported."""
+def is_joined() -> bool:
+    """Whether this process is in a default group. Imports nothing."""
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def leave() -> None:
+    """Destroy the default group if there is one."""
+    if is_joined():
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 def forget_inherited() -> None:

@@ -1,0 +1,1 @@
+"""The parent side of a launch: checking, supervising, diagnosing, and the job that a person holds."""

@@ -1,0 +1,60 @@
+"""How workers come to be: an :class:`Engine` starts them and gives a :class:`WorkerGroup` to watch them by.
+
+An engine knows nothing of events, logs or results; a group knows nothing but processes. Each engine is one file of
+this folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nblaunch.events import ExitStatus
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class WorkerGroup(ABC):
+    """The processes of one attempt of a job. Each worker leads a session and process group of its own."""
+
+    @abstractmethod
+    def pids(self) -> dict[int, int]:
+        """Rank -> process id of the workers known by now. A worker's process group has the same number."""
+
+    @abstractmethod
+    def process_groups(self) -> list[int]:
+        """Every process group that must not outlive the launcher, helpers included."""
+
+    @abstractmethod
+    def waitables(self) -> list[int]:
+        """Descriptors that become readable when :meth:`poll` may have news. May be empty: then poll at intervals."""
+
+    @abstractmethod
+    def poll(self) -> list[tuple[int, ExitStatus]]:
+        """Ranks that have ended since the last call. What they left running in their group is killed. Never blocks."""
+
+    @abstractmethod
+    def signal(self, rank: int, signum: int) -> None:
+        """Send a signal to the whole process group of a rank; nothing if it has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release descriptors and reap helpers. Called once, when every rank has ended."""
+
+
+class Engine(ABC):
+    """One way to start workers."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+        """Start one worker per assignment.
+
+        Raises:
+            PayloadError: the call can't be sent to workers; names the variable.
+            LaunchError: the system refused a process; those already started are gone again.
+        """

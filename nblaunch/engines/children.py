@@ -1,0 +1,100 @@
+"""Workers that are children of this process: waiting for them, signalling them, leaving nothing of them behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+
+from nblaunch.engines.base import WorkerGroup
+from nblaunch.events import ExitStatus
+from nblaunch.wire import descriptors
+
+UNKNOWN_EXIT = ExitStatus(255)
+"""Where somebody else has reaped our child (a ``waitpid(-1)`` in user code), its status is lost."""
+
+
+class Children(WorkerGroup):
+    """A group of child processes, each the leader of its own process group."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._pids = dict(pids)
+        self._alive = dict(pids)
+        self._pidfds = {rank: fd for rank, pid in pids.items() if (fd := open_pidfd(pid)) is not None}
+
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    def process_groups(self) -> list[int]:
+        return list(self._pids.values())
+
+    def waitables(self) -> list[int]:
+        return list(self._pidfds.values())
+
+    def poll(self) -> list[tuple[int, ExitStatus]]:
+        ended = []
+        for rank, pid in list(self._alive.items()):
+            status = reap_with_group(pid)
+            if status is not None:
+                del self._alive[rank]
+                ended.append((rank, status))
+                if rank in self._pidfds:
+                    descriptors.close(self._pidfds.pop(rank))
+        return ended
+
+    def signal(self, rank: int, signum: int) -> None:
+        if rank in self._alive:
+            signal_group(self._alive[rank], signum)
+
+    def close(self) -> None:
+        descriptors.close(*self._pidfds.values())
+        self._pidfds = {}
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when a process ends; None where the system has no such thing."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    descriptors.keep_from_children(fd)
+    return fd
+
+
+def signal_group(pid: int, signum: int) -> None:
+    """Send a signal to the process group that ``pid`` leads, or to ``pid`` alone while it has not made its group yet."""
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, signum)
+        except (ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+            continue
+        return
+
+
+def reap_with_group(pid: int) -> ExitStatus | None:
+    """If child ``pid`` has ended, kill what it left running in its group, reap it and tell how it ended.
+
+    The leftovers are killed while the child is still a zombie: as long as it is, nobody else can get its number.
+    """
+    try:
+        if hasattr(os, "waitid"):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            _kill_leftovers(pid)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return UNKNOWN_EXIT
+    if ended == 0:
+        return None
+    if not hasattr(os, "waitid"):
+        _kill_leftovers(pid)
+    return ExitStatus(os.waitstatus_to_exitcode(status))
+
+
+def _kill_leftovers(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return

@@ -1,0 +1,126 @@
+"""Workers forked from this process: they have the function, its closure and the model without any copying.
+
+    kernel ── pause OpenMP pools, freeze the collector's heap, hold back signals
+           ├── fork ──> worker 0: worker/bootstrap.run, never returns
+           ├── fork ──> worker 1
+           └── undo the three
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.children import Children, reap_with_group, signal_group
+from nblaunch.engines.openmp import pause_pools
+from nblaunch.errors import LaunchError
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board
+from nblaunch.worker import bootstrap, guard
+
+
+class ForkEngine(Engine):
+    """Fork from the calling thread."""
+
+    name = "fork"
+
+    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+        return Children(fork_workers(lambda: call, assignments, board))
+
+
+def fork_workers(
+    load_call: Callable[[], Call], assignments: Sequence[Assignment], board: Board
+) -> dict[int, int]:
+    """Fork one worker per assignment; returns rank -> process id. Only the parent returns."""
+    pids: dict[int, int] = {}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or every worker would carry a copy of what is buffered
+    is_paused = pause_pools()
+    parent_pid = os.getpid()
+    with _frozen_heap(), _signals_held_back(), warnings.catch_warnings():
+        # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for assignment in assignments:
+            try:
+                pid = os.fork()
+            except OSError as error:
+                _abandon(pids)
+                raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
+            if pid == 0:
+                _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused)
+            pids[assignment.rank] = pid
+    return pids
+
+
+def _be_worker(
+    own: Assignment,
+    assignments: Sequence[Assignment],
+    load_call: Callable[[], Call],
+    board: Board,
+    parent_pid: int,
+    is_paused: bool,
+) -> None:
+    """In the child. Never returns, whatever happens."""
+    try:
+        for other in assignments:
+            if other is not own:
+                os.close(other.event_fd)
+                os.close(other.outbox_fd)
+        own = replace(own, parent_pid=parent_pid, restricts_threads=not is_paused)
+        bootstrap.run(own, load_call, board.slot(own.rank))
+    finally:
+        os._exit(1)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Keep the collector of the workers away from the objects they share with the kernel.
+
+    A collection writes to the header of every object it looks at, which would copy the page it lies on.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A worker must not run the kernel's handlers in the moment before it has its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, guard.BLOCKED_DURING_START)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _abandon(pids: dict[int, int]) -> None:
+    """Kill and reap the workers that were started before one was refused."""
+    for pid in pids.values():
+        signal_group(pid, signal.SIGKILL)
+    waiting = set(pids.values())
+    while waiting:
+        waiting = {pid for pid in waiting if reap_with_group(pid) is None}
+
+
+def _refusal(error: OSError, started: int, wanted: int) -> str:
+    advice = {
+        errno.EAGAIN: "a limit on processes is reached (ulimit -u, or the pids limit of the container): "
+        "use fewer processes, or end others",
+        errno.ENOMEM: "the system will not promise more memory: use fewer processes, or free some in the kernel",
+    }.get(error.errno or 0, "use fewer processes")
+    return (
+        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} workers "
+        f"that had started were ended. {advice[0].upper()}{advice[1:]}."
+    )

@@ -1,0 +1,109 @@
+"""Workers forked from a clean interpreter: for kernels that can't be forked, with one model in memory all the same.
+
+    kernel ── call by cloudpickle ──> zygote (fresh interpreter, loads it once)
+       ^                                 ├── fork ──> worker 0
+       └── started / ended of each rank ─┴── fork ──> worker 1
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.children import open_pidfd, reap_with_group, signal_group
+from nblaunch.engines.fresh import REPORT, STARTED
+from nblaunch.engines.interpreter import start_interpreter, write_call
+from nblaunch.engines.spawn import disown
+from nblaunch.events import ExitStatus
+from nblaunch.wire import descriptors
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board
+
+
+class ForkserverEngine(Engine):
+    """Start one fresh process that loads the call and forks the workers."""
+
+    name = "forkserver"
+
+    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+        call_fd = write_call(call)
+        reading, writing = os.pipe()
+        try:
+            zygote = disown(start_interpreter(assignments, call_fd, writing))
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(call_fd)
+            os.close(writing)
+        return ZygoteGroup(zygote, reading, [assignment.rank for assignment in assignments])
+
+
+class ZygoteGroup(WorkerGroup):
+    """Workers that are grandchildren: the zygote waits for them and reports."""
+
+    def __init__(self, zygote: int, report_fd: int, ranks: Sequence[int]) -> None:
+        self._zygote = zygote
+        self._zygote_status: ExitStatus | None = None
+        self._zygote_fd = open_pidfd(zygote)
+        self._report_fd = report_fd
+        self._pids: dict[int, int] = {}
+        self._alive = set(ranks)
+        os.set_blocking(report_fd, False)
+        descriptors.keep_from_children(report_fd)
+
+    def pids(self) -> dict[int, int]:
+        return dict(self._pids)
+
+    def process_groups(self) -> list[int]:
+        return [self._zygote, *self._pids.values()]
+
+    def waitables(self) -> list[int]:
+        fds = [self._report_fd]
+        if self._zygote_fd is not None and self._zygote_status is None:
+            fds.append(self._zygote_fd)
+        return fds
+
+    def poll(self) -> list[tuple[int, ExitStatus]]:
+        if self._zygote_status is None:
+            self._zygote_status = reap_with_group(self._zygote)
+        ended = self._read_reports()
+        if self._zygote_status is not None and self._alive:
+            # Without its zygote no worker lives (they die with it), and nobody is left to tell how each one ended.
+            ended += [(rank, self._zygote_status) for rank in sorted(self._alive)]
+            self._alive.clear()
+        return ended
+
+    def signal(self, rank: int, signum: int) -> None:
+        if rank not in self._alive:
+            return
+        if rank in self._pids:
+            signal_group(self._pids[rank], signum)
+        elif self._zygote_status is None:
+            signal_group(self._zygote, signum)  # still loading: there are no workers yet
+
+    def close(self) -> None:
+        if self._zygote_status is None:
+            signal_group(self._zygote, signal.SIGKILL)
+            os.waitpid(self._zygote, 0)
+        descriptors.close(self._report_fd)
+        if self._zygote_fd is not None:
+            descriptors.close(self._zygote_fd)
+
+    def _read_reports(self) -> list[tuple[int, ExitStatus]]:
+        ended = []
+        while True:
+            try:
+                report = os.read(self._report_fd, REPORT.size)  # written whole: far below PIPE_BUF
+            except BlockingIOError:
+                return ended
+            if not report:
+                return ended
+            kind, rank, number = REPORT.unpack(report)
+            if kind == STARTED:
+                self._pids[rank] = number
+            elif rank in self._alive:
+                self._alive.discard(rank)
+                ended.append((rank, ExitStatus(number)))

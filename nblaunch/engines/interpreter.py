@@ -1,0 +1,77 @@
+"""Starting fresh interpreters from the kernel: what spawn and forkserver share."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nblaunch.engines.base import Call
+from nblaunch.engines.fresh import Boot, capture_random_states
+from nblaunch.errors import LaunchError, PayloadError
+from nblaunch.wire import blame, payload
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import create_memory_file
+
+# The kernel's search path comes first of all: nblaunch itself may have been found through it.
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from nblaunch.engines.fresh import main; main(sys.argv[1:])"
+
+
+def write_call(call: Call) -> int:
+    """The call in a memory file, by cloudpickle; returns its descriptor.
+
+    Raises:
+        PayloadError: some variable of the call can't be pickled; names it and says what to do.
+    """
+    fd = create_memory_file("nblaunch-call")
+    try:
+        payload.dump(call, fd)
+    except Exception as error:
+        os.close(fd)
+        raise PayloadError(_blame(call, error)) from error
+    return fd
+
+
+def start_interpreter(assignments: Sequence[Assignment], call_fd: int, report_fd: int = -1) -> subprocess.Popen[bytes]:
+    """Start a Python process that runs ``engines/fresh.py`` for the given assignments.
+
+    Raises:
+        LaunchError: the system refused the process.
+    """
+    parent_pid = os.getpid()
+    boot_fd = create_memory_file("nblaunch-boot")
+    boot = Boot(
+        assignments=tuple(replace(assignment, parent_pid=parent_pid) for assignment in assignments),
+        report_fd=report_fd,
+        has_shell="IPython.core.interactiveshell" in sys.modules,
+        random_states=capture_random_states(),
+        log_path=assignments[0].log_path + ".forkserver",
+    )
+    os.write(boot_fd, pickle.dumps(boot))
+    os.lseek(boot_fd, 0, os.SEEK_SET)
+    inherited = {boot_fd, call_fd, *(fd for assignment in assignments for fd in assignment.fds)}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=sorted(inherited | ({report_fd} if report_fd >= 0 else set())),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"a fresh Python process could not be started ({sys.executable}): {error}") from error
+    finally:
+        os.close(boot_fd)
+
+
+def _blame(call: Call, error: Exception) -> str:
+    function, args = call
+    parts = blame.unpicklable_variables(function, args)
+    named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+    return (
+        f"{getattr(function, '__name__', function)} can't be sent to fresh processes, because this can't be pickled: "
+        f"{named}. Create it inside the function, or pass what it is made from in args; with start_method='fork' "
+        "nothing needs to be pickled."
+    )

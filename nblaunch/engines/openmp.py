@@ -1,0 +1,49 @@
+"""Pausing OpenMP's thread pools before a fork.
+
+After any parallel CPU operation the process has a pool of OpenMP threads. A fork copies the pool's bookkeeping but not
+its threads, so that a child's first parallel operation waits for ever for threads that do not exist
+(pytorch/pytorch#17199, gcc bug 58378). ``omp_pause_resource_all`` (OpenMP 5.0, section 3.2.44) gives the pools up;
+parent and child then start fresh ones when they next need them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from pathlib import Path
+
+_PAUSE_HARD = 2  # omp_pause_hard; source: OpenMP 5.0, section 3.2.43
+_LIBRARY = re.compile(r"/lib(?:gomp|omp|iomp5)(?:-[0-9a-f]+)?\.(?:so|dylib)[.0-9]*$")
+
+
+def pause_pools(maps: Path = Path("/proc/self/maps")) -> bool:
+    """Give up the OpenMP pools of the calling thread in every OpenMP library that this process has loaded.
+
+    Returns:
+        True if a child may use all its threads: every library was paused, or none is loaded. False if some library
+        could not be; then children must keep to one thread.
+    """
+    return all(_pause(library) for library in _loaded_libraries(maps))
+
+
+def _loaded_libraries(maps: Path) -> list[str]:
+    """Paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
+    try:
+        text = maps.read_text()
+    except OSError:
+        torch = sys.modules.get("torch")
+        folder = Path(torch.__file__ or "").parent / "lib" if torch is not None else None
+        return [str(path) for path in folder.glob("lib*omp*")] if folder else []
+    paths = {line[line.index("/") :] for line in text.splitlines() if "omp" in line and "/" in line}
+    return sorted(path for path in paths if _LIBRARY.search(path))
+
+
+def _pause(library: str) -> bool:
+    try:
+        # RTLD_NOLOAD: the very copy that is in use, never a second one.
+        handle = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return handle.omp_pause_resource_all(_PAUSE_HARD) == 0
+    except (OSError, AttributeError):
+        return False

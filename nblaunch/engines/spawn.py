@@ -1,0 +1,48 @@
+"""Workers that are fresh interpreters, one each: the last resort, since every one loads everything by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.children import Children, reap_with_group, signal_group
+from nblaunch.engines.interpreter import start_interpreter, write_call
+from nblaunch.errors import LaunchError
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board
+
+
+class SpawnEngine(Engine):
+    """Start every worker as a new Python process."""
+
+    name = "spawn"
+
+    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+        call_fd = write_call(call)
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for assignment in assignments:
+                processes[assignment.rank] = start_interpreter([assignment], call_fd)
+        except LaunchError:
+            _abandon(processes)
+            raise
+        finally:
+            os.close(call_fd)
+        return Children({rank: disown(process) for rank, process in processes.items()})
+
+
+def disown(process: subprocess.Popen[bytes]) -> int:
+    """Take the waiting for a process out of ``subprocess``'s hands, which would warn and reap it behind our back."""
+    process.returncode = 0
+    return process.pid
+
+
+def _abandon(processes: dict[int, subprocess.Popen[bytes]]) -> None:
+    waiting = {disown(process) for process in processes.values()}
+    for pid in waiting:
+        signal_group(pid, signal.SIGKILL)
+    while waiting:
+        waiting = {pid for pid in waiting if reap_with_group(pid) is None}

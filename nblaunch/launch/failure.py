@@ -1,0 +1,70 @@
+"""What the kernel raises for an attempt that failed: the root cause as an exception, with its evidence."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nblaunch.errors import WorkerDied
+from nblaunch.launch.diagnose import RootCause, describe_death, find_root_cause, others_in_one_line
+from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.reraise import rebuild
+from nblaunch.launch.supervisor import AttemptReport
+
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception to raise, the rank it is about, and one line about it."""
+
+    error: BaseException
+    rank: int
+    headline: str
+
+
+def failure_of(report: AttemptReport, pids: Mapping[int, int], log: JobLog, attempt: int) -> Failure:
+    """The failure of an attempt that did not succeed."""
+    root = find_root_cause(report)
+    if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
+        rank = min(rank for rank in report.exits if rank not in report.finished)
+        root = RootCause(rank, status=report.exits[rank][0])
+    pid = pids.get(root.rank)
+    notes = _notes(report, root, pid, log, attempt)
+    if root.failed is not None:
+        info = root.failed.info
+        headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
+        return Failure(rebuild(root.failed, notes), root.rank, headline)
+    sentence = describe_death(root, report, pid)
+    evidence = _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
+    error = WorkerDied(
+        "\n".join([sentence + ".", *evidence, *notes]),
+        rank=root.rank,
+        exitcode=root.status.code if root.status else 0,
+    )
+    return Failure(error, root.rank, sentence)
+
+
+def _notes(
+    report: AttemptReport, root: RootCause, pid: int | None, log: JobLog, attempt: int
+) -> list[str]:
+    where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {socket.gethostname()}"
+    lines = [f"{where}; complete log: {log.log_path(root.rank, attempt)}"]
+    others = others_in_one_line(report, root)
+    return [*lines, others] if others else lines
+
+
+def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
+    lines = [line for line in read_log(log.log_path(rank, attempt)).splitlines() if line.strip()]
+    return ["Its last lines:", *(f"    {line[:200]}" for line in lines[-_LAST_LINES:])] if lines else []
+
+
+def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:
+    """The innermost frames that faulthandler wrote when the process crashed."""
+    text = read_log(log.stacks_path(rank, attempt))
+    if not text.startswith("Fatal Python error"):
+        return []
+    current = text.partition("(most recent call first):")[2].splitlines()
+    frames = [line.strip() for line in current if line.strip().startswith("File ")]
+    return ["Its Python stack, innermost first:", *(f"    {line}" for line in frames[:_LAST_LINES])] if frames else []

@@ -1,0 +1,47 @@
+"""A process that outlives the kernel by a moment, to end the workers with it.
+
+    kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own session)
+                                                        end of file: SIGKILL to every worker's process group
+
+Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
+not, and a stopped process can't look after itself. The guardian is a shell, not Python: it starts in a fraction of a
+millisecond and holds no memory to speak of.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable
+
+from nblaunch.wire import descriptors
+
+_SCRIPT = 'read -r line; for group in "$@"; do kill -KILL -- "-$group" 2>/dev/null; done'
+
+
+class Guardian:
+    """Kills ``process_groups`` when this process ends in whatever way; :meth:`dismiss` it first in the usual case."""
+
+    def __init__(self, process_groups: Iterable[int]) -> None:
+        reading, self._writing = os.pipe()
+        descriptors.keep_from_children(self._writing)
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", *map(str, process_groups)],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        except OSError:
+            descriptors.close(self._writing)
+            raise
+        finally:
+            os.close(reading)
+
+    def dismiss(self) -> None:
+        """End the guardian without it doing anything. Called when every worker has been reaped."""
+        self._process.kill()
+        self._process.wait()
+        descriptors.close(self._writing)

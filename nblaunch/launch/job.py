@@ -1,0 +1,296 @@
+"""Job: a launch as a future. ``notebook_launcher`` waits for one; with ``background=True`` it hands one out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from nblaunch import engines
+from nblaunch.engines.inline import run_inline
+from nblaunch.errors import JobCancelled, ResultError
+from nblaunch.events import Event, JobFinished, JobStarted, Metric, Note, Started
+from nblaunch.launch import weights
+from nblaunch.launch.attempt import Attempt
+from nblaunch.launch.failure import failure_of
+from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.preflight import LaunchPlan
+from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.launch.requests import StopRequests, interrupts_as_requests
+from nblaunch.launch.supervisor import AttemptReport
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.assignment import Outcome
+from nblaunch.wire.board import Sample
+
+
+class Listener(Protocol):
+    """Whoever wants to know what happens: dashboards, tests. Must not raise, nor block for long."""
+
+    def on_event(self, event: Event) -> None: ...
+
+    def on_samples(self, samples: Sequence[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Job:
+    """One launch, running or ended.
+
+    A job is made by ``notebook_launcher(..., background=True)``; :func:`last_job` gives the last one that this
+    process started, however it ended.
+    """
+
+    def __init__(self, spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.num_processes = plan.num_processes
+        self.pids: dict[int, int] = {}
+        self.metrics: list[dict[str, Any]] = []
+        self.attempt = 0
+        self._log = JobLog(spec.log_dir)
+        self._listeners = list(listeners)
+        self._requests = StopRequests()
+        self._has_started = threading.Event()
+        self._has_ended = threading.Event()
+        self._status = "starting"
+        self._values: dict[int, Any] = {}
+        self._weights: dict[int, Any] = {}
+        self._error: BaseException | None = None
+
+    # --- for the person ------------------------------------------------------------------------------------------
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
+
+        Args:
+            timeout: seconds to wait; None = as long as it takes.
+
+        Raises:
+            TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
+            BaseException: what failed in a worker, with its original type; see :mod:`nblaunch.errors` for the others.
+        """
+        __tracebackhide__ = True
+        self.wait(timeout)
+        self._raise_error()
+        return self.results() if self.spec.return_all else self._values.get(0)
+
+    def results(self, timeout: float | None = None) -> list[Any]:
+        """Like :meth:`result`, for all ranks. Without ``return_all`` only rank 0's value was kept; others are None."""
+        __tracebackhide__ = True
+        self.wait(timeout)
+        self._raise_error()
+        return [self._values.get(rank) for rank in range(self.num_processes)]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end and return what :meth:`result` would raise; None if the job succeeded."""
+        self.wait(timeout)
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
+        """
+        if not self._has_ended.wait(timeout):
+            raise TimeoutError(f"{self!r} still runs after {timeout} s")
+
+    @property
+    def status(self) -> str:
+        """``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``."""
+        return self._status
+
+    @property
+    def is_running(self) -> bool:
+        return not self._has_ended.is_set()
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder with every rank's log, by attempt."""
+        return self._log.path
+
+    def logs(self, rank: int = 0, attempt: int | None = None) -> str:
+        """Everything that a rank has printed by now, in its last attempt or in the one asked for.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.num_processes:
+            raise ValueError(f"rank={rank} is not one of this job's ranks (0 to {self.num_processes - 1})")
+        return read_log(self._log.log_path(rank, self.attempt if attempt is None else attempt))
+
+    def weights(self) -> dict[int, dict[str, Any]]:
+        """Position in ``args`` -> the trained state dict of that module; kept also where it did not fit the kernel's."""
+        return dict(self._weights)
+
+    def interrupt(self) -> None:
+        """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
+        self._requests.interrupt()
+
+    def cancel(self) -> None:
+        """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
+        self._requests.cancel()
+
+    def __repr__(self) -> str:
+        return f"<Job {self.spec.function_name} on {self.num_processes} {self.plan.backend.name} workers, {self.status}>"
+
+    # --- for the launcher ----------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run to the end in this thread. What goes wrong is kept for :meth:`result`, not raised."""
+        try:
+            with interrupts_as_requests(self._requests):
+                self._run_attempts()
+        except BaseException as error:
+            self._conclude("failed", error)
+        finally:
+            self._requests.close()
+            self._has_started.set()
+            self._has_ended.set()
+
+    def run_in_background(self) -> None:
+        """Run in a thread; returns when the workers run, or when they could not be started."""
+        thread = threading.Thread(target=self.run, name=f"nblaunch-{self.log_dir.name}", daemon=True)
+        thread.start()
+        self._has_started.wait()
+
+    def raise_if_not_started(self) -> None:
+        """Raise what kept the workers from starting, if anything did."""
+        __tracebackhide__ = True
+        if self.is_running or self.pids:
+            return
+        self._raise_error()
+
+    def _run_attempts(self) -> None:
+        self._announce()
+        if self.plan.start_method == "inline":
+            return self._run_inline()
+        report, outcomes = self._attempt().run()
+        self._conclude_attempt(report, outcomes)
+
+    def _attempt(self) -> Attempt:
+        return Attempt(
+            spec=self.spec,
+            number=self.attempt,
+            num_processes=self.plan.num_processes,
+            backend=self.plan.backend,
+            engine=engines.local(self.plan.start_method),
+            num_threads=self.plan.num_threads,
+            weights_of=self.plan.weights_of,
+            log=self._log,
+            requests=self._requests,
+            tell=self._tell,
+            show=self._show,
+        )
+
+    def _run_inline(self) -> None:
+        self._status = "running"
+        rendezvous = RendezvousHost(self.spec.master_addr, self.spec.master_port)
+        try:
+            rendezvous.host()
+            topology = Topology(master_addr=self.spec.master_addr, master_port=rendezvous.port)
+            call = (self.spec.function, self.spec.args)
+            self._values[0] = run_inline(call, topology, self.plan.backend, self.spec.defaults)
+        finally:
+            rendezvous.close()
+        self._conclude("done")
+
+    def _announce(self) -> None:
+        self._tell(
+            JobStarted(
+                rank=-1,
+                time_s=time.time(),
+                function_name=self.spec.function_name,
+                num_processes=self.plan.num_processes,
+                backend=self.plan.backend.name,
+                start_method=self.plan.start_method,
+                reason=self.plan.reason,
+                log_dir=str(self.log_dir),
+                attempt=self.attempt,
+            )
+        )
+
+    def _conclude_attempt(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> None:
+        self._values = {rank: outcome.value for rank, outcome in outcomes.items()}
+        if report.cancelled:
+            return self._conclude("cancelled", JobCancelled(f"{self!r} was cancelled"))
+        if report.interrupted:
+            return self._conclude("interrupted", KeyboardInterrupt())
+        if not report.is_success:
+            failure = failure_of(report, self.pids, self._log, self.attempt)
+            return self._conclude("failed", failure.error, failure.rank, failure.headline)
+        self._take_weights(outcomes)
+        self._conclude("done", self._result_error(report))
+
+    def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
+        if 0 not in outcomes or not outcomes[0].weights:
+            return
+        self._weights = {position: dict(state) for position, state in outcomes[0].weights.items()}
+        for line in weights.load_back(self.spec.args, self._weights):
+            self._tell(Note(rank=-1, time_s=time.time(), text=line))
+
+    def _result_error(self, report: AttemptReport) -> ResultError | None:
+        """What to raise when a return value could not travel whole; the parts that could are kept in the error."""
+        for rank, finished in sorted(report.finished.items()):
+            if finished.unpicklable:
+                return ResultError(
+                    f"the function finished on every rank, but rank {rank}'s return value can't be pickled: "
+                    f"{'; '.join(finished.unpicklable)}. Everything else of it is in this error's .partial; the "
+                    "trained weights were kept. Return tensors, numbers and plain containers.",
+                    partial=self._values.get(rank),
+                )
+        return None
+
+    def _conclude(
+        self, status: str, error: BaseException | None = None, failed_rank: int | None = None, headline: str = ""
+    ) -> None:
+        self._status = status
+        self._error = error
+        message = headline or (f"{type(error).__name__}: {error}" if error is not None else "")
+        self._tell(
+            JobFinished(rank=-1, time_s=time.time(), outcome=status, failed_rank=failed_rank, message=message)
+        )
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.pids[event.rank] = event.pid
+            self._status = "running"
+            self._has_started.set()
+        elif isinstance(event, Metric):
+            self.metrics.append({"rank": event.rank, "step": event.step, **event.values})
+        for listener in self._listeners:
+            listener.on_event(event)
+
+    def _show(self, samples: Sequence[Sample]) -> None:
+        for listener in self._listeners:
+            listener.on_samples(samples)
+
+    def _raise_error(self) -> None:
+        __tracebackhide__ = True
+        if self._error is None:
+            return
+        error = self._error
+        try:
+            raise error.with_traceback(None)
+        finally:
+            del error  # or the traceback, which refers to this frame, would keep itself alive
+
+
+_last_job: Job | None = None
+
+
+def last_job() -> Job | None:
+    """The last job that this process started, whatever became of it; None before the first."""
+    return _last_job
+
+
+def remember(job: Job) -> None:
+    """Make ``job`` the one that :func:`last_job` returns."""
+    global _last_job
+    _last_job = job

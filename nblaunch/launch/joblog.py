@@ -1,0 +1,175 @@
+"""What workers print, on disk: one folder a job, one file a rank and attempt.
+
+    <log folder, mode 0700>/
+      20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel
+        attempt_0/
+          rank_0.log                   everything that rank 0 printed
+          rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
+
+Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from nblaunch import env
+from nblaunch.errors import LaunchError
+from nblaunch.events import Event, LogLines, StatusLine
+
+_job_numbers = itertools.count(1)
+_READ_BYTES = 1 << 20
+_MAX_BYTES_A_TICK = 4 << 20
+
+
+class JobLog:
+    """The log folder of one job.
+
+    Args:
+        folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
+
+    Raises:
+        LaunchError: the folder can't be made, or belongs to somebody else.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        root = _root(folder)
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_job_numbers)}"
+        self.path = root / name
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
+        _prune(root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=name)
+
+    def start_attempt(self, attempt: int) -> None:
+        (self.path / f"attempt_{attempt}").mkdir(mode=0o700)
+
+    def log_path(self, rank: int, attempt: int = 0) -> Path:
+        return self.path / f"attempt_{attempt}" / f"rank_{rank}.log"
+
+    def stacks_path(self, rank: int, attempt: int = 0) -> Path:
+        return self.path / f"attempt_{attempt}" / f"rank_{rank}.stacks"
+
+
+def _root(folder: str | None) -> Path:
+    chosen = folder or env.read("NBLAUNCH_LOG_DIR")
+    root = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+    except OSError as error:
+        raise LaunchError(
+            f"the log folder {root} can't be made: {error.strerror}. Choose another with log_dir= or NBLAUNCH_LOG_DIR."
+        ) from error
+    if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
+        raise LaunchError(
+            f"the log folder {root} belongs to somebody else. Choose another with log_dir= or NBLAUNCH_LOG_DIR."
+        )
+    return root
+
+
+def _prune(root: Path, keep: int, current: str) -> None:
+    """Remove the oldest jobs beyond ``keep``, but none of a process that still runs."""
+    jobs = sorted(name for name in os.listdir(root) if name != current and _pid_of(name) is not None)
+    for name in jobs[: max(0, len(jobs) - (keep - 1))]:
+        pid = _pid_of(name)
+        if pid is not None and (pid == os.getpid() or not _is_alive(pid)):
+            shutil.rmtree(root / name, ignore_errors=True)
+
+
+def _pid_of(job_name: str) -> int | None:
+    parts = job_name.split("-")
+    return int(parts[2]) if len(parts) == 4 and all(part.isdigit() for part in parts) else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class LogTail:
+    r"""Follows the log file of one rank and turns what is new into events.
+
+    A line goes out when it is whole. The text after the last ``\r`` (a progress bar redrawing itself), or of a line
+    that has not ended, is that rank's status. In a whole line only what follows its last ``\r`` counts, as on a screen.
+    """
+
+    def __init__(self, rank: int, path: Path) -> None:
+        self._rank = rank
+        self._path = path
+        self._fd = -1
+        self._unfinished = b""
+        self._status = ""
+
+    def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
+        """What is new since the last call, at most ``max_bytes`` of it."""
+        if self._fd < 0 and not self._open():
+            return []
+        chunks = []
+        while max_bytes > 0 and (chunk := os.read(self._fd, min(_READ_BYTES, max_bytes))):
+            chunks.append(chunk)
+            max_bytes -= len(chunk)
+        return self._split(b"".join(chunks)) if chunks else []
+
+    def read_rest(self) -> list[Event]:
+        """Everything up to the end of the file, an unfinished last line included."""
+        events: list[Event] = []
+        while more := self.read():
+            events += more
+        rest = _on_screen(self._unfinished)
+        if rest:
+            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=(rest,)))
+        self._unfinished = b""
+        return events
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> bool:
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False  # the worker has not come so far
+        return True
+
+    def _split(self, data: bytes) -> list[Event]:
+        *whole, self._unfinished = (self._unfinished + data).split(b"\n")
+        events: list[Event] = []
+        now = time.time()
+        lines = tuple(_on_screen(line) for line in whole)
+        if lines:
+            events.append(LogLines(rank=self._rank, time_s=now, lines=lines))
+        status = _on_screen(self._unfinished)
+        if status != self._status:
+            self._status = status
+            events.append(StatusLine(rank=self._rank, time_s=now, text=status))
+        return events
+
+
+def _on_screen(line: bytes) -> str:
+    """What a terminal would show of a line: redrawn from its last carriage return on, without control sequences."""
+    text = line.decode("utf-8", errors="replace").rstrip("\r")
+    return text.rpartition("\r")[2].replace("\x1b[A", "").rstrip()
+
+
+def read_log(path: Path) -> str:
+    """A rank's whole log as a person would have seen it; empty if it never printed."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(_on_screen(line) for line in data.split(b"\n"))

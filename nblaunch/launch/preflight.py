@@ -1,0 +1,126 @@
+"""Everything that can be known before a process exists: what will be launched, how, and why it can't be.
+
+Looks, and never touches a device: a device context in the kernel is what makes fork impossible.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+
+from nblaunch import backends, context, env
+from nblaunch.backends.base import Backend
+from nblaunch.backends.cpu import usable_cores
+from nblaunch.errors import LaunchError
+from nblaunch.launch.weights import module_positions
+from nblaunch.spec import LaunchSpec
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What will be done.
+
+    Args:
+        backend: what workers compute on.
+        num_processes: how many workers.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none.
+        reason: why that method, as the end of a sentence.
+        num_threads: CPU threads of each worker.
+        weights_of: positions of the modules in ``args`` whose weights come back.
+    """
+
+    backend: Backend
+    num_processes: int
+    start_method: str
+    reason: str
+    num_threads: int
+    weights_of: tuple[int, ...]
+
+
+def plan_launch(spec: LaunchSpec) -> LaunchPlan:
+    """Decide what ``spec`` leaves open, and refuse what can't work here.
+
+    Raises:
+        ValueError: more processes than devices, or a precision that the device can't do.
+        RuntimeError: called inside a worker; or the backend can't be used on this machine.
+        LaunchError: the start method asked for can't work in this kernel.
+    """
+    if context.is_worker():
+        rank = context.current().topology.rank
+        raise RuntimeError(
+            f"a launch was requested inside a worker (rank {rank}); call notebook_launcher from the notebook, not "
+            "from the function it runs"
+        )
+    backend = backends.choose(spec.backend)
+    _check_precision(spec, backend)
+    num_processes = _num_processes(spec, backend)
+    start_method, reason = _start_method(spec, backend)
+    return LaunchPlan(
+        backend=backend,
+        num_processes=num_processes,
+        start_method=start_method,
+        reason=reason,
+        num_threads=_num_threads(spec, num_processes),
+        weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
+    )
+
+
+def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
+    refusal = backend.supports_precision(spec.mixed_precision)
+    if refusal is not None:
+        raise ValueError(f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}")
+
+
+def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
+    if spec.engine == "inline":
+        if spec.num_processes not in (None, 1):
+            raise ValueError(
+                f"num_processes={spec.num_processes}: engine='inline' runs the function in this very process, so "
+                "valid are 1 and None"
+            )
+        return 1
+    available = backend.device_count()
+    if spec.num_processes is None:
+        return available
+    if spec.num_processes > available and not backend.is_oversubscribable:
+        raise ValueError(
+            f"num_processes={spec.num_processes}, but this machine has {available} {backend.device_noun}"
+            f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
+        )
+    return spec.num_processes
+
+
+def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
+    """The start method and why it is the one."""
+    if spec.engine == "inline":
+        return "inline", "asked for: the function runs in the kernel"
+    hazard = _fork_hazard(backend)
+    if spec.start_method == "fork" and hazard is not None:
+        raise LaunchError(
+            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
+            "a forkserver, and nothing has to be restarted."
+        )
+    if spec.start_method != "auto":
+        return spec.start_method, "asked for"
+    if hazard is not None:
+        return "forkserver", f"fork is not possible here: {hazard}"
+    return "fork", "shares the model with the kernel, nothing is pickled"
+
+
+def _fork_hazard(backend: Backend) -> str | None:
+    if not hasattr(os, "fork"):
+        return "this system has no fork"
+    if sys.platform == "darwin":
+        return "Apple's system libraries do not survive a fork"
+    if threading.current_thread() is not threading.main_thread():
+        return "the launch comes from a thread other than the main one, whose locks a fork would copy as they are"
+    return backend.fork_hazard()
+
+
+def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
+    """A share of the cores for each worker, unless somebody said otherwise."""
+    return (
+        spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)
+    )

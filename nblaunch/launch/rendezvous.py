@@ -1,0 +1,81 @@
+"""The rendezvous store of one machine's job: hosted by the launcher, on the loopback interface, on demand.
+
+    launcher ── listening socket, loopback, port chosen by the system      made before workers start
+    worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
+
+A function that needs no process group costs no store. Clients that connect before the store runs wait in the
+socket's backlog.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from nblaunch.errors import LaunchError
+from nblaunch.wire import descriptors
+
+_BACKLOG = 1024
+
+
+class RendezvousHost:
+    """Listens for workers and becomes a ``TCPStore`` when the first one comes.
+
+    Args:
+        address: of the interface to listen on.
+        port: None = one that the system chooses.
+
+    Raises:
+        LaunchError: the port is taken, or the address is not one of this machine.
+    """
+
+    def __init__(self, address: str, port: int | None) -> None:
+        self.address = address
+        self._store: object | None = None
+        self._socket: socket.socket | None = socket.socket(
+            socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
+        )
+        try:
+            if port:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((address, port or 0))
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(_refusal(error, address, port)) from error
+        self.port: int = self._socket.getsockname()[1]
+        self._fd = self._socket.fileno()
+        descriptors.keep_from_children(self._fd)
+
+    def fileno(self) -> int:
+        """Readable when a worker wants the store; -1 once it runs."""
+        return self._socket.fileno() if self._socket is not None else -1
+
+    def host(self) -> None:
+        """Start the store behind the socket."""
+        if self._socket is None:
+            return
+        from torch.distributed import TCPStore
+
+        fd = self._socket.detach()  # the store owns and closes it from here on
+        self._socket = None
+        self._store = TCPStore(
+            self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd
+        )
+
+    def close(self) -> None:
+        """Stop listening."""
+        descriptors.forget(self._fd)
+        self._store = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _refusal(error: OSError, address: str, port: int | None) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {address} is in use by another process; leave use_port out, and the system chooses "
+            "a free one"
+        )
+    return f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}"

@@ -1,0 +1,74 @@
+"""What people ask of a running job: interrupt it, kill it. From a signal handler, a button or another thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nblaunch.wire import descriptors
+
+
+class StopRequests:
+    """Counts requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        os.set_blocking(self._writing, False)
+        descriptors.keep_from_children(self._reading, self._writing)
+        self._is_closed = False
+        self.interrupts = 0
+        self.is_cancelled = False
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def interrupt(self) -> None:
+        """Once: ask workers to end, with grace. Twice: kill them."""
+        self.interrupts += 1
+        self._wake()
+
+    def cancel(self) -> None:
+        """Kill the workers at once."""
+        self.is_cancelled = True
+        self._wake()
+
+    def acknowledge(self) -> None:
+        """Empty the pipe that woke the loop."""
+        try:
+            os.read(self._reading, 4096)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """No request can arrive any more."""
+        self._is_closed = True
+        descriptors.close(self._reading, self._writing)
+
+    def _wake(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            os.write(self._writing, b"!")
+        except BlockingIOError:
+            return  # full: the loop has been woken often enough
+
+
+@contextmanager
+def interrupts_as_requests(requests: StopRequests) -> Iterator[None]:
+    """While the block runs, SIGINT is a request to ``requests`` rather than an exception at a random line.
+
+    Only the main thread can do this; elsewhere nothing changes. The former handler is always put back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda signum, frame: requests.interrupt())
+    try:
+        yield
+    finally:
+        # getsignal() of a handler that was not set from Python is None, which signal() does not take back.
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

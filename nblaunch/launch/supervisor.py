@@ -1,0 +1,264 @@
+r"""The one wait loop of a running attempt.
+
+    event pipes ──┐
+    process ends ─┤                ┌──> listeners: events, log lines, board samples
+    stop requests ┼──> wait loop ──┤
+    store socket ─┤                └──> signals to workers, by the ladder
+    ticks (10 Hz)─┘
+
+Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
+process has ended, pipes and logs are read to their end before anything is concluded: drain, then join.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nblaunch.engines.base import WorkerGroup
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note
+from nblaunch.launch.joblog import LogTail
+from nblaunch.launch.ladder import StopLadder
+from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.launch.requests import StopRequests
+from nblaunch.wire import descriptors
+from nblaunch.wire.board import Board, Sample
+from nblaunch.wire.channel import EventReceiver
+
+TICK_S = 0.1
+_POLL_S = 0.02
+"""Between polls where the system can't wake us at the end of a process."""
+
+_LINGER_S = 60.0
+"""How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
+
+
+@dataclass
+class AttemptReport:
+    """How one attempt went, rank by rank. Each rank is in ``exits``; times are wall clock seconds.
+
+    Args:
+        finished: ranks whose function returned.
+        failed: ranks whose function raised, in order of arrival.
+        exits: how each process ended, and when that was seen.
+        signalled: rank -> when it was first sent a signal by the launcher, for those that were.
+        interrupted: a person interrupted the job.
+        cancelled: a person cancelled it.
+        last_samples: the last sample of the board.
+    """
+
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
+    signalled: dict[int, float] = field(default_factory=dict)
+    interrupted: bool = False
+    cancelled: bool = False
+    last_samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def is_success(self) -> bool:
+        return not (self.interrupted or self.cancelled) and len(self.finished) == len(self.exits)
+
+
+class Supervisor:
+    """Watches one attempt to its end.
+
+    Args:
+        group: its processes.
+        receivers: rank -> its events.
+        tails: rank -> its log.
+        board: its progress.
+        rendezvous: the store that workers may ask for.
+        requests: what people ask for.
+        tell: takes every event, for the listeners.
+        show: takes the board's samples, 10 times a second.
+        grace_s: seconds that workers have for their ``finally`` blocks.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: WorkerGroup,
+        receivers: Mapping[int, EventReceiver],
+        tails: Mapping[int, LogTail],
+        board: Board,
+        rendezvous: RendezvousHost,
+        requests: StopRequests,
+        tell: Callable[[Event], None],
+        show: Callable[[Sequence[Sample]], None],
+        grace_s: float,
+    ) -> None:
+        self._group = group
+        self._receivers = receivers
+        self._tails = tails
+        self._board = board
+        self._rendezvous = rendezvous
+        self._requests = requests
+        self._tell = tell
+        self._show = show
+        self._grace_s = grace_s
+        self._alive = set(receivers)
+        self._ladder: StopLadder | None = None
+        self._lingering_since: float | None = None
+        self._interrupts_seen = 0
+        self._next_tick = time.monotonic() + TICK_S
+        self._selector = selectors.DefaultSelector()
+        self._watched_ends: set[int] = set()
+        self.report = AttemptReport()
+
+    def run(self) -> AttemptReport:
+        """Wait until every process has ended and everything they said was heard."""
+        self._watch()
+        try:
+            while self._alive:
+                for key, _ in self._selector.select(self._timeout()):
+                    key.data()
+                self._reap()
+                self._heed_requests()
+                if time.monotonic() >= self._next_tick:
+                    self._tick()
+                self._step_down()
+            self._drain()
+        finally:
+            descriptors.forget(self._selector_fd)
+            self._selector.close()
+        return self.report
+
+    # --- what the loop waits for ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._selector_fd = self._selector.fileno() if hasattr(self._selector, "fileno") else -1
+        if self._selector_fd >= 0:
+            descriptors.keep_from_children(self._selector_fd)
+        self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
+        for rank, receiver in self._receivers.items():
+            self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
+        if self._rendezvous.fileno() >= 0:
+            self._selector.register(self._rendezvous, selectors.EVENT_READ, self._host_store)
+        self._watch_ends()
+
+    def _watch_ends(self) -> None:
+        """Keep the set of watched process descriptors equal to what the group has."""
+        wanted = set(self._group.waitables())
+        for fd in self._watched_ends - wanted:
+            self._selector.unregister(fd)
+        for fd in wanted - self._watched_ends:
+            self._selector.register(fd, selectors.EVENT_READ, _nothing)
+        self._watched_ends = wanted
+
+    def _timeout(self) -> float:
+        until = self._next_tick
+        if self._ladder is not None:
+            step = self._ladder.next_s(self._alive, self._has_noticed)
+            until = min(until, step) if step is not None else until
+        if not self._watched_ends:
+            until = min(until, time.monotonic() + _POLL_S)
+        return max(0.0, until - time.monotonic())
+
+    # --- what happens --------------------------------------------------------------------------------------------
+
+    def _listener_to(self, rank: int) -> Callable[[], None]:
+        def listen() -> None:
+            if self._hear(rank):
+                self._selector.unregister(self._receivers[rank].fd)
+
+        return listen
+
+    def _hear(self, rank: int) -> bool:
+        """Take in what a rank has said; whether it has said its last."""
+        events, is_closed = self._receivers[rank].receive()
+        for event in events:
+            if isinstance(event, Finished):
+                self.report.finished.setdefault(event.rank, event)
+            elif isinstance(event, Failed) and event.rank not in self.report.finished:
+                self.report.failed.setdefault(event.rank, event)
+                self._begin_stop_after_failure()
+            self._tell(event)
+        return is_closed
+
+    def _host_store(self) -> None:
+        self._selector.unregister(self._rendezvous)
+        self._rendezvous.host()
+
+    def _reap(self) -> None:
+        ended = self._group.poll()
+        if ended:
+            self._watch_ends()
+        for rank, status in ended:
+            self._alive.discard(rank)
+            now = time.time()
+            self.report.exits[rank] = (status, now)
+            if self._receivers[rank].fd in self._selector.get_map():
+                self._listener_to(rank)()  # its last words, before anything is concluded from its end
+            self._tell(Exited(rank=rank, time_s=now, status=status))
+            if rank not in self.report.finished:
+                self._begin_stop_after_failure()
+
+    def _heed_requests(self) -> None:
+        requests = self._requests
+        if requests.is_cancelled and not self.report.cancelled:
+            self.report.cancelled = True
+            self._ladder = StopLadder.kill(time.monotonic())
+        new = requests.interrupts - self._interrupts_seen
+        self._interrupts_seen = requests.interrupts
+        if new and self.report.interrupted:
+            self._ladder = StopLadder.kill(time.monotonic())
+        elif new:
+            self.report.interrupted = True
+            self._ladder = StopLadder.after_interrupt(time.monotonic(), self._grace_s)
+
+    def _begin_stop_after_failure(self) -> None:
+        if self._ladder is None:
+            self._ladder = StopLadder.after_failure(time.monotonic(), self._grace_s)
+
+    def _step_down(self) -> None:
+        if self._ladder is None:
+            return
+        for rank, signum in self._ladder.due(time.monotonic(), self._alive, self._has_noticed):
+            self.report.signalled.setdefault(rank, time.time())
+            self._group.signal(rank, signum)
+
+    def _has_noticed(self, rank: int) -> bool:
+        return self._board.slot(rank).read(rank).interrupts > 0
+
+    # --- what is looked at by the clock --------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._next_tick = time.monotonic() + TICK_S
+        for tail in self._tails.values():
+            for event in tail.read():
+                self._tell(event)
+        self._show(self._board.sample())
+        self._check_lingering()
+
+    def _check_lingering(self) -> None:
+        """Workers that are done but do not end are ended, with a word about it."""
+        if self._ladder is not None or not self._alive <= self.report.finished.keys():
+            self._lingering_since = None
+            return
+        now = time.monotonic()
+        if self._lingering_since is None:
+            self._lingering_since = now
+        elif now - self._lingering_since > _LINGER_S:
+            ranks = ", ".join(map(str, sorted(self._alive)))
+            text = (
+                f"rank {ranks}: the function returned {_LINGER_S:.0f} s ago, but an exit handler or a thread of it "
+                "still runs; it is ended now. Its result is kept."
+            )
+            self._tell(Note(rank=-1, time_s=time.time(), text=text))
+            self._begin_stop_after_failure()
+
+    def _drain(self) -> None:
+        for rank in self._receivers:
+            self._hear(rank)
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self._tell(event)
+        self.report.last_samples = self._board.sample()
+        self._show(self.report.last_samples)
+
+
+def _nothing() -> None:
+    """The end of a process only has to wake the loop; it is reaped right after."""

@@ -1,0 +1,146 @@
+"""``notebook_launcher`` and ``debug_launcher``: arguments in, a :class:`LaunchSpec` out, a job run, its result back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nblaunch import dashboard as dashboards
+from nblaunch.launch import job as jobs
+from nblaunch.launch.job import Job
+from nblaunch.launch.preflight import plan_launch
+from nblaunch.spec import LaunchSpec, parse_port
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    backend: str = "auto",
+    engine: str = "auto",
+    start_method: str = "auto",
+    return_all: bool = False,
+    sync_weights: bool = True,
+    background: bool = False,
+    dashboard: str = "auto",
+    threads_per_process: int | None = None,
+    interrupt_grace_s: float = 5.0,
+    log_dir: str | None = None,
+) -> Any:
+    """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
+
+    Workers are forked from this process: the function, what it closes over and the modules in ``args`` are shared
+    with them, not copied or pickled. Where a fork is not possible (CUDA is in use in the kernel), they start through
+    a clean process instead, and nothing needs a restart. Inside the function, ``Accelerator()``, plain
+    ``torch.distributed.init_process_group()`` and other frameworks find their rank and each other by themselves.
+
+    Args:
+        function: the training function. It runs in every worker; its return value must be picklable.
+        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once.
+        num_processes: number of workers; None = one per device (per usable core on a CPU-only machine).
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.
+        use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide.
+        master_addr: address on which the rendezvous listens.
+        node_rank: rank of this machine. Several machines are not available in this version.
+        num_nodes: number of machines; 1 in this version.
+        rdzv_backend: rendezvous of several machines.
+        rdzv_endpoint: its address.
+        rdzv_conf: its further settings.
+        rdzv_id: name of the job at the rendezvous.
+        max_restarts: how often all workers are started again after a failure.
+        monitor_interval: accepted for compatibility; workers are watched by events, not by polling.
+        log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``;
+            None = ``[rank]``.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"xla"``.
+        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb.
+        start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        return_all: return the list of all ranks' values.
+        sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
+        background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
+        dashboard: ``"auto"``, ``"html"``, ``"text"`` or ``"none"``.
+        threads_per_process: CPU threads of each worker; None = usable cores / workers.
+        interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
+        log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
+
+    Returns:
+        The return value of rank 0, its tensors on the CPU; the list of all ranks' with ``return_all``; a
+        :class:`Job` with ``background``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
+        LaunchError: the workers could not be started.
+        WorkerDied: a worker ended without raising an exception; says how, and what to do.
+        ResultError: the return value can't be pickled; its ``partial`` holds what could.
+        BaseException: whatever ``function`` raised first, with its original type.
+    """
+    __tracebackhide__ = True
+    spec = LaunchSpec(
+        function=function,
+        args=args,
+        num_processes=num_processes,
+        mixed_precision=mixed_precision,
+        backend=backend,
+        engine=engine,
+        start_method=start_method,
+        master_addr=master_addr,
+        master_port=parse_port(use_port),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_conf=rdzv_conf,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval_s=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
+        return_all=return_all,
+        sync_weights=sync_weights,
+        interrupt_grace_s=interrupt_grace_s,
+        threads_per_process=threads_per_process,
+        log_dir=log_dir,
+    )
+    return _launch(spec, background, dashboard)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2
+) -> Any:
+    """Run ``function(*args)`` in a few CPU processes without mixed precision, to try out distributed code.
+
+    Args:
+        function: as for :func:`notebook_launcher`.
+        args: its arguments, a tuple.
+        num_processes: how many.
+
+    Returns:
+        The return value of rank 0.
+    """
+    __tracebackhide__ = True
+    spec = LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")
+    return _launch(spec, background=False, dashboard="auto")
+
+
+def _launch(spec: LaunchSpec, background: bool, dashboard: str) -> Any:
+    __tracebackhide__ = True
+    plan = plan_launch(spec)
+    job = Job(spec, plan, dashboards.choose(dashboard, background=background))
+    jobs.remember(job)
+    if background:
+        job.run_in_background()
+        job.raise_if_not_started()
+        return job
+    job.run()
+    return job.result()

@@ -1,0 +1,74 @@
+"""What one worker is told when it starts: a single plain value, the same for every start method."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.topology import Topology
+
+STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Asks a worker for its Python stacks. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's orders. Descriptors are numbers that are valid in the worker.
+
+    Args:
+        topology: its ranks.
+        backend: name of the device family.
+        environment: variables to set (None removes one), complete.
+        defaults: settings for an ``Accelerator`` in the function.
+        attempt: restart number, from 0.
+        board_fd: memory file of the progress board.
+        event_fd: writing end of its event pipe.
+        outbox_fd: empty memory file for its result.
+        log_path: file for everything it prints.
+        stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
+        num_threads: CPU threads for its operations.
+        sends_value: whether its return value is wanted.
+        sends_weights_of: positions in ``args`` of the modules whose weights are wanted back.
+        restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
+        parent_pid: the process that starts it; the worker ends if that process is gone.
+    """
+
+    topology: Topology
+    backend: str
+    environment: Mapping[str, str | None]
+    defaults: Mapping[str, Any]
+    attempt: int
+    board_fd: int
+    event_fd: int
+    outbox_fd: int
+    log_path: str
+    stacks_path: str
+    num_threads: int
+    sends_value: bool = True
+    sends_weights_of: tuple[int, ...] = ()
+    restricts_threads: bool = False
+    parent_pid: int = field(default=0)
+
+    @property
+    def rank(self) -> int:
+        return self.topology.rank
+
+    @property
+    def fds(self) -> tuple[int, int, int]:
+        """The descriptors that a worker needs to inherit."""
+        return (self.board_fd, self.event_fd, self.outbox_fd)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker leaves in its outbox when its function has returned.
+
+    Args:
+        value: the return value; an :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
+        weights: position in ``args`` -> state dict of that module, on the CPU.
+    """
+
+    value: Any = None
+    weights: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -1,0 +1,105 @@
+"""Which part of a value can't be pickled, by the name a person knows it by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.wire.payload import can_pickle
+
+_MAX_DEPTH = 4
+_MAX_PARTS = 5
+
+
+@dataclass(frozen=True)
+class Unpicklable:
+    """Stands in a result for a part that could not travel. ``description`` is its ``repr``, ``why`` the error."""
+
+    description: str
+    why: str
+
+
+def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
+    """The smallest parts of ``value`` that can't be pickled: paths such as ``result['loader'].lock``, with errors."""
+    return list(_search(value, name, _MAX_DEPTH))[:_MAX_PARTS]
+
+
+def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
+    """The variables of a call that can't be pickled: arguments, closure variables and globals of the function."""
+    found: list[tuple[str, Exception]] = []
+    for name, value in _variables(function, args):
+        found += unpicklable_parts(value, name)
+    return found[:_MAX_PARTS] or unpicklable_parts(function, getattr(function, "__name__", "function"))
+
+
+def without_unpicklable(value: Any) -> Any:
+    """``value`` with an :class:`Unpicklable` for each part that can't travel; containers are copied."""
+    return _pruned(value, _MAX_DEPTH)
+
+
+def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]]:
+    error = can_pickle(value)
+    if error is None:
+        return
+    inner = [found for part_name, part in _parts(value, name) for found in _search(part, part_name, depth - 1)]
+    if inner and depth > 0:
+        yield from inner
+    else:
+        yield name, error
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+    elif inspect.isfunction(value):
+        yield from _variables(value, ())
+    elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
+        yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+
+
+def _variables(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """Everything that travels with a call, under the name it has in the person's code."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    for i, arg in enumerate(args):
+        yield (names[i] if i < len(names) else f"args[{i}]"), arg
+    plain = inspect.unwrap(function)
+    if inspect.isfunction(plain):
+        yield from _captured(plain)
+
+
+def _captured(function: Any) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue  # the closure variable has no value yet
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _pruned(value: Any, depth: int) -> Any:
+    error = can_pickle(value)
+    if error is None:
+        return value
+    if depth > 0 and type(value) is dict:
+        return {key: _pruned(part, depth - 1) for key, part in value.items()}
+    if depth > 0 and type(value) in (list, tuple):
+        return type(value)(_pruned(part, depth - 1) for part in value)
+    return Unpicklable(description=_short_repr(value), why=f"{type(error).__name__}: {error}")
+
+
+def _short_repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__qualname__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,38 @@
+"""Descriptors that belong to the launching process alone.
+
+Every process forked from the kernel, by us or by anybody, inherits its descriptors. A child that kept the writing end
+of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep its
+port open. What is registered here is closed in every child, the moment it is forked.
+"""
+
+from __future__ import annotations
+
+import os
+
+_kernel_only: set[int] = set()
+
+
+def keep_from_children(*fds: int) -> None:
+    """Close ``fds`` in every process that is forked from this one from now on."""
+    _kernel_only.update(fds)
+
+
+def close(*fds: int) -> None:
+    """Close registered descriptors in this process."""
+    for fd in fds:
+        _kernel_only.discard(fd)
+        os.close(fd)
+
+
+def forget(*fds: int) -> None:
+    """Descriptors that somebody else has closed or now owns."""
+    _kernel_only.difference_update(fds)
+
+
+def _close_in_child() -> None:
+    for fd in _kernel_only:
+        os.close(fd)
+    _kernel_only.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

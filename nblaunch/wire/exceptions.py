@@ -1,0 +1,93 @@
+"""Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from nblaunch.wire.pickling import to_bytes
+
+_MAX_BYTES = 64 << 20
+_MAX_CHAIN = 8
+
+
+def dump(error: BaseException) -> bytes | None:
+    """The exception pickled, or None if it does not survive the way there and back.
+
+    The way back is tried here, because an exception whose constructor takes something else than ``args`` can be
+    written but not read.
+    """
+    for describe in (_Chain.of, _Parts.of):
+        try:
+            body = to_bytes(describe(error), main_by_reference=True)
+            restored = pickle.loads(body).restore()
+        except Exception:
+            continue  # the next way, and after the last the caller falls back to text
+        if type(restored) is type(error) and len(body) <= _MAX_BYTES:
+            return body
+    return None
+
+
+def load(body: bytes) -> BaseException:
+    """Read what :func:`dump` wrote.
+
+    Raises:
+        Exception: its class is not to be found in this process.
+    """
+    return pickle.loads(body).restore()
+
+
+class _Chain:
+    """An exception with its ``__cause__`` and ``__context__``, which pickling an exception leaves behind."""
+
+    def __init__(self, error: BaseException, cause: Any, context: Any, is_suppressed: bool) -> None:
+        self.error = error
+        self.cause = cause
+        self.context = context
+        self.is_suppressed = is_suppressed
+
+    @classmethod
+    def of(cls, error: BaseException, depth: int = _MAX_CHAIN) -> _Chain:
+        cause, context = error.__cause__, error.__context__
+        return cls(
+            error,
+            cls.of(cause, depth - 1) if cause is not None and depth else None,
+            cls.of(context, depth - 1) if context is not None and context is not cause and depth else None,
+            error.__suppress_context__,
+        )
+
+    def restore(self) -> BaseException:
+        if self.cause is not None:
+            self.error.__cause__ = self.cause.restore()
+        if self.context is not None:
+            self.error.__context__ = self.context.restore()
+        self.error.__suppress_context__ = self.is_suppressed
+        return self.error
+
+
+class _Parts:
+    """An exception taken apart, for constructors that ``args`` do not fit; what can't be pickled stays behind."""
+
+    def __init__(self, cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
+        self.cls = cls
+        self.args = args
+        self.attributes = attributes
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Parts:
+        attributes = {name: value for name, value in vars(error).items() if _can_travel(value)}
+        return cls(type(error), tuple(arg if _can_travel(arg) else repr(arg) for arg in error.args), attributes)
+
+    def restore(self) -> BaseException:
+        error = self.cls.__new__(self.cls, *self.args)
+        error.args = self.args
+        error.__dict__.update(self.attributes)
+        return error
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        pickle.loads(to_bytes(value, main_by_reference=True))
+    except Exception:
+        return False
+    return True

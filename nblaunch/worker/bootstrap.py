@@ -1,0 +1,186 @@
+"""The life of one worker, from its first instruction to its last.
+
+    guard     own session, dies with its parent, faulthandler on
+    stdio     descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
+    inherited what a fork brought along from the kernel is forgotten
+    context   environment, thread counts, ``nblaunch.context``
+    ──> Started
+    function  the user's function is called
+    ──> Finished (value and weights in the outbox) or Failed
+    farewell  threads joined, exit handlers run, process group left; then ``os._exit``
+
+A worker never returns into the code it was forked from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from nblaunch import backends, context, env
+from nblaunch.backends import process_group
+from nblaunch.context import WorkerContext
+from nblaunch.events import Finished, Note, Started, WorkerState
+from nblaunch.wire import blame, payload
+from nblaunch.wire.assignment import Assignment, Outcome
+from nblaunch.wire.board import Board, Slot
+from nblaunch.wire.channel import EventSender
+from nblaunch.worker import guard, inherited, shell, stdio
+from nblaunch.worker.failure import describe_failure
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None = None) -> NoReturn:
+    """Be the worker that ``assignment`` describes, then end the process.
+
+    Args:
+        assignment: its orders.
+        load_call: gives the function and its arguments; called once output is captured, so that an import error in a
+            pickled function is shown like any other.
+        slot: its slot of the board, where the caller has the board mapped already.
+    """
+    exit_code = 1
+    try:
+        exit_code = _Worker(assignment, slot).live(load_call)
+    finally:
+        os._exit(exit_code)
+
+
+class _Worker:
+    def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
+        guard.enter_own_session()
+        guard.die_with(assignment.parent_pid)
+        guard.reset_signals()
+        self.assignment = assignment
+        self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
+        self.interrupts = guard.Interrupts(self.slot)
+        self.sender = EventSender(assignment.event_fd, self.interrupts.held_back)
+        self.interrupts.install()
+
+    def live(self, load_call: Callable[[], Call]) -> int:
+        """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
+        try:
+            self._prepare()
+            guard.let_signals_in()
+            function, args = load_call()
+            value, exit_code = _call(function, args)
+            if exit_code != 0:
+                return self._farewell(exit_code)
+            shell.show_pending_figures()
+            self.slot.set_state(WorkerState.FINISHING)
+            with self.interrupts.held_back():
+                self._deliver(value, args, left_by_exit=exit_code == 0 and value is _LEFT)
+        except BaseException as error:
+            self.slot.set_state(WorkerState.FAILED)
+            self._report(error)
+            return self._farewell(1)
+        return self._farewell(0)
+
+    def _prepare(self) -> None:
+        assignment = self.assignment
+        stdio.capture(assignment.log_path)
+        guard.watch_faults(assignment.stacks_path)
+        inherited.forget()
+        env.apply(assignment.environment)
+        _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
+        shell.connect(assignment.rank, self.sender.send)
+        context.install(
+            WorkerContext(
+                topology=assignment.topology,
+                backend=backends.discover()[assignment.backend],
+                slot=self.slot,
+                emit=self.sender.send,
+                defaults=assignment.defaults,
+                attempt=assignment.attempt,
+                is_launched=True,
+            )
+        )
+        self.slot.set_state(WorkerState.RUNNING)
+        self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
+
+    def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
+        """Put value and weights into the outbox and say so."""
+        assignment = self.assignment
+        wanted = value if assignment.sends_value and not left_by_exit else None
+        weights = _weights(args, assignment.sends_weights_of)
+        unpicklable: tuple[str, ...] = ()
+        has_outcome = wanted is not None or bool(weights)
+        if has_outcome:
+            unpicklable = self._write_outbox(wanted, weights)
+        self.sender.send(
+            Finished(
+                rank=assignment.rank,
+                time_s=time.time(),
+                has_outcome=has_outcome,
+                unpicklable=unpicklable,
+                left_by_exit=left_by_exit,
+            )
+        )
+
+    def _write_outbox(self, value: Any, weights: Mapping[int, Any]) -> tuple[str, ...]:
+        fd = self.assignment.outbox_fd
+        try:
+            payload.dump(Outcome(value, weights), fd, main_by_reference=True)
+            return ()
+        except Exception as error:
+            parts = blame.unpicklable_parts(value, "result")
+            if not parts:
+                raise  # not the value's fault: out of memory, most likely
+            os.ftruncate(fd, 0)
+            payload.dump(Outcome(blame.without_unpicklable(value), weights), fd, main_by_reference=True)
+            return tuple(f"{name} ({type(why).__name__}: {why})" for name, why in parts or [("result", error)])
+
+    def _report(self, error: BaseException) -> None:
+        with self.interrupts.held_back():
+            self.sender.send(describe_failure(self.assignment.rank, error))
+
+    def _farewell(self, exit_code: int) -> int:
+        """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""
+        try:
+            if exit_code == 0:
+                threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
+            atexit._run_exitfuncs()
+            multiprocessing.util._exit_function()
+            process_group.leave()
+        except BaseException as error:
+            print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
+        lost = stdio.flush()
+        if lost:
+            text = f"{lost} bytes that rank {self.assignment.rank} printed are lost: no room for {self.assignment.log_path}"
+            self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
+        return exit_code
+
+
+_LEFT = object()
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:
+    """Call the user's function; ``sys.exit(n)`` gives exit code ``n`` instead of a value."""
+    try:
+        return function(*args), 0
+    except SystemExit as leaving:
+        if leaving.code is None or leaving.code == 0:
+            return _LEFT, 0
+        if isinstance(leaving.code, int):
+            return _LEFT, leaving.code & 0xFF or 1
+        print(leaving.code, file=sys.stderr)
+        return _LEFT, 1
+
+
+def _weights(args: tuple[Any, ...], positions: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    return {position: dict(args[position].state_dict()) for position in positions}
+
+
+def _limit_threads(num_threads: int) -> None:
+    """Give CPU operations their share of the cores, whether torch is imported already or later."""
+    env.apply({"OMP_NUM_THREADS": str(num_threads)})
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(num_threads)

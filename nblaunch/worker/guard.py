@@ -1,0 +1,115 @@
+"""What keeps a worker under control: its own session, its parent's death, interrupts, faulthandler."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nblaunch.wire.assignment import STACKS_SIGNAL
+from nblaunch.wire.board import Slot
+
+_PR_SET_PDEATHSIG = 1  # source: prctl(2), <linux/prctl.h>
+
+BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Signals that starters hold back around fork, so that no worker runs the kernel's handlers."""
+
+
+class Interrupts:
+    """Turns SIGINT into ``KeyboardInterrupt``, but never in the middle of an event on its way to the launcher."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._held = 0
+        self._is_pending = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: object) -> None:
+        # The launcher reads this count: a worker that noticed gets its grace, one stuck in C code may not need it.
+        self._slot.note_interrupt()
+        if self._held:
+            self._is_pending = True
+        else:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Interrupts wait until the block ends. Only the main thread is ever interrupted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if self._is_pending and not self._held:
+                self._is_pending = False
+                raise KeyboardInterrupt
+
+
+def enter_own_session() -> None:
+    """Leave the kernel's process group, which Jupyter signals as a whole; children of the worker stay in the new one."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the system kill this process when its parent's starting thread ends, and children of it likewise.
+
+    Where there is no such system call (macOS), the launcher's guardian process does it alone.
+    """
+    if sys.platform != "linux":
+        return
+    _kill_on_parent_death()
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the parent died before the call above could take effect
+    os.register_at_fork(before=_remember_forking_thread, after_in_child=_die_with_worker)
+
+
+def reset_signals() -> None:
+    """Give signals the handling of a fresh process. The kernel's handlers must not run in a worker."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+def let_signals_in() -> None:
+    """Undo the blocking of signals around the fork."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_DURING_START)
+
+
+def watch_faults(stacks_path: str) -> None:
+    """Write every thread's Python stack to a file on a crash, and whenever the launcher asks for it by signal.
+
+    faulthandler works while the interpreter is blocked in C code, which is just when a stack is wanted.
+    """
+    # The descriptor is kept open on purpose: faulthandler writes to it in a signal handler.
+    fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.enable(file=fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+def _kill_on_parent_death() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+_forked_by_main_thread = False
+
+
+def _remember_forking_thread() -> None:
+    global _forked_by_main_thread
+    _forked_by_main_thread = threading.current_thread() is threading.main_thread()
+
+
+def _die_with_worker() -> None:
+    """In a data loader's process and the like. The signal comes when the forking *thread* ends, so others are left out."""
+    if _forked_by_main_thread:
+        _kill_on_parent_death()

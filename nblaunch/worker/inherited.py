@@ -1,0 +1,100 @@
+"""What a forked worker inherits from the kernel and must forget.
+
+A fork copies memory, not threads, sockets' peers or anybody's intentions. Each function here knows one library, looks
+at it only if the kernel has imported it, and leaves the worker as if it had been started on its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import sys
+import threading
+from typing import Any, NoReturn
+
+from nblaunch.backends import process_group
+
+
+def forget() -> None:
+    """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr`` were replaced."""
+    atexit._clear()
+    _leave_interactive_mode()
+    _refuse_input()
+    _redirect_kernel_streams()
+    _detach_tqdm()
+    _reset_accelerate()
+    process_group.forget_inherited()
+
+
+def _leave_interactive_mode() -> None:
+    """Lightning and others refuse to run in a process that looks like a prompt."""
+    for name in ("ps1", "ps2"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    sys.displayhook = sys.__displayhook__
+    sys.excepthook = sys.__excepthook__
+    threading.excepthook = threading.__excepthook__
+
+
+def _refuse_input() -> None:
+    """Nobody could answer: several workers run at once, and the kernel asks the front end for one at a time."""
+
+    def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"input({str(prompt)!r}) was called in a worker process, which has no keyboard: "
+            "ask in a cell of the notebook and pass the answer in args"
+        )
+
+    builtins.input = refuse
+    getpass: Any = sys.modules.get("getpass")
+    if getpass is not None:
+        getpass.getpass = refuse
+
+
+def _redirect_kernel_streams() -> None:
+    """Log handlers made in the kernel hold its streams, whose writes cost milliseconds here and carry no rank."""
+    iostream: Any = sys.modules.get("ipykernel.iostream")
+    if iostream is None:
+        return
+
+    def write(self: Any, text: str) -> int:
+        stream = sys.stderr if self.name == "stderr" else sys.stdout
+        return stream.write(text)
+
+    def flush(self: Any) -> None:
+        (sys.stderr if self.name == "stderr" else sys.stdout).flush()
+
+    iostream.OutStream.write = write
+    iostream.OutStream.flush = flush
+
+
+def _detach_tqdm() -> None:
+    """Make bars plain text, one status line a rank, also those of ``tqdm.notebook`` imported in a cell.
+
+    The notebook class overrides the plain one's methods to talk to a widget that no worker can reach. Without these
+    overrides it *is* the plain one. The lock is replaced too: it is shared between processes, and a worker killed
+    while it held it would stop every bar of the kernel for ever.
+    """
+    std: Any = sys.modules.get("tqdm.std")
+    if std is not None:
+        std.tqdm.set_lock(threading.RLock())
+        std.tqdm._instances.clear()
+        std.tqdm.moveto = _stay
+    notebook: Any = sys.modules.get("tqdm.notebook")
+    if notebook is not None:
+        cls = notebook.tqdm_notebook
+        for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
+            if name in vars(cls):
+                delattr(cls, name)
+
+
+def _stay(self: Any, lines: int) -> None:
+    """Nested bars share a rank's one status line instead of moving a cursor that a log does not have."""
+
+
+def _reset_accelerate() -> None:
+    """An ``accelerate.Accelerator`` made in a cell describes the kernel, not this worker."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

@@ -1,0 +1,90 @@
+"""IPython inside a worker: what is displayed travels to the launcher's cell, and nothing asks for a keyboard.
+
+A forked worker has the kernel's shell. A fresh one whose launcher is a kernel gets a small shell of its own, because
+``display`` and matplotlib's inline backend only work where there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nblaunch.events import Displayed, Event
+
+
+class EventPublisher:
+    """Takes the place of IPython's display publisher: mimebundles become events."""
+
+    def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
+        self._rank = rank
+        self._emit = emit
+        self.is_publishing = False
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: Any = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._emit(
+            Displayed(
+                rank=self._rank,
+                time_s=time.time(),
+                data=dict(data),
+                metadata=dict(metadata or {}),
+                transient=dict(transient or {}),
+                update=update,
+            )
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Does nothing: one rank must not wipe what the others show in the same cell."""
+
+
+def connect(rank: int, emit: Callable[[Event], None]) -> None:
+    """Send the displays of this process to the launcher; does nothing in a process without IPython."""
+    shell = _current_shell()
+    if shell is None:
+        return
+    # tqdm.auto and others take this key as "widgets will work here".
+    shell.config.pop("IPKernelApp", None)
+    shell.display_pub = _as_trait(shell, EventPublisher(rank, emit))
+
+
+def ensure_shell() -> None:
+    """Make a small shell in a fresh process that has none."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    if not InteractiveShell.initialized():
+        config = Config()
+        config.HistoryManager.enabled = False
+        InteractiveShell.instance(config=config)
+
+
+def show_pending_figures() -> None:
+    """At the end of the function show figures that were not shown yet, as the end of a cell does."""
+    inline: Any = sys.modules.get("matplotlib_inline.backend_inline")
+    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    if inline is None or pyplot is None or "inline" not in pyplot.get_backend():
+        return
+    inline.flush_figures()
+
+
+def _current_shell() -> Any:
+    module: Any = sys.modules.get("IPython.core.interactiveshell")
+    return module.InteractiveShell._instance if module is not None else None
+
+
+def _as_trait(shell: Any, publisher: EventPublisher) -> Any:
+    """The shell's trait accepts instances of its own publisher class only: lend one our methods."""
+    wrapped = type(shell.display_pub).__new__(type(shell.display_pub))
+    for name in ("publish", "clear_output"):
+        object.__setattr__(wrapped, name, getattr(publisher, name))
+    return wrapped

@@ -1,0 +1,73 @@
+"""Everything that a worker prints goes to its log file, at the level of descriptors.
+
+The launcher reads that file as it grows. A file rather than a pipe: a busy or absent notebook never makes a worker
+wait, and what was printed before a crash, of the worker or of the kernel, is there to read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+class _Output(io.RawIOBase):
+    """A raw stream on a descriptor that drops what the disk has no room for, rather than ending a training."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.lost_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, data: object) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        try:
+            return os.write(self._fd, view)
+        except OSError:
+            self.lost_bytes += len(view)
+            return len(view)
+
+
+def capture(log_path: str) -> None:
+    """Point descriptors 0, 1 and 2 away from the kernel's, and replace ``sys.stdin``, ``stdout`` and ``stderr``.
+
+    Both outputs append to one file, so that lines keep their order. Descriptors are inherited by whatever the worker
+    starts, and C libraries print to them too.
+
+    Raises:
+        OSError: the log file can't be made.
+    """
+    log = os.open(log_path, _FLAGS, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target, inheritable=True)
+    os.close(log)
+    os.close(null)
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _line_buffered(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _line_buffered(2)  # type: ignore[misc]
+
+
+def flush() -> int:
+    """Write what is buffered; returns how many bytes the disk had no room for since the start."""
+    lost = 0
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:
+            continue
+        stream.flush()
+        raw = getattr(getattr(stream, "buffer", None), "raw", None)
+        lost += raw.lost_bytes if isinstance(raw, _Output) else 0
+    return lost
+
+
+def _line_buffered(fd: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(fd)), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
