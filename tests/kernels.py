@@ -364,7 +364,12 @@ class Kernel:
         """SIGKILL to the kernel's process alone, as the OOM killer does; what it started is on its own then."""
         if self.is_alive:
             self.process.kill()
-            self.process.wait(CLOSE_TIMEOUT_S)
+            self.wait_for_exit()
+
+    def wait_for_exit(self, timeout_s: float = CLOSE_TIMEOUT_S) -> int:
+        """Wait until the kernel's process has ended by itself; returns its exit code, negative for a signal."""
+        assert self._popen is not None, "the kernel was not started"
+        return self._popen.wait(timeout_s)
 
     def close(self, *, check: bool = True, grace_s: float = CLOSE_TIMEOUT_S) -> None:
         """End the kernel and everything that it started.
@@ -519,9 +524,10 @@ class Kernel:
             return []
         if self.is_alive:
             self._manager.session.send(self._control, "shutdown_request", {"restart": False})
-            _, alive = psutil.wait_procs([self._process], CLOSE_TIMEOUT_S)
-            for process in alive:
-                process.kill()
+            try:
+                self._popen.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
         self._popen.wait(CLOSE_TIMEOUT_S)
         # What follows the kernel's end by itself (on a parent-death signal, on end-of-file) gets the time to do so.
         psutil.wait_procs(self.processes(), grace_s)
@@ -536,7 +542,7 @@ class Kernel:
         """Make the kernel's fault handler write the stacks of its threads, which ends the kernel."""
         if self.is_alive:
             self.process.send_signal(signal.SIGABRT)
-            psutil.wait_procs([self.process], 5)
+            self.wait_for_exit()
 
     def _story(self) -> str:
         parts = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-_GRACE_S = 5.0
+GRACE_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PROC = Path("/proc/self")
 
@@ -62,12 +63,12 @@ class Snapshot:
         return cls(_children(), _open_files(), frozenset(threading.enumerate()))
 
 
-def find(before: Snapshot) -> list[str]:
+def find(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
     """One line for each thing that is there now and was not there ``before``; what is just ending gets time to."""
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + grace_s
     for thread in _new_threads(before):
         thread.join(max(0.0, deadline - time.monotonic()))
-    psutil.wait_procs(_new_processes(before), max(0.0, deadline - time.monotonic()))
+    _wait_for_exit(_new_processes(before), max(0.0, deadline - time.monotonic()))
     if _new_files(before):
         gc.collect()  # a file may hang on a reference cycle, as a traceback of an expected exception is one
     return [
@@ -83,7 +84,7 @@ def kill_processes(before: Snapshot) -> None:
     for process in left:
         if process.is_running():
             process.kill()
-    psutil.wait_procs(left, _GRACE_S)
+    _wait_for_exit(left, GRACE_S)
 
 
 def _new_processes(before: Snapshot) -> list[psutil.Process]:
@@ -119,6 +120,21 @@ def _children() -> frozenset[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return frozenset(found)
+
+
+def _wait_for_exit(processes: list[psutil.Process], timeout_s: float) -> None:
+    """Wait until they have ended, and leave their exit status to whoever started them: no waitpid here."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            # A pidfd becomes readable when its process ends (source: man 2 pidfd_open).
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(pidfd)
 
 
 def _open_files() -> dict[int, str]:

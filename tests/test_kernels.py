@@ -74,6 +74,7 @@ def test_waiting_for_text_ends_with_the_cell(kernel: Kernel) -> None:
 def test_the_death_of_the_kernel_ends_a_wait(kernel: Kernel) -> None:
     with pytest.raises(AssertionError, match="the kernel died"):
         kernel.run("import os; os._exit(3)")
+    assert kernel.wait_for_exit() == 3
 
 
 def test_a_timeout_shows_where_the_kernel_was() -> None:

@@ -1,0 +1,92 @@
+"""Rules that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.architecture.source import Module, listing, modules
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def test_only_env_touches_the_environment() -> None:
+    offenders = [
+        f"{module.at(node)} uses os.{name}"
+        for module in modules()
+        if module.name != "nblaunch.env"
+        for node, name in _environment_uses(module)
+    ]
+    assert not offenders, f"the environment is read and written by nblaunch/env.py alone:{listing(offenders)}"
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {module: len(module.text.splitlines()) for module in modules()}
+    offenders = [f"{m.at(m.tree)}: {length}" for m, length in lengths.items() if length > MAX_FILE_LINES]
+    assert not offenders, f"files of more than {MAX_FILE_LINES} lines; split them:{listing(offenders)}"
+
+
+def test_no_function_is_too_long() -> None:
+    offenders = [
+        f"{module.at(function)} {function.name}: {length}"
+        for module in modules()
+        for function in module.functions()
+        if (length := _length(function)) > MAX_FUNCTION_LINES
+    ]
+    assert not offenders, (
+        f"functions of more than {MAX_FUNCTION_LINES} lines; split them:{listing(offenders)}"
+    )
+
+
+def test_no_error_is_swallowed_whatever_it_is() -> None:
+    offenders = [
+        f"{module.at(node)} catches {_caught(node) or 'everything'} and passes"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ExceptHandler) and _catches_all(node) and _does_nothing(node.body)
+    ]
+    assert not offenders, f"name the exceptions that may be ignored, and say why:{listing(offenders)}"
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_every_module_says_what_it_owns(module: Module) -> None:
+    assert not module.text.strip() or ast.get_docstring(module.tree), (
+        f"{module.at(module.tree)} has no docstring"
+    )
+
+
+def _environment_uses(module: Module) -> list[tuple[ast.AST, str]]:
+    uses: list[tuple[ast.AST, str]] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
+            if isinstance(node.value, ast.Name) and node.value.id in ("os", "posix"):
+                uses.append((node, node.attr))
+        elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
+            uses += [(node, alias.name) for alias in node.names if alias.name in ENVIRONMENT]
+    return uses
+
+
+def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def _caught(handler: ast.ExceptHandler) -> str:
+    return ast.unparse(handler.type) if handler.type else ""
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(t is None or ast.unparse(t) in ("Exception", "BaseException") for t in types)
+
+
+def _does_nothing(body: list[ast.stmt]) -> bool:
+    return all(
+        isinstance(statement, ast.Pass)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in body
+    )

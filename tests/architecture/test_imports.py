@@ -1,0 +1,91 @@
+"""What imports what. The floors themselves are import-linter contracts in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import Module, listing, modules
+
+GROUND_FLOOR = {f"nblaunch.{name}" for name in ("errors", "topology", "spec", "events", "env")}
+
+# Function-level imports of our own modules, each with its reason. A new one usually means that a module stands on the
+# wrong floor.
+OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
+}
+
+
+def test_importing_nblaunch_loads_nothing_but_the_standard_library(tmp_path: Path) -> None:
+    code = (
+        "import sys; before = set(sys.modules); import nblaunch; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(run.stdout.split()) - {"nblaunch"}
+    assert loaded <= sys.stdlib_module_names, (
+        f"`import nblaunch` also loads {loaded - sys.stdlib_module_names}"
+    )
+
+
+def test_every_module_can_be_imported() -> None:
+    for module in modules():
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def test_the_ground_floor_needs_the_standard_library_only() -> None:
+    offenders = [
+        f"{module.at(node)} imports {name}"
+        for module in modules()
+        if module.name in GROUND_FLOOR
+        for node, name in module.imports()
+        if name.partition(".")[0] not in sys.stdlib_module_names | {"nblaunch"}
+    ]
+    assert not offenders, listing(offenders)
+
+
+def test_own_modules_are_imported_at_the_top() -> None:
+    found = {
+        (module.name, name): module.at(node)
+        for module in modules()
+        for function in module.functions()
+        for node, name in _own_imports(module, function)
+    }
+    offenders = [
+        f"{where} imports {key[1]}" for key, where in found.items() if key not in OWN_IMPORTS_IN_FUNCTIONS
+    ]
+    assert not offenders, f"imports of our own modules inside functions:{listing(offenders)}"
+    stale = [f"{importer} -> {name}" for importer, name in OWN_IMPORTS_IN_FUNCTIONS.keys() - found.keys()]
+    assert not stale, f"no longer there, take them out of OWN_IMPORTS_IN_FUNCTIONS:{listing(stale)}"
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_what_a_module_exports_can_be_loaded(module: Module) -> None:
+    if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(module.tree)):
+        return
+    loaded = importlib.import_module(module.name)
+    missing = []
+    for name in loaded.__all__:
+        try:
+            getattr(loaded, name)
+        except (AttributeError, ImportError) as error:
+            missing.append(f"{module.name}.{name}: {error}")
+    assert not missing, listing(missing)
+    assert len(set(loaded.__all__)) == len(loaded.__all__), "a name is listed twice"
+
+
+def _own_imports(module: Module, function: ast.AST) -> list[tuple[ast.AST, str]]:
+    inside = set(ast.walk(function))
+    return [
+        (node, name)
+        for node, name in module.imports()
+        if node in inside and name.partition(".")[0] == "nblaunch"
+    ]

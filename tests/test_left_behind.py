@@ -1,0 +1,71 @@
+"""The check that every test runs under: it must see what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests import left_behind
+from tests.left_behind import Snapshot
+
+WAIT_FOR_EVER = "import signal; signal.pause()"
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_nothing_is_found_where_nothing_is_left() -> None:
+    before = Snapshot.take()
+    assert left_behind.find(before) == []
+
+
+@linux_only
+def test_a_child_is_found_and_ended() -> None:
+    before = Snapshot.take()
+    with subprocess.Popen([sys.executable, "-c", WAIT_FOR_EVER]) as child:
+        (line,) = left_behind.find(before, grace_s=0)
+        assert line.startswith(f"process {child.pid}: ")
+        assert WAIT_FOR_EVER in line
+        left_behind.kill_processes(before)
+        assert child.wait(10) == -9
+
+
+@linux_only
+def test_an_orphaned_grandchild_in_a_session_of_its_own_is_found() -> None:
+    before = Snapshot.take()
+    parent = (
+        "import subprocess, sys; "
+        f"print(subprocess.Popen([sys.executable, '-c', {WAIT_FOR_EVER!r}], start_new_session=True,"
+        " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, timeout=30, check=True
+    )
+    (line,) = left_behind.find(before, grace_s=0)
+    assert line.startswith(f"process {int(run.stdout)}: ")
+    left_behind.kill_processes(before)
+    assert left_behind.find(before) == []
+
+
+@linux_only
+def test_an_open_file_is_found(tmp_path: Path) -> None:
+    before = Snapshot.take()
+    fd = os.open(tmp_path / "left.txt", os.O_CREAT | os.O_WRONLY)
+    try:
+        assert left_behind.find(before) == [f"file descriptor {fd}: {tmp_path / 'left.txt'}"]
+    finally:
+        os.close(fd)
+
+
+def test_a_thread_is_found_unless_it_ends_in_time() -> None:
+    before = Snapshot.take()
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(30,), name="left over")
+    thread.start()
+    (line,) = left_behind.find(before, grace_s=0)
+    assert line.startswith("thread 'left over'")
+    release.set()
+    assert left_behind.find(before) == []
