@@ -1,0 +1,16 @@
+"""Ways to spread a model over processes: one file each. See ``base.py`` for what a strategy has to say."""
+
+from __future__ import annotations
+
+from nblaunch.training.options import DistributedDataParallelKwargs
+from nblaunch.training.process import Member
+from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.single import SingleStrategy
+
+__all__ = ["Strategy", "choose", "unwrap"]
+
+
+def choose(member: Member, ddp: DistributedDataParallelKwargs | None = None) -> Strategy:
+    """The strategy for a job of this size."""
+    return DdpStrategy(ddp) if member.topology.world_size > 1 else SingleStrategy()

@@ -1,0 +1,181 @@
+"""Collectives over nested structures of tensors.
+
+All ranks must call the same function, with tensors of the same shape and type. While a rank waits in one, the board
+says so. In a lone process they return their argument.
+
+Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
+bytes they all know, and the result is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nblaunch.training import nested
+from nblaunch.training.options import check_choice
+from nblaunch.training.process import is_distributed, waiting
+
+_REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+def world_size() -> int:
+    """Ranks in the process group; 1 without one."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def gather(data: Any) -> Any:
+    """Concatenate every tensor of ``data`` over ranks on dim 0, in rank order, on every rank.
+
+    Args:
+        data: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
+            dimensions counts as one row.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+    if world_size() == 1:
+        return data
+    return _each_tensor("gather", _gather_tensor, data)
+
+
+def broadcast(data: Any, from_process: int = 0) -> Any:
+    """Overwrite every tensor of ``data`` with that of rank ``from_process``, in place; returns ``data``.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: there is no rank ``from_process``.
+    """
+    size = world_size()
+    if not 0 <= from_process < size:
+        raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
+    if size == 1:
+        return data
+    return _each_tensor("broadcast", lambda tensor: _broadcast_tensor(tensor, from_process), data)
+
+
+def reduce(data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    """Combine every tensor of ``data`` over ranks, elementwise; the argument is not changed.
+
+    Args:
+        data: tensor or nested structure of tensors, of equal shape on all ranks.
+        reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+        scale: the result is multiplied by it.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: the reduction is unknown.
+    """
+    check_choice("reduction", reduction, _REDUCTIONS)
+    if world_size() == 1:
+        return data if scale == 1.0 else _each_tensor("reduce", lambda tensor: tensor * scale, data)
+    return _each_tensor("reduce", lambda tensor: _reduce_tensor(tensor, reduction, scale), data)
+
+
+def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor of ``data`` to the largest size that any rank has in dimension ``dim``.
+
+    Args:
+        data: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
+        dim: the dimension, negative from the end; a tensor without it is returned as it is.
+        pad_index: value to pad with.
+        pad_first: pad in front instead of behind.
+    """
+    if world_size() == 1:
+        return data
+    return _each_tensor(
+        "pad_across_processes", lambda tensor: _pad_tensor(tensor, dim, pad_index, pad_first), data
+    )
+
+
+def gather_object(items: Any) -> Any:
+    """The elements of every rank's ``items``, in rank order, as one list. They are pickled.
+
+    Args:
+        items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
+    """
+    if world_size() == 1:
+        return items
+    gathered: list[Any] = [None] * world_size()
+    with waiting():
+        dist.all_gather_object(gathered, items)
+    return [item for part in gathered for item in part]
+
+
+def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the elements of ``items`` with those of rank ``from_process``, in place; returns ``items``."""
+    if world_size() > 1:
+        with waiting():
+            dist.broadcast_object_list(items, src=from_process)
+    return items
+
+
+def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    def checked(leaf: Any) -> torch.Tensor:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"{operation} works on tensors in lists, tuples and dicts, but found a {type(leaf).__name__}: {leaf!r:.80}"
+            )
+        return function(leaf)
+
+    return nested.map_leaves(checked, data)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as flat bytes, not copied unless the process group needs it elsewhere."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.to(_transport_device(tensor.device))
+
+
+def _transport_device(device: torch.device) -> torch.device:
+    """Where the process group wants its tensors: gloo on the CPU, the others on the device itself."""
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return device if device.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).contiguous()
+    sent = _as_bytes(rows)
+    received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
+    with waiting():
+        dist.all_gather_into_tensor(received, sent)
+    shape = (rows.shape[0] * world_size(), *rows.shape[1:])
+    return received.to(tensor.device).view(tensor.dtype).reshape(shape)
+
+
+def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
+    dense = tensor.detach().contiguous()
+    sent = _as_bytes(dense)
+    with waiting():
+        dist.broadcast(sent, src=from_process)
+    with torch.no_grad():
+        tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
+    return tensor
+
+
+def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    combined = tensor.detach().to(_transport_device(tensor.device), copy=True).contiguous()
+    operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
+    with waiting():
+        dist.all_reduce(combined, op=operation)
+    combined = combined.to(tensor.device)
+    if reduction == "mean":
+        combined = combined / world_size()
+    return combined if scale == 1.0 else combined * scale
+
+
+def _pad_tensor(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        return tensor
+    dim %= tensor.ndim
+    sizes = _gather_tensor(torch.tensor([tensor.shape[dim]], device=tensor.device))
+    missing = int(sizes.max()) - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    shape = [*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :]]
+    padding = tensor.new_full(shape, pad_index)
+    return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim=dim)

@@ -1,0 +1,203 @@
+"""Prepared optimizers and schedulers: they step only where the accumulation window ends.
+
+The user writes the plain loop (``optimizer.step(); scheduler.step(); optimizer.zero_grad()``) and the wrappers leave
+out the calls that gradient accumulation or an overflow makes void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from nblaunch.backends.base import Backend
+from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.precision import Precision
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps where gradients are synchronised.
+
+    Args:
+        optimizer: the user's; kept as ``.optimizer``.
+        gradients: says when to step.
+        precision: how to step.
+        backend: told of every step.
+        place_state: bring state that lies on another device than its parameter to the parameter's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientSync,
+        precision: Precision,
+        backend: Backend,
+        place_state: bool = True,
+    ) -> None:
+        # No super().__init__(): everything that an optimizer has is the inner one's.
+        self.optimizer = optimizer
+        self._gradients = gradients
+        self._precision = precision
+        self._backend = backend
+        self._step_was_skipped = False
+        self._is_accelerate_prepared = True
+        if place_state and _has_misplaced_state(optimizer):
+            optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
+
+    def __getattr__(self, name: str) -> Any:
+        # Also what makes the hooks that torch defines on the class register with the inner optimizer.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's default settings."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in :class:`torch.optim.Optimizer`."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in :class:`torch.optim.Optimizer`."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in :class:`torch.optim.Optimizer`."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Pass on to optimizers that have modes; nothing for the others."""
+        getattr(self.optimizer, "train", _do_nothing)()
+
+    def eval(self) -> None:
+        """Pass on to optimizers that have modes; nothing for the others."""
+        getattr(self.optimizer, "eval", _do_nothing)()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; nothing in the middle of an accumulation window."""
+        if self._gradients.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step; nothing in the middle of an accumulation window."""
+        if self._gradients.sync_gradients:
+            self._backend.reduce_gradients(self.optimizer)
+            self._step_was_skipped = self._precision.step(self.optimizer, closure)
+            self._backend.step_boundary()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because fp16 gradients overflowed."""
+        return self._step_was_skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+class AcceleratedScheduler:
+    """A learning rate scheduler that follows its optimizers.
+
+    Args:
+        scheduler: the user's; kept as ``.scheduler``.
+        optimizers: the prepared optimizers it goes with.
+        gradients: says when optimizers step.
+        steps_per_call: inner steps per optimizer step. Schedules are written for the steps of a single process, of
+            which every rank takes one at a time: the number of processes, or 1 with ``split_batches``.
+        step_with_optimizer: False: one inner step per call, always.
+
+    A :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` looks at a metric, not at a number of steps: it takes one
+    inner step per call.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[AcceleratedOptimizer],
+        gradients: GradientSync,
+        steps_per_call: int = 1,
+        step_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._gradients = gradients
+        self._steps_per_call = 1 if isinstance(scheduler, ReduceLROnPlateau) else steps_per_call
+        self._step_with_optimizer = step_with_optimizer
+        self._is_accelerate_prepared = True
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step with the optimizers; nothing where they did not step."""
+        if not self._step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif not self._gradients.sync_gradients:
+            if self._gradients.plugin.adjust_scheduler:
+                # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
+                self.scheduler._step_count += 1
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self._steps_per_call):
+                if not self._is_at_end():
+                    self.scheduler.step(*args, **kwargs)
+
+    def _is_at_end(self) -> bool:
+        total_steps = getattr(self.scheduler, "total_steps", None)
+        return isinstance(total_steps, int) and self.scheduler.last_epoch >= total_steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def get_last_lr(self) -> list[float]:
+        """As in torch's schedulers."""
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch's schedulers."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch's schedulers."""
+        self.scheduler.load_state_dict(state_dict)
+
+
+def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step" and value.device != parameter.device:
+                return True
+    return False
+
+
+def _do_nothing() -> None:
+    """For optimizers without modes."""

@@ -1,0 +1,166 @@
+"""In which number format the forward pass computes, and what that asks of backward, clipping and step.
+
+:class:`Precision` is full precision: every method does nothing beyond plain PyTorch. The others change only what they
+must. Which formats a device can do is the backend's word; which one is used is decided in ``accelerator.py``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from nblaunch.backends.base import Backend
+from nblaunch.training import nested
+from nblaunch.training.options import PRECISIONS, AutocastKwargs, GradScalerKwargs, check_choice
+
+
+class Precision:
+    """Full precision: nothing is converted, nothing is scaled."""
+
+    name = "no"
+    dtype: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, backend: Backend, autocast: AutocastKwargs | None = None) -> None:
+        self._backend = backend
+        self._options = autocast or AutocastKwargs()
+
+    def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context manager for computations outside a prepared model's forward. ``options`` beat the constructor's."""
+        if self.dtype is None:
+            return nullcontext()
+        options = options or self._options
+        return self._backend.autocast(
+            self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+        )
+
+    def prepare_forward(self, model: torch.nn.Module) -> None:
+        """Make ``model.forward`` compute in this precision. An earlier preparation is undone first."""
+        restore_forward(model)
+        if self.dtype is not None:
+            wrapped = AutocastForward(model, self)
+            model._original_forward = wrapped.original
+            model.forward = wrapped
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """``loss.backward(**kwargs)``, scaled where the precision needs it."""
+        loss.backward(**kwargs)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients of ``optimizer`` to their true size, before they are clipped or looked at."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+        """Step ``optimizer``. Returns whether the step was skipped because gradients overflowed."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return False
+
+
+class Bf16Precision(Precision):
+    """Autocast to bfloat16. Its range is that of fp32, so gradients need no scaling."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+class Fp16Precision(Precision):
+    """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(
+        self,
+        backend: Backend,
+        autocast: AutocastKwargs | None = None,
+        scaling: GradScalerKwargs | None = None,
+    ) -> None:
+        super().__init__(backend, autocast)
+        self.scaler: torch.amp.GradScaler = backend.grad_scaler(**(scaling or GradScalerKwargs()).to_kwargs())
+        self._unscaled: set[int] = set()
+        self._steps_taken = 0
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.scaler.scale(loss).backward(**kwargs)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        # The scaler refuses to unscale twice; clipping by norm and then by value is a fair thing to do.
+        if id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+        before = self._steps_taken
+        handle = optimizer.register_step_pre_hook(self._count_step)
+        try:
+            if closure is None:
+                self.scaler.step(optimizer)
+            else:
+                self.scaler.step(optimizer, closure)
+        finally:
+            handle.remove()
+        self.scaler.update()
+        self._unscaled.discard(id(optimizer))
+        # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway.
+        return self._steps_taken == before
+
+    def _count_step(self, *args: Any) -> None:
+        self._steps_taken += 1
+
+
+class AutocastForward:
+    """A model's ``forward`` under autocast, with outputs in fp32 so that losses are computed in full.
+
+    An object rather than a closure: deep copies of the model (averaged weights, say) then call *their* forward.
+    """
+
+    def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
+        self.original = model.forward
+        self.precision = precision
+        self.had_own = "forward" in model.__dict__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision.autocast():
+            output = self.original(*args, **kwargs)
+        return nested.to_fp32(output)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo :meth:`Precision.prepare_forward`; does nothing where it was not applied."""
+    wrapped = model.__dict__.get("forward")
+    if not isinstance(wrapped, AutocastForward):
+        return
+    del model.forward
+    if wrapped.had_own:
+        model.forward = wrapped.original
+    model.__dict__.pop("_original_forward", None)
+
+
+def resolve(name: Any, backend: Backend) -> str:
+    """``name`` checked: it exists, and the device can do it.
+
+    Raises:
+        ValueError: unknown, or impossible on this device, with the reason.
+    """
+    name = str(getattr(name, "value", name)).lower()
+    check_choice("mixed_precision", name, PRECISIONS)
+    reason = backend.supports_precision(name)
+    if reason is not None:
+        raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")
+    return name
+
+
+def make(
+    name: str,
+    backend: Backend,
+    autocast: AutocastKwargs | None = None,
+    scaling: GradScalerKwargs | None = None,
+) -> Precision:
+    """The precision called ``name``, which :func:`resolve` has checked."""
+    if name == "fp16":
+        return Fp16Precision(backend, autocast, scaling)
+    return (Bf16Precision if name == "bf16" else Precision)(backend, autocast)

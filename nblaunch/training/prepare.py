@@ -1,0 +1,147 @@
+"""``prepare``: tell objects apart, treat them in the right order, return them in the caller's order.
+
+:class:`Preparer` also keeps what was prepared. It decides nothing about precision, data or distribution itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nblaunch.training.loader import DataLoaderShard, prepare_data_loader
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.precision import Precision
+from nblaunch.training.state import Session
+from nblaunch.training.strategies import Strategy, unwrap
+
+
+class Preparer:
+    """What ``prepare`` does, and what it has prepared.
+
+    Args:
+        session: the process's share of the job.
+        precision: put around the forward of models.
+        strategy: spreads models.
+        data: how loaders share their data.
+        rng_types: generators that loaders make equal at the start of every epoch.
+        device_placement: whether models and batches go to the device.
+        step_scheduler_with_optimizer: as in ``Accelerator``.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        precision: Precision,
+        strategy: Strategy,
+        data: DataLoaderConfiguration,
+        rng_types: Sequence[str],
+        device_placement: bool,
+        step_scheduler_with_optimizer: bool,
+    ) -> None:
+        self.session = session
+        self.precision = precision
+        self.strategy = strategy
+        self.data = data
+        self.rng_types = rng_types
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[DataLoaderShard] = []
+
+    def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
+        """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
+        prepared = [
+            obj if isinstance(obj, LRScheduler) else self._prepare_one(obj, placement)
+            for obj, placement in zip(objects, placements, strict=True)
+        ]
+        # Schedulers come second, because they are tied to the prepared optimizers.
+        return [self.scheduler(obj) if isinstance(obj, LRScheduler) else obj for obj in prepared]
+
+    def _prepare_one(self, obj: Any, placement: bool | None) -> Any:
+        if isinstance(obj, DataLoader):
+            return self.loader(obj, placement)
+        if isinstance(obj, torch.nn.Module):
+            return self.model(obj, placement)
+        if isinstance(obj, torch.optim.Optimizer):
+            return self.optimizer(obj, placement)
+        return obj
+
+    def _places(self, placement: bool | None) -> bool:
+        return self.device_placement if placement is None else placement
+
+    def model(
+        self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """``model`` on the device, in the chosen precision, spread over ranks unless it is only evaluated.
+
+        The given module itself is moved and keeps the trained weights: what is returned may be a wrapper around it.
+        """
+        if any(model is known for known in self.models):
+            return model
+        inner = unwrap(model)
+        self.precision.prepare_forward(inner)
+        if self._places(placement):
+            with self.session.member.backend.transfer_lock():
+                inner.to(self.session.member.device)
+        prepared = model if evaluation_mode else self.strategy.wrap(model, self.session.member)
+        self.models.append(prepared)
+        self.session.models.add(prepared)
+        return prepared
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """``optimizer``, stepping where the accumulation window ends."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = AcceleratedOptimizer(
+                optimizer,
+                self.session.gradients,
+                self.precision,
+                self.session.member.backend,
+                self._places(placement),
+            )
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        return optimizer
+
+    def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """``scheduler``, stepping with its prepared optimizer; with all of them where its own was not prepared."""
+        if not isinstance(scheduler, AcceleratedScheduler):
+            own = [
+                optimizer
+                for optimizer in self.optimizers
+                if scheduler.optimizer in (optimizer, optimizer.optimizer)
+            ]
+            world_size = self.session.member.topology.world_size
+            scheduler = AcceleratedScheduler(
+                scheduler,
+                own or self.optimizers,
+                self.session.gradients,
+                1 if self.data.split_batches else world_size,
+                self.step_scheduler_with_optimizer,
+            )
+        if not any(scheduler is known for known in self.schedulers):
+            self.schedulers.append(scheduler)
+        return scheduler
+
+    def loader(self, loader: DataLoader, placement: bool | None = None) -> DataLoaderShard:
+        """This rank's share of ``loader``."""
+        if not isinstance(loader, DataLoaderShard):
+            loader = prepare_data_loader(
+                loader, self.session.member, self.data, self.rng_types, self._places(placement)
+            )
+        if not any(loader is known for known in self.loaders):
+            self.loaders.append(loader)
+        return loader
+
+    def clear(self) -> None:
+        """Forget everything that was prepared."""
+        for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
+            prepared.clear()

@@ -1,0 +1,58 @@
+"""Random numbers: seeding all generators, and making ranks agree on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+
+import torch
+
+from nblaunch import context
+from nblaunch.training import collectives
+from nblaunch.training.options import RNG_TYPES, check_choice
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
+    """Seed Python's, NumPy's and torch's generators, those of devices included.
+
+    Args:
+        seed: at least 0.
+        device_specific: add the rank, so that ranks draw different numbers.
+        deterministic: also have torch raise where an operation has no deterministic implementation.
+
+    Returns:
+        The seed that was used.
+    """
+    if device_specific:
+        seed += context.current().topology.rank
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    return seed
+
+
+def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = None) -> None:
+    """Give every rank the state that the generator has on rank 0.
+
+    Args:
+        rng_type: ``"generator"``: the given one, nothing where it is None; ``"torch"``: torch's global CPU generator;
+            ``"cuda"``: that of the current CUDA device.
+
+    Raises:
+        ValueError: the type is unknown.
+    """
+    check_choice("rng_type", rng_type, RNG_TYPES)
+    if collectives.world_size() == 1:
+        return
+    if rng_type == "generator":
+        if generator is not None:
+            generator.set_state(collectives.broadcast(generator.get_state()))
+    elif rng_type == "torch":
+        torch.set_rng_state(collectives.broadcast(torch.get_rng_state()))
+    else:
+        torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state()))

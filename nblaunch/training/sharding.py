@@ -1,0 +1,301 @@
+"""Which samples belong to which rank: pure arithmetic on indices.
+
+Every rank computes the same global order and keeps its share, so nothing here communicates, and no rank ever waits
+for another one. Moving data and keeping random orders equal is ``loader.py``'s work.
+
+    batches of one epoch     b0 b1 │ b2 b3 │ b4 (short)          ── rounds of P = 2 batches
+    rank 0                   b0      b2      b4 + first samples
+    rank 1                   b1      b3      more first samples  ── ``even_batches`` completes the last round
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+
+
+class BatchSamplerShard(BatchSampler):
+    """One rank's share of a batch sampler.
+
+    Args:
+        batch_sampler: yields the global order as lists of indices; kept as ``.batch_sampler``.
+        num_processes: number of ranks.
+        process_index: this rank.
+        split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
+            ``num_processes`` equal parts, one per rank.
+        even_batches: complete the last round with indices from the start of the epoch, repeatedly if there are few,
+            so that all ranks get equally many batches of equal size. Otherwise some ranks may get one batch less, or
+            a shorter one.
+
+    ``tail_rows`` is known once an epoch was read to its end: how many rows of the last global batch are real; 0 where
+    nothing was added to it.
+
+    Raises:
+        ValueError: ``split_batches`` with a batch size that ranks don't divide; ``even_batches`` or ``split_batches``
+            with a batch sampler that has no ``batch_size``.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
+        self.tail_rows = 0
+        self._check()
+
+    def _check(self) -> None:
+        if self.batch_size is None and (self.split_batches or self.even_batches):
+            option = "split_batches=True" if self.split_batches else "even_batches=True"
+            raise ValueError(
+                f"{option} needs a batch sampler with a batch_size, and {type(self.batch_sampler).__name__} has none. "
+                "Give it a `batch_size` attribute, or use DataLoaderConfiguration(even_batches=False)."
+            )
+        if self.split_batches and self.batch_size and self.batch_size % self.num_processes:
+            raise ValueError(
+                f"split_batches=True cuts each batch into {self.num_processes} equal parts, but batch_size="
+                f"{self.batch_size} is not a multiple of {self.num_processes}"
+            )
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below the batch sampler; None where it has none."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of the global order. TypeError where the batch sampler has no length."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        if self.split_batches:
+            return self.total_length - (0 if self.even_batches or self.drop_last else self._missing_part())
+        whole, rest = divmod(self.total_length, self.num_processes)
+        if self.drop_last or rest == 0:
+            return whole
+        return whole + (1 if self.even_batches or self.process_index < rest else 0)
+
+    def _missing_part(self) -> int:
+        """1 where the last batch is so short that this rank's part of it is empty."""
+        try:
+            tail = len(self.sampler) % self._global_size
+        except TypeError:
+            return 0
+        return int(0 < tail <= self.process_index * self._part_size)
+
+    @property
+    def _global_size(self) -> int:
+        assert self.batch_size is not None
+        return self.batch_size
+
+    @property
+    def _part_size(self) -> int:
+        return self._global_size // self.num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.tail_rows = 0
+        return self._iter_parts() if self.split_batches else self._iter_whole()
+
+    def _iter_whole(self) -> Iterator[list[int]]:
+        """Batch ``i`` to rank ``i % P``. A round is handed out only when all P batches of it are known."""
+        batches = iter(self.batch_sampler)
+        head: list[int] = []
+        while batch_round := list(islice(batches, self.num_processes)):
+            head = head or [index for batch in batch_round for index in batch]
+            self.tail_rows = 0
+            is_complete = len(batch_round) == self.num_processes
+            if self.drop_last and not is_complete:
+                return
+            if self.even_batches and not (is_complete and self._all_full(batch_round)):
+                batch_round = self._complete(batch_round, self.num_processes, head)
+            if self.process_index < len(batch_round):
+                yield batch_round[self.process_index]
+
+    def _iter_parts(self) -> Iterator[list[int]]:
+        """Each batch is cut into P parts; a short one is completed first, or leaves some ranks with less."""
+        size, part = self._global_size, self._part_size
+        head: list[int] = []
+        for batch in self.batch_sampler:
+            batch = list(batch)
+            head = head or batch
+            self.tail_rows = 0
+            if len(batch) < size and self.drop_last:
+                return
+            if len(batch) < size and self.even_batches:
+                batch = self._complete([batch], 1, head)[0]
+            mine = batch[self.process_index * part : (self.process_index + 1) * part]
+            if mine:
+                yield mine
+
+    def _all_full(self, batch_round: list[list[int]]) -> bool:
+        return all(len(batch) >= self._global_size for batch in batch_round)
+
+    def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
+        """``batch_round`` cut anew into equal batches; what is missing is taken from ``head``, again and again.
+
+        Real rows come first, in order, so that dropping what was added is a plain cut after ``tail_rows`` rows.
+        """
+        rows = [index for batch in batch_round for index in batch]
+        size = max(self._global_size, math.ceil(len(rows) / num_batches))
+        self.tail_rows = len(rows) % (size * num_batches)
+        rows += islice(_cycle(head), size * num_batches - len(rows))
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the batch sampler and its sampler, where they want it."""
+        for part in (self.batch_sampler, self.sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+class IterableDatasetShard(IterableDataset):
+    """One rank's share of an iterable dataset: consecutive blocks of ``batch_size`` rows go to consecutive ranks.
+
+    Every rank reads the whole stream and keeps its own blocks, so the stream must be the same on all ranks.
+
+    Args:
+        dataset: the stream; kept as ``.dataset``.
+        batch_size: rows per block and rank; with ``split_batches`` rows of the global batch.
+        drop_last: drop an incomplete round instead of completing it from the first one.
+        num_processes: number of ranks.
+        process_index: this rank.
+        split_batches: ``batch_size`` counts for all ranks together.
+
+    ``tail_rows``: as in :class:`BatchSamplerShard`; known only where the stream is read in this very process.
+
+    Raises:
+        ValueError: ``split_batches`` with a batch size that ranks don't divide.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches=True cuts each batch into {num_processes} equal parts, but batch_size={batch_size} is "
+                f"not a multiple of {num_processes}"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.tail_rows = 0
+
+    @property
+    def _block(self) -> int:
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the dataset, where it wants it."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Rows of this rank; TypeError where the dataset has no length."""
+        whole, rest = divmod(len(self.dataset), self._block * self.num_processes)
+        return (whole + (1 if rest and not self.drop_last else 0)) * self._block
+
+    def __iter__(self) -> Iterator[Any]:
+        self.tail_rows = 0
+        size = self._block * self.num_processes
+        mine = slice(self.process_index * self._block, (self.process_index + 1) * self._block)
+        head: list[Any] = []
+        rows = iter(self.dataset)
+        while batch := list(islice(rows, size)):
+            head = head or batch
+            if len(batch) < size:
+                if self.drop_last:
+                    return
+                self.tail_rows = len(batch)
+                batch = [*batch, *islice(_cycle(head), size - len(batch))]
+            yield from batch[mine]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random permutation that depends on seed and epoch alone: equal on all ranks, whatever the global random state.
+
+    Args:
+        data_source: the dataset, as for :class:`torch.utils.data.RandomSampler`, with its ``options``.
+        seed: the seed of epoch 0; epoch ``e`` uses ``seed + e``.
+    """
+
+    def __init__(self, data_source: Any, seed: int, **options: Any) -> None:
+        super().__init__(data_source, **options)
+        self.seed = seed
+        self.epoch = 0
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch whose order the next iteration has."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+def sampler_of(batch_sampler: Any) -> Any:
+    """The sampler of single indices below any number of batch samplers; None where there is none."""
+    while hasattr(batch_sampler, "batch_sampler"):
+        batch_sampler = batch_sampler.batch_sampler
+    return getattr(batch_sampler, "sampler", None)
+
+
+def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
+    """Rank's share of ``inputs``; see ``ProcessControl.split_between_processes``."""
+    if world_size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values of a dict that is split must be equally long, got {lengths}")
+        return {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+    indices = share_of(len(inputs), rank, world_size, apply_padding)
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        return inputs.select(indices)
+    if isinstance(inputs, torch.Tensor):
+        return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)([inputs[index] for index in indices])
+    raise TypeError(
+        f"split_between_processes can't split a {type(inputs).__name__}; valid are list, tuple, tensor, a dict of these, "
+        "and objects with `select` such as datasets.Dataset"
+    )
+
+
+def share_of(length: int, rank: int, world_size: int, apply_padding: bool = False) -> list[int]:
+    """Indices of rank's consecutive share of ``range(length)``; padded by repeating the last index."""
+    size, extra = divmod(length, world_size)
+    start = rank * size + min(rank, extra)
+    indices = list(range(start, start + size + (1 if rank < extra else 0)))
+    if apply_padding and length and extra:
+        indices += [indices[-1] if indices else length - 1] * (size + 1 - len(indices))
+    return indices
+
+
+def _cycle(items: list[Any]) -> Iterator[Any]:
+    """``items`` again and again; nothing where there are none."""
+    while items:
+        yield from items

@@ -1,0 +1,107 @@
+"""Real ranks for tests: N processes joined by gloo over the loopback interface, without the launcher.
+
+    results = ranks.run(program, 2, "an argument")     # program("an argument") in each; results in rank order
+
+The test hosts the rendezvous store and the ranks are its clients, exactly as under ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from nblaunch import backends, context, env
+from nblaunch.topology import Topology
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, with torch imported once."""
+    server = multiprocessing.forkserver
+    server.set_forkserver_preload(["torch", "torch.distributed", "nblaunch.training.accelerator"])
+    server.ensure_running()
+    # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def stop_server() -> None:
+    """Stop it, and the resource tracker that comes with it."""
+    from multiprocessing import resource_tracker
+
+    multiprocessing.forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
+
+
+def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a job; returns the results by rank.
+
+    Raises:
+        RankFailed: a rank raised, died or did not finish in time.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = cloudpickle.dumps((function, args))
+    spawn = multiprocessing.get_context("forkserver")
+    ranks = []
+    try:
+        for rank in range(world_size):
+            topology = Topology(rank, rank, 0, world_size, world_size, master_port=store.port)
+            receiver, sender = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=_rank_main, args=(call, topology.to_env() | LOOPBACK, sender))
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        deadline = time.monotonic() + timeout_s
+        return [_result(rank, receiver, deadline) for rank, (_, receiver) in enumerate(ranks)]
+    finally:
+        for process, receiver in ranks:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+            receiver.close()
+
+
+def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline: float) -> Any:
+    if not receiver.poll(max(0.0, deadline - time.monotonic())):
+        raise RankFailed(f"rank {rank} did not finish in time")
+    try:
+        is_error, value = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        raise RankFailed(f"rank {rank} died without a result") from None
+    if is_error:
+        raise RankFailed(f"rank {rank} raised:\n{value}")
+    return value
+
+
+def _rank_main(
+    call: bytes, environment: dict[str, str], sender: multiprocessing.connection.Connection
+) -> None:
+    env.apply(environment)
+    torch.set_num_threads(1)
+    context.reset()
+    context.install(context.WorkerContext(Topology.from_env(environment), backends.choose("cpu")))
+    try:
+        function, args = cloudpickle.loads(call)
+        answer = (False, function(*args))
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
