@@ -38,11 +38,9 @@ demo: setup  ## run the quickstart notebook on all cores and print its ranks and
 test: setup lint  ## lint, then run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: setup  ## format, style, types and import floors, without changing a file
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+lint: setup  ## format, style, types and import floors, without changing a file; tells all findings, not the first
+	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy lint-imports; do \
+		echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
 format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
