@@ -31,7 +31,22 @@ _PUBLIC = {
     "notebook_launcher": "nblaunch.notebook",
 }
 
-__all__ = [*sorted(_PUBLIC), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Accelerator",
+    "Job",
+    "JobCancelled",
+    "LaunchError",
+    "NblaunchError",
+    "PayloadError",
+    "ResultError",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerFailed",
+    "__version__",
+    "debug_launcher",
+    "last_job",
+    "notebook_launcher",
+]
 
 if TYPE_CHECKING:
     from nblaunch.errors import (

@@ -162,7 +162,18 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """``rank`` is -1. The plan of the launch, as one line each."""
+    """``rank`` is -1. The plan of the launch, in words for the person.
+
+    Args:
+        function_name: what runs.
+        num_processes: on how many workers.
+        backend: computing on what.
+        start_method: started how.
+        reason: why so.
+        log_dir: folder with this attempt's ``rank_<r>.log`` files.
+        attempt: its number, from 0.
+        label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
+    """
 
     function_name: str = ""
     num_processes: int = 0
@@ -171,6 +182,7 @@ class JobStarted(Event):
     reason: str = ""
     log_dir: str = ""
     attempt: int = 0
+    label_template: str | None = None
 
 
 @dataclass(frozen=True)

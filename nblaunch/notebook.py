@@ -115,9 +115,7 @@ def notebook_launcher(
     return _launch(spec, background, dashboard)
 
 
-def debug_launcher(
-    function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2
-) -> Any:
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Run ``function(*args)`` in a few CPU processes without mixed precision, to try out distributed code.
 
     Args:

@@ -43,9 +43,7 @@ class Topology:
             ("node_rank", "num_nodes"),
         ):
             if not 0 <= getattr(self, rank) < getattr(self, size):
-                raise ValueError(
-                    f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})"
-                )
+                raise ValueError(f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})")
 
     def to_env(self, attempt: int = 0) -> dict[str, str]:
         """The variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").

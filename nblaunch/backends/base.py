@@ -4,6 +4,8 @@ A backend holds all that depends on the device and nothing that depends on how a
 has two halves. The *launcher's half* is called in the person's kernel and must never create a device context there:
 a context in the kernel is what makes fork impossible. The *worker's half* runs in the process that computes.
 
+Methods with an empty body are steps that only some devices need.
+
 A new device family is one file in this folder with a ``BACKEND`` instance; ``backends/__init__.py`` finds it.
 """
 
@@ -73,7 +75,7 @@ class Backend(ABC):
         """None where ``"no"``, ``"fp16"`` or ``"bf16"`` can be used on this device, otherwise why not."""
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
-        """Join the default process group of the job, unless the person's code has done so. A lone process joins none."""
+        """Join the default process group of the job, unless that was done. A process on its own joins none."""
         from nblaunch.backends import process_group
 
         process_group.join(self.process_group, topology, timeout_s)
@@ -99,16 +101,16 @@ class Backend(ABC):
         """The device's random number state, beyond the CPU generator's; empty where there is none."""
         return {}
 
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Put back what :meth:`rng_state` returned."""
 
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> None:  # noqa: B027
         """Give cached device memory back."""
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
-    def step_boundary(self) -> None:
+    def step_boundary(self) -> None:  # noqa: B027
         """A training step ended: lazy devices cut and run their graph here."""
 
     def transfer_lock(self) -> AbstractContextManager[Any]:

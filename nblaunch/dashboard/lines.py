@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
 
@@ -68,6 +69,7 @@ class LinesPrinter(Dashboard):
         self._display_ids: set[tuple[int, str]] = set()
         self._num_processes = 1
         self._log_dir = ""
+        self._label_template: str | None = None
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, LogLines):
@@ -81,6 +83,7 @@ class LinesPrinter(Dashboard):
         elif isinstance(event, JobStarted):
             self._num_processes = event.num_processes
             self._log_dir = event.log_dir
+            self._label_template = event.label_template
             self._pace.restart()
 
     def on_samples(self, samples: Sequence[Sample]) -> None:
@@ -95,6 +98,9 @@ class LinesPrinter(Dashboard):
             self._flush()
 
     def _label(self, rank: int) -> str:
+        if self._label_template is not None:
+            names = {"rank": rank, "local_rank": rank, "role_name": "default"}
+            return Template(self._label_template).safe_substitute(names)
         width = len(str(self._num_processes - 1))
         return f"[{rank:{width}}] " if self._num_processes > 1 else ""
 
@@ -118,7 +124,7 @@ class LinesPrinter(Dashboard):
         num_hidden = self._num_lines[rank] - self._num_head - len(tail)
         text = ""
         if num_hidden:
-            log = f"; complete log: {self._log_dir}" if self._log_dir else ""
+            log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
             text = f"{label}... {count(num_hidden, 'line')} not shown{log}\n"
         self._pending.append(text + "".join(f"{label}{_shorten(line)}\n" for line in tail))
 

@@ -64,7 +64,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to the process group that ``pid`` leads, or to ``pid`` alone while it has not made its group yet."""
+    """Send a signal to the process group that ``pid`` leads; to ``pid`` alone while it has not made its group."""
     for send in (os.killpg, os.kill):
         try:
             send(pid, signum)

@@ -1,9 +1,9 @@
 """Workers forked from this process: they have the function, its closure and the model without any copying.
 
-    kernel ── pause OpenMP pools, freeze the collector's heap, hold back signals
-           ├── fork ──> worker 0: worker/bootstrap.run, never returns
-           ├── fork ──> worker 1
-           └── undo the three
+kernel ── pause OpenMP pools, freeze the collector's heap, hold back signals
+       ├── fork ──> worker 0: worker/bootstrap.run, never returns
+       ├── fork ──> worker 1
+       └── undo the three
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,10 +73,12 @@ def _be_worker(
     try:
         for other in assignments:
             if other is not own:
-                os.close(other.event_fd)
-                os.close(other.outbox_fd)
+                for fd in other.own_fds:
+                    os.close(fd)
         own = replace(own, parent_pid=parent_pid, restricts_threads=not is_paused)
         bootstrap.run(own, load_call, board.slot(own.rank))
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 

@@ -1,8 +1,8 @@
 """Workers forked from a clean interpreter: for kernels that can't be forked, with one model in memory all the same.
 
-    kernel ── call by cloudpickle ──> zygote (fresh interpreter, loads it once)
-       ^                                 ├── fork ──> worker 0
-       └── started / ended of each rank ─┴── fork ──> worker 1
+kernel ── call by cloudpickle ──> zygote (fresh interpreter, loads it once)
+   ^                                 ├── fork ──> worker 0
+   └── started / ended of each rank ─┴── fork ──> worker 1
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ZygoteGroup(WorkerGroup):
             descriptors.close(self._zygote_fd)
 
     def _read_reports(self) -> list[tuple[int, ExitStatus]]:
-        ended = []
+        ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
                 report = os.read(self._report_fd, REPORT.size)  # written whole: far below PIPE_BUF

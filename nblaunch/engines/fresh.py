@@ -127,8 +127,8 @@ def _as_failure(error: BaseException) -> Failed:
 
 def _report_until_all_ended(boot: Boot, pids: Mapping[int, int]) -> None:
     for assignment in boot.assignments:
-        os.close(assignment.event_fd)
-        os.close(assignment.outbox_fd)
+        for fd in assignment.own_fds:
+            os.close(fd)
     for rank, pid in pids.items():
         os.write(boot.report_fd, REPORT.pack(STARTED, rank, pid))
     children = Children(pids)

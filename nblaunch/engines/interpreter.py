@@ -35,7 +35,9 @@ def write_call(call: Call) -> int:
     return fd
 
 
-def start_interpreter(assignments: Sequence[Assignment], call_fd: int, report_fd: int = -1) -> subprocess.Popen[bytes]:
+def start_interpreter(
+    assignments: Sequence[Assignment], call_fd: int, report_fd: int = -1
+) -> subprocess.Popen[bytes]:
     """Start a Python process that runs ``engines/fresh.py`` for the given assignments.
 
     Raises:
@@ -52,16 +54,21 @@ def start_interpreter(assignments: Sequence[Assignment], call_fd: int, report_fd
     )
     os.write(boot_fd, pickle.dumps(boot))
     os.lseek(boot_fd, 0, os.SEEK_SET)
-    inherited = {boot_fd, call_fd, *(fd for assignment in assignments for fd in assignment.fds)}
+    inherited = {boot_fd, call_fd, assignments[0].board_fd}
+    inherited.update(fd for assignment in assignments for fd in assignment.own_fds)
+    if report_fd >= 0:
+        inherited.add(report_fd)
     try:
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
             stdin=subprocess.DEVNULL,
-            pass_fds=sorted(inherited | ({report_fd} if report_fd >= 0 else set())),
+            pass_fds=sorted(inherited),
             start_new_session=True,
         )
     except OSError as error:
-        raise LaunchError(f"a fresh Python process could not be started ({sys.executable}): {error}") from error
+        raise LaunchError(
+            f"a fresh Python process could not be started ({sys.executable}): {error}"
+        ) from error
     finally:
         os.close(boot_fd)
 

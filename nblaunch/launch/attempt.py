@@ -137,7 +137,6 @@ class Attempt:
             log_path=str(self.log.log_path(rank, self.number)),
             stacks_path=str(self.log.stacks_path(rank, self.number)),
             num_threads=self.num_threads,
-            sends_value=outbox_fd >= 0,
             sends_weights_of=self.weights_of if rank == 0 else (),
         )
 

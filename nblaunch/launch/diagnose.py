@@ -10,7 +10,7 @@ from nblaunch.launch.supervisor import AttemptReport
 
 _MEANINGS = {
     "SIGKILL": "Somebody killed it, most often the system because memory ran out",
-    "SIGSEGV": "Native code read or wrote memory that is not its own; on small hosts also the sign of memory running out",
+    "SIGSEGV": "Native code touched memory that is not its own; on small hosts also the sign of memory running out",
     "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full",
     "SIGABRT": "Native code gave up; its message is among the last lines",
     "SIGTERM": "Somebody asked it to end",
@@ -105,7 +105,8 @@ def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
         if rank != root.rank:
             groups.setdefault(_fate(report, rank), []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {fate}" for fate, ranks in groups.items()
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {fate}"
+        for fate, ranks in groups.items()
     )
 
 
@@ -115,6 +116,8 @@ def _fate(report: AttemptReport, rank: int) -> str:
     if rank in report.failed and not (
         rank in report.signalled and report.failed[rank].time_s >= report.signalled[rank]
     ):
+        if report.failed[rank].is_consequence:
+            return "lost the connection to it"
         info = report.failed[rank].info
         lines = info.message.strip().splitlines()
         text = f"{info.type_name}: {lines[0]}" if lines else info.type_name

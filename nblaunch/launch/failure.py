@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nblaunch.errors import WorkerDied
+from nblaunch.launch import stacks
 from nblaunch.launch.diagnose import RootCause, describe_death, find_root_cause, others_in_one_line
 from nblaunch.launch.joblog import JobLog, read_log
 from nblaunch.launch.reraise import rebuild
@@ -24,14 +25,24 @@ class Failure:
     headline: str
 
 
-def failure_of(report: AttemptReport, pids: Mapping[int, int], log: JobLog, attempt: int) -> Failure:
-    """The failure of an attempt that did not succeed."""
+def failure_of(
+    report: AttemptReport, pids: Mapping[int, int], log: JobLog, attempt: int, past: Sequence[str] = ()
+) -> Failure:
+    """The failure of an attempt that did not succeed.
+
+    Args:
+        report: how it went.
+        pids: rank -> process id.
+        log: the job's logs.
+        attempt: its number.
+        past: one line for each attempt that failed before.
+    """
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
-    notes = _notes(report, root, pid, log, attempt)
+    notes = [*_notes(report, root, pid, log, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
         headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
@@ -46,9 +57,7 @@ def failure_of(report: AttemptReport, pids: Mapping[int, int], log: JobLog, atte
     return Failure(error, root.rank, sentence)
 
 
-def _notes(
-    report: AttemptReport, root: RootCause, pid: int | None, log: JobLog, attempt: int
-) -> list[str]:
+def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog, attempt: int) -> list[str]:
     where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {socket.gethostname()}"
     lines = [f"{where}; complete log: {log.log_path(root.rank, attempt)}"]
     others = others_in_one_line(report, root)
@@ -61,10 +70,10 @@ def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
 
 
 def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:
-    """The innermost frames that faulthandler wrote when the process crashed."""
+    """The user's innermost frames that faulthandler wrote when the process crashed."""
     text = read_log(log.stacks_path(rank, attempt))
     if not text.startswith("Fatal Python error"):
         return []
-    current = text.partition("(most recent call first):")[2].splitlines()
-    frames = [line.strip() for line in current if line.strip().startswith("File ")]
-    return ["Its Python stack, innermost first:", *(f"    {line}" for line in frames[:_LAST_LINES])] if frames else []
+    frames = [frame for frame in stacks.parse(text) if frame.is_current][:1]
+    lines = stacks.describe(frames[0].frames[:_LAST_LINES]) if frames else []
+    return ["Its Python stack, innermost first:", *(f"    {line}" for line in lines)] if lines else []

@@ -17,6 +17,7 @@ from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.failure import failure_of
 from nblaunch.launch.joblog import JobLog, read_log
 from nblaunch.launch.preflight import LaunchPlan
+from nblaunch.launch.rendering import hide_launcher
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests, interrupts_as_requests
 from nblaunch.launch.supervisor import AttemptReport
@@ -59,6 +60,7 @@ class Job:
         self._values: dict[int, Any] = {}
         self._weights: dict[int, Any] = {}
         self._error: BaseException | None = None
+        self._past_failures: list[str] = []
 
     # --- for the person ------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class Job:
         return self._log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Everything that a rank has printed by now, in its last attempt or in the one asked for.
+        """Everything that a rank has printed by now, in the last attempt or in the one asked for.
 
         Raises:
             ValueError: there is no such rank.
@@ -123,7 +125,7 @@ class Job:
         return read_log(self._log.log_path(rank, self.attempt if attempt is None else attempt))
 
     def weights(self) -> dict[int, dict[str, Any]]:
-        """Position in ``args`` -> the trained state dict of that module; kept also where it did not fit the kernel's."""
+        """Position in ``args`` -> trained state dict of that module, also where it did not fit the kernel's."""
         return dict(self._weights)
 
     def interrupt(self) -> None:
@@ -135,7 +137,8 @@ class Job:
         self._requests.cancel()
 
     def __repr__(self) -> str:
-        return f"<Job {self.spec.function_name} on {self.num_processes} {self.plan.backend.name} workers, {self.status}>"
+        where = f"{self.num_processes} {self.plan.backend.name} workers"
+        return f"<Job {self.spec.function_name} on {where}, {self.status}>"
 
     # --- for the launcher ----------------------------------------------------------------------------------------
 
@@ -167,9 +170,30 @@ class Job:
     def _run_attempts(self) -> None:
         self._announce()
         if self.plan.start_method == "inline":
-            return self._run_inline()
+            self._run_inline()
+            return
         report, outcomes = self._attempt().run()
+        while self._wants_restart(report):
+            self._restart(report)
+            report, outcomes = self._attempt().run()
         self._conclude_attempt(report, outcomes)
+
+    def _wants_restart(self, report: AttemptReport) -> bool:
+        was_stopped = report.interrupted or report.cancelled
+        return not (report.is_success or was_stopped) and self.attempt < self.spec.max_restarts
+
+    def _restart(self, report: AttemptReport) -> None:
+        """Keep what went wrong in words, and number the next attempt."""
+        failure = failure_of(report, self.pids, self._log, self.attempt)
+        self._past_failures.append(f"attempt {self.attempt}: rank {failure.rank}: {failure.headline}")
+        self.attempt += 1
+        text = (
+            f"{self._past_failures[-1]}; starting all ranks again "
+            f"(restart {self.attempt} of at most {self.spec.max_restarts})"
+        )
+        self._tell(Note(rank=-1, time_s=time.time(), text=text))
+        self.pids = {}
+        self._announce()
 
     def _attempt(self) -> Attempt:
         return Attempt(
@@ -208,22 +232,24 @@ class Job:
                 backend=self.plan.backend.name,
                 start_method=self.plan.start_method,
                 reason=self.plan.reason,
-                log_dir=str(self.log_dir),
+                log_dir=str(self._log.attempt_path(self.attempt)),
                 attempt=self.attempt,
+                label_template=self.spec.log_line_prefix_template,
             )
         )
 
     def _conclude_attempt(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> None:
         self._values = {rank: outcome.value for rank, outcome in outcomes.items()}
         if report.cancelled:
-            return self._conclude("cancelled", JobCancelled(f"{self!r} was cancelled"))
-        if report.interrupted:
-            return self._conclude("interrupted", KeyboardInterrupt())
-        if not report.is_success:
-            failure = failure_of(report, self.pids, self._log, self.attempt)
-            return self._conclude("failed", failure.error, failure.rank, failure.headline)
-        self._take_weights(outcomes)
-        self._conclude("done", self._result_error(report))
+            self._conclude("cancelled", JobCancelled(f"{self!r} was cancelled"))
+        elif report.interrupted:
+            self._conclude("interrupted", KeyboardInterrupt())
+        elif not report.is_success:
+            failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
+            self._conclude("failed", failure.error, failure.rank, failure.headline)
+        else:
+            self._take_weights(outcomes)
+            self._conclude("done", self._result_error(report))
 
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
         if 0 not in outcomes or not outcomes[0].weights:
@@ -245,7 +271,11 @@ class Job:
         return None
 
     def _conclude(
-        self, status: str, error: BaseException | None = None, failed_rank: int | None = None, headline: str = ""
+        self,
+        status: str,
+        error: BaseException | None = None,
+        failed_rank: int | None = None,
+        headline: str = "",
     ) -> None:
         self._status = status
         self._error = error
@@ -275,9 +305,10 @@ class Job:
         __tracebackhide__ = True
         if self._error is None:
             return
-        error = self._error
+        error = self._error.with_traceback(None)
+        hide_launcher(error)
         try:
-            raise error.with_traceback(None)
+            raise error
         finally:
             del error  # or the traceback, which refers to this frame, would keep itself alive
 

@@ -49,13 +49,16 @@ class JobLog:
         _prune(root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=name)
 
     def start_attempt(self, attempt: int) -> None:
-        (self.path / f"attempt_{attempt}").mkdir(mode=0o700)
+        self.attempt_path(attempt).mkdir(mode=0o700)
+
+    def attempt_path(self, attempt: int) -> Path:
+        return self.path / f"attempt_{attempt}"
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
-        return self.path / f"attempt_{attempt}" / f"rank_{rank}.log"
+        return self.attempt_path(attempt) / f"rank_{rank}.log"
 
     def stacks_path(self, rank: int, attempt: int = 0) -> Path:
-        return self.path / f"attempt_{attempt}" / f"rank_{rank}.stacks"
+        return self.attempt_path(attempt) / f"rank_{rank}.stacks"
 
 
 def _root(folder: str | None) -> Path:

@@ -12,7 +12,7 @@ TERM_GRACE_S = 1.0
 COLLECT_S = 0.3
 """After the first failure: time for other ranks to tell of theirs before anybody is signalled."""
 
-DEAF_GRACE_S = 1.0
+DEAF_GRACE_S = 0.7
 """After a failure: for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a collective
 that will never end, and no ``finally`` of theirs is running."""
 
@@ -49,9 +49,7 @@ class StopLadder:
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> StopLadder:
         """A rank failed: collect the others' failures first; grace only where it can be of use."""
-        return cls(
-            now_s, _way_down(COLLECT_S, grace_s), _way_down(COLLECT_S, min(grace_s, DEAF_GRACE_S))
-        )
+        return cls(now_s, _way_down(COLLECT_S, grace_s), _way_down(COLLECT_S, min(grace_s, DEAF_GRACE_S)))
 
     @classmethod
     def kill(cls, now_s: float) -> StopLadder:
@@ -59,7 +57,9 @@ class StopLadder:
         steps = (Step(0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
-    def due(self, now_s: float, alive: Iterable[int], noticed: Callable[[int], bool]) -> list[tuple[int, int]]:
+    def due(
+        self, now_s: float, alive: Iterable[int], noticed: Callable[[int], bool]
+    ) -> list[tuple[int, int]]:
         """(rank, signal) pairs to send now. Each step of each rank is given out once."""
         signals = []
         for rank in alive:

@@ -70,7 +70,9 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
 def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
     refusal = backend.supports_precision(spec.mixed_precision)
     if refusal is not None:
-        raise ValueError(f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}")
+        raise ValueError(
+            f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}"
+        )
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
@@ -121,6 +123,4 @@ def _fork_hazard(backend: Backend) -> str | None:
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
     """A share of the cores for each worker, unless somebody said otherwise."""
-    return (
-        spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)
-    )
+    return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)

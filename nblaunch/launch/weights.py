@@ -32,7 +32,9 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any]) -> str:
         # The workers' module has another shape than the kernel's (layers added, embeddings resized).
         reason = " ".join(str(error).split())
         return f"the trained weights of {name} do not fit the kernel's module and were not loaded: {reason[:300]}"
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel"))
+    num_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
+    )
     return f"the trained weights of {name} are back in the kernel's module ({_size(num_bytes)})"
 
 

@@ -25,11 +25,10 @@ class Assignment:
         attempt: restart number, from 0.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
-        outbox_fd: empty memory file for its result.
+        outbox_fd: empty memory file for its result; -1 where nobody wants one.
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
-        sends_value: whether its return value is wanted.
         sends_weights_of: positions in ``args`` of the modules whose weights are wanted back.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -46,7 +45,6 @@ class Assignment:
     log_path: str
     stacks_path: str
     num_threads: int
-    sends_value: bool = True
     sends_weights_of: tuple[int, ...] = ()
     restricts_threads: bool = False
     parent_pid: int = field(default=0)
@@ -56,9 +54,9 @@ class Assignment:
         return self.topology.rank
 
     @property
-    def fds(self) -> tuple[int, int, int]:
-        """The descriptors that a worker needs to inherit."""
-        return (self.board_fd, self.event_fd, self.outbox_fd)
+    def own_fds(self) -> tuple[int, ...]:
+        """The descriptors that no other worker needs."""
+        return (self.event_fd,) if self.outbox_fd < 0 else (self.event_fd, self.outbox_fd)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,9 @@ def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]
     error = can_pickle(value)
     if error is None:
         return
-    inner = [found for part_name, part in _parts(value, name) for found in _search(part, part_name, depth - 1)]
+    inner = [
+        found for part_name, part in _parts(value, name) for found in _search(part, part_name, depth - 1)
+    ]
     if inner and depth > 0:
         yield from inner
     else:

@@ -120,7 +120,7 @@ class Slot:
 
 
 def private_slot() -> Slot:
-    """A slot that nobody reads, for processes without a launcher: the same code path for ``torchrun`` and ``python``."""
+    """A slot that nobody reads, for processes without a launcher: one code path for all."""
     return Slot(memoryview(bytearray(_SLOT_BYTES)))
 
 

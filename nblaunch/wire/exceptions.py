@@ -76,7 +76,9 @@ class _Parts:
     @classmethod
     def of(cls, error: BaseException) -> _Parts:
         attributes = {name: value for name, value in vars(error).items() if _can_travel(value)}
-        return cls(type(error), tuple(arg if _can_travel(arg) else repr(arg) for arg in error.args), attributes)
+        return cls(
+            type(error), tuple(arg if _can_travel(arg) else repr(arg) for arg in error.args), attributes
+        )
 
     def restore(self) -> BaseException:
         error = self.cls.__new__(self.cls, *self.args)

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -49,6 +50,9 @@ def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None
     exit_code = 1
     try:
         exit_code = _Worker(assignment, slot).live(load_call)
+    except BaseException:
+        traceback.print_exc()  # nblaunch's own mistake, or a last interrupt: the log has it at least
+        stdio.flush()
     finally:
         os._exit(exit_code)
 
@@ -108,7 +112,7 @@ class _Worker:
     def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
         """Put value and weights into the outbox and say so."""
         assignment = self.assignment
-        wanted = value if assignment.sends_value and not left_by_exit else None
+        wanted = value if assignment.outbox_fd >= 0 and not left_by_exit else None
         weights = _weights(args, assignment.sends_weights_of)
         unpicklable: tuple[str, ...] = ()
         has_outcome = wanted is not None or bool(weights)
@@ -135,7 +139,9 @@ class _Worker:
                 raise  # not the value's fault: out of memory, most likely
             os.ftruncate(fd, 0)
             payload.dump(Outcome(blame.without_unpicklable(value), weights), fd, main_by_reference=True)
-            return tuple(f"{name} ({type(why).__name__}: {why})" for name, why in parts or [("result", error)])
+            return tuple(
+                f"{name} ({type(why).__name__}: {why})" for name, why in parts or [("result", error)]
+            )
 
     def _report(self, error: BaseException) -> None:
         with self.interrupts.held_back():
@@ -147,13 +153,13 @@ class _Worker:
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
-            multiprocessing.util._exit_function()
+            multiprocessing.util._exit_function()  # type: ignore[attr-defined]
             process_group.leave()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
         lost = stdio.flush()
         if lost:
-            text = f"{lost} bytes that rank {self.assignment.rank} printed are lost: no room for {self.assignment.log_path}"
+            text = f"{lost} bytes of output are lost: there was no room for {self.assignment.log_path}"
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
         return exit_code
 

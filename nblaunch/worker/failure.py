@@ -15,7 +15,9 @@ from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
 
 _OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
-_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARY_FOLDERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _MAX_FRAMES = 60
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
@@ -97,7 +99,9 @@ def _message_of(error: BaseException) -> str:
 
 def _qualified_name(cls: type) -> str:
     return (
-        cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "__main__")
+        else f"{cls.__module__}.{cls.__qualname__}"
     )
 
 

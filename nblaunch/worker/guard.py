@@ -56,7 +56,7 @@ class Interrupts:
 
 
 def enter_own_session() -> None:
-    """Leave the kernel's process group, which Jupyter signals as a whole; children of the worker stay in the new one."""
+    """Leave the kernel's process group, which Jupyter signals as a whole, for one that the worker leads."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
@@ -110,6 +110,9 @@ def _remember_forking_thread() -> None:
 
 
 def _die_with_worker() -> None:
-    """In a data loader's process and the like. The signal comes when the forking *thread* ends, so others are left out."""
+    """In a data loader's process and the like.
+
+    The signal comes when the forking *thread* ends: children of other threads than the main one are left out.
+    """
     if _forked_by_main_thread:
         _kill_on_parent_death()

@@ -83,7 +83,16 @@ def _detach_tqdm() -> None:
     notebook: Any = sys.modules.get("tqdm.notebook")
     if notebook is not None:
         cls = notebook.tqdm_notebook
-        for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
+        for name in (
+            "__init__",
+            "__iter__",
+            "update",
+            "close",
+            "reset",
+            "clear",
+            "display",
+            "status_printer",
+        ):
             if name in vars(cls):
                 delattr(cls, name)
 

@@ -1,0 +1,150 @@
+"""How IPython shows an exception of a launch: the user's own lines, and none of the launcher's.
+
+The traceback of another process can't travel, but what a reader needs of it can: file, line and function of each
+frame. Frames with just these are made here, so that IPython, pdb and ``traceback`` show the worker's frames with the
+cell's own source, as if the error had happened in the kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nblaunch.errors import RemoteTraceback
+from nblaunch.events import ExceptionInfo, FrameInfo
+
+_MAX_FRAMES = 3
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+
+
+def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
+    """Have IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as ipyparallel uses it)."""
+    try:
+        error._render_traceback_ = rendering  # type: ignore[attr-defined]
+    except AttributeError:
+        return  # an exception with __slots__ is shown by IPython's usual means
+
+
+def hide_launcher(error: BaseException) -> None:
+    """Show ``error``, raised by the launcher itself, at the line of the cell that called it."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    is_ours = tb is None or _is_own(tb)
+    if is_ours and not hasattr(error, "_render_traceback_"):
+        render_as(error, LocalRendering())
+
+
+def cell_name(filename: str) -> str:
+    """``Cell In[5]`` for the file name that a notebook cell was compiled under; other names as they are."""
+    shell = _shell()
+    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    parts = format_name(filename) if format_name is not None else None
+    return " ".join(parts) if parts else filename
+
+
+def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
+    """The user's frames, and the innermost one whoever's it is; of many the first and the last few."""
+    kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
+    return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
+
+
+def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
+    """A traceback object through ``frames``, outermost first."""
+    result: TracebackType | None = None
+    for frame in reversed(frames):
+        made = _one_frame(frame)
+        if made is not None:
+            result = TracebackType(result, made.tb_frame, made.tb_lasti, frame.lineno)
+    return result
+
+
+def _one_frame(frame: FrameInfo) -> TracebackType | None:
+    """The traceback entry of a function that does nothing but raise, compiled to look as if it stood at that line.
+
+    The technique is known from template engines, which map errors back to template lines (Jinja2's debug module).
+    """
+    width = max(1, len(frame.line))
+    where = {"lineno": frame.lineno, "end_lineno": frame.lineno, "col_offset": 0, "end_col_offset": width}
+    statement = ast.Raise(exc=ast.Name(id="error", ctx=ast.Load(), **where), cause=None, **where)
+    code = compile(ast.Module(body=[statement], type_ignores=[]), frame.filename, "exec")
+    code = code.replace(
+        co_name=frame.name, **({"co_qualname": frame.name} if sys.version_info >= (3, 11) else {})
+    )
+    try:
+        exec(code, {"__name__": "__main__", "__file__": frame.filename, "error": RemoteTraceback()})
+    except RemoteTraceback as raised:
+        return raised.__traceback__.tb_next if raised.__traceback__ else None
+    return None
+
+
+@dataclass(frozen=True)
+class RemoteRendering:
+    """The worker's frames with their source, then the notes."""
+
+    info: ExceptionInfo
+    notes: tuple[str, ...]
+
+    def __call__(self) -> list[str]:
+        shell = _shell()
+        if shell is None:
+            return [*self.info.text.splitlines(), *self.notes]
+        frames = worth_showing(self.info.frames)
+        is_short = len(frames) <= 1 and self.info.cause is None
+        shown = _stand_in(self.info.type_name, self.info.message)
+        if self.info.cause is not None:
+            cause = shown.__cause__ = _stand_in(self.info.cause.type_name, self.info.cause.message)
+            cause.__traceback__ = make_traceback(worth_showing(self.info.cause.frames)[-1:])
+        return [*_structured(shell, shown, make_traceback(frames), 5 if is_short else 3), *self.notes]
+
+
+@dataclass(frozen=True)
+class LocalRendering:
+    """The frames of the kernel up to the call of the launcher."""
+
+    def __call__(self) -> list[str]:
+        error, tb = sys.exc_info()[1], sys.exc_info()[2]
+        shell = _shell()
+        if shell is None or error is None:
+            return [f"{type(error).__name__}: {error}"]
+        shown = _stand_in(type(error).__name__, str(error))
+        return _structured(shell, shown, _without_own_frames(tb), 5)
+
+
+def _structured(shell: Any, error: BaseException, tb: TracebackType | None, context: int) -> list[str]:
+    # By position: the last parameter has another name in each major version of IPython.
+    lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, tb, 0, context)
+    return lines
+
+
+def _stand_in(type_name: str, message: str) -> BaseException:
+    """An exception with a name and a text, and nothing of the original that IPython would show besides."""
+    return type(type_name.rpartition(".")[2], (Exception,), {"__module__": "builtins"})(message)
+
+
+def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback's entries outside nblaunch and IPython, as new entries on the same frames."""
+    entries = []
+    while tb is not None:
+        filename = tb.tb_frame.f_code.co_filename
+        if not _is_own(tb) and "/IPython/" not in filename and "/ipykernel/" not in filename:
+            entries.append(tb)
+        tb = tb.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(entries):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def _is_own(tb: TracebackType) -> bool:
+    return tb.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER)
+
+
+def _shell() -> Any:
+    ipython: Any = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
