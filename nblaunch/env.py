@@ -26,7 +26,7 @@ class Variable:
 TABLE = {
     row.name: row
     for row in (
-        Variable("NBLAUNCH_LOG_DIR", str, "", "folder for logs of jobs; default: nblaunch-<uid> in the temporary folder"),
+        Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
         Variable("OMP_NUM_THREADS", int, 0, "threads per worker for CPU operations; default: usable cores / workers"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),

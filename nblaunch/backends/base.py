@@ -101,16 +101,16 @@ class Backend(ABC):
         """The device's random number state, beyond the CPU generator's; empty where there is none."""
         return {}
 
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`rng_state` returned."""
 
-    def empty_cache(self) -> None:  # noqa: B027
+    def empty_cache(self) -> None:
         """Give cached device memory back."""
 
-    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
-    def step_boundary(self) -> None:  # noqa: B027
+    def step_boundary(self) -> None:
         """A training step ended: lazy devices cut and run their graph here."""
 
     def transfer_lock(self) -> AbstractContextManager[Any]:

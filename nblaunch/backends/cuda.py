@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -140,7 +141,7 @@ def _query_gpus(smi: str | None) -> tuple[Gpu, ...]:
 
 def _ask_nvml() -> tuple[Gpu, ...] | None:
     """None where NVML can't be asked: no driver, or one that does not fit its library."""
-    import pynvml
+    pynvml: Any = importlib.import_module("pynvml")  # optional, and without types
 
     def text(value: Any) -> str:
         return value.decode() if isinstance(value, bytes) else str(value)

@@ -73,9 +73,9 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
     where = {"lineno": frame.lineno, "end_lineno": frame.lineno, "col_offset": 0, "end_col_offset": width}
     statement = ast.Raise(exc=ast.Name(id="error", ctx=ast.Load(), **where), cause=None, **where)
     code = compile(ast.Module(body=[statement], type_ignores=[]), frame.filename, "exec")
-    code = code.replace(
-        co_name=frame.name, **({"co_qualname": frame.name} if sys.version_info >= (3, 11) else {})
-    )
+    code = code.replace(co_name=frame.name)
+    if sys.version_info >= (3, 11):
+        code = code.replace(co_qualname=frame.name)
     try:
         exec(code, {"__name__": "__main__", "__file__": frame.filename, "error": RemoteTraceback()})
     except RemoteTraceback as raised:

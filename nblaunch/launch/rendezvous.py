@@ -55,7 +55,7 @@ class RendezvousHost:
         """Start the store behind the socket."""
         if self._socket is None:
             return
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         fd = self._socket.detach()  # the store owns and closes it from here on
         self._socket = None

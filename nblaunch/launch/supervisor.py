@@ -219,13 +219,6 @@ class Supervisor:
         for rank, signum in self._ladder.due(time.monotonic(), self._alive, self._has_noticed):
             self.report.signalled.setdefault(rank, time.time())
             self._group.signal(rank, signum)
-            self._close_store()
-
-    def _close_store(self) -> None:
-        """Ranks that wait for others in the store can't be interrupted there, but they notice when it is gone."""
-        if self._rendezvous.fileno() >= 0:
-            self._selector.unregister(self._rendezvous)
-        self._rendezvous.close()
 
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0

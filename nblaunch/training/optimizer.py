@@ -53,7 +53,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state
 
@@ -62,7 +62,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups
 
@@ -71,7 +71,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The inner optimizer's default settings."""
         return self.optimizer.defaults
 

@@ -84,7 +84,7 @@ def _current_shell() -> Any:
 
 def _as_trait(shell: Any, publisher: EventPublisher) -> Any:
     """The shell's trait accepts instances of its own publisher class only: lend one our methods."""
-    cls = type(shell.display_pub)
+    cls: Any = type(shell.display_pub)
     wrapped = cls.__new__(cls)
     for name in ("publish", "clear_output"):
         object.__setattr__(wrapped, name, getattr(publisher, name))
