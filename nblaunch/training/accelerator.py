@@ -88,8 +88,8 @@ class Accelerator(ProcessControl):
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: what ``notebook_launcher`` was given, else the variable
-            ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: what ``notebook_launcher`` was given, else the
+            variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
         cpu: compute on the CPU even where there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
@@ -321,7 +321,7 @@ class Accelerator(ProcessControl):
         """Forget what was prepared and give memory back.
 
         Returns:
-            One None per argument, to drop the caller's references: ``model, opt = accelerator.free_memory(model, opt)``.
+            One None per argument, to drop the caller's references: ``model, opt = accelerator.clear(model, opt)``.
         """
         self._preparer.clear()
         self.step = 0
@@ -413,8 +413,8 @@ class Accelerator(ProcessControl):
         remainder = gradients.remainder
         if remainder < 0 and not _drops_last(gradients.active_loader):
             warnings.warn(
-                "the loader's length is not known, so samples that completed its last batch are still among the gathered "
-                "ones. With num_workers=0 they can be told apart.",
+                "the loader's length is not known, so samples that completed its last batch are still among the "
+                "gathered ones. With num_workers=0 they can be told apart.",
                 stacklevel=2,
             )
         if remainder <= 0:
@@ -424,7 +424,7 @@ class Accelerator(ProcessControl):
         return nested.map_leaves(lambda leaf: leaf[:remainder], gathered)
 
     def gather_object(self, items: Any) -> Any:
-        """The elements of every rank's iterable, as one list, see :func:`nblaunch.training.collectives.gather_object`."""
+        """All ranks' elements as one list, see :func:`nblaunch.training.collectives.gather_object`."""
         return collectives.gather_object(items)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -502,8 +502,8 @@ def _accumulation_settings(
         return GradientAccumulationPlugin(num_steps=num_steps)
     if num_steps != 1:
         raise ValueError(
-            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin were both given; set num_steps in "
-            "the plugin"
+            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin were both given; set "
+            "num_steps in the plugin"
         )
     return plugin
 
@@ -515,8 +515,8 @@ def _data_settings(
         return DataLoaderConfiguration(split_batches=bool(split_batches))
     if split_batches is not None and split_batches != config.split_batches:
         raise ValueError(
-            f"split_batches={split_batches}, but dataloader_config has split_batches={config.split_batches}; set it in one "
-            "place"
+            f"split_batches={split_batches}, but dataloader_config has split_batches={config.split_batches}; "
+            "set it in one place"
         )
     return config
 
@@ -535,8 +535,8 @@ def _precision_of(session: Session, asked: str | None, handlers: dict[type, Any]
         return session.precision
     if existing.name != name:
         raise ValueError(
-            f"mixed_precision={name!r}, but an earlier Accelerator of this process uses {existing.name!r}. Use one precision "
-            "per process, or AcceleratorState._reset_state() in between."
+            f"mixed_precision={name!r}, but an earlier Accelerator of this process uses {existing.name!r}. Use one "
+            "precision per process, or AcceleratorState._reset_state() in between."
         )
     return precision.make(name, backend, autocast, scaling) if autocast or scaling else existing
 

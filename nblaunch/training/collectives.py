@@ -117,7 +117,8 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
     def checked(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"{operation} works on tensors in lists, tuples and dicts, but found a {type(leaf).__name__}: {leaf!r:.80}"
+                f"{operation} works on tensors in lists, tuples and dicts, but found "
+                f"a {type(leaf).__name__}: {leaf!r:.80}"
             )
         return function(leaf)
 

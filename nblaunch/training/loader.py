@@ -209,7 +209,8 @@ class DataLoaderShard(DataLoader):
     def _hand_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset the epoch, those that want to know."""
         told: list[Any] = []
-        for part in (self.batch_sampler, self.sampler, self.dataset):
+        parts: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
+        for part in parts:
             if hasattr(part, "set_epoch") and not any(part is other for other in told):
                 part.set_epoch(epoch)
                 told.append(part)
@@ -258,7 +259,7 @@ def prepare_data_loader(
         shard = BatchSamplerShard(
             batch_sampler, topology.world_size, topology.rank, config.split_batches, config.even_batches
         )
-    sampling = {"sampler": shard or batch_sampler, "batch_size": None}
+    sampling: dict[str, Any] = {"sampler": shard or batch_sampler, "batch_size": None}
     if not is_passed_as_sampler:
         sampling = {"batch_sampler": shard or batch_sampler}
     return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
@@ -287,8 +288,8 @@ def _batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
     if isinstance(loader.sampler, BatchSampler):
         return loader.sampler, True
     raise ValueError(
-        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, which "
-        "can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
+        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, "
+        "which can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
     )
 
 

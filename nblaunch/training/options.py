@@ -106,7 +106,7 @@ class DataLoaderConfiguration:
     Args:
         split_batches: False: each rank gets whole batches, the global batch is ``batch_size`` x ranks. True: a batch is
             cut into one part per rank, and ``batch_size`` is the global one.
-        dispatch_batches: True would let rank 0 read for all; not supported yet. None and False: every rank reads its own.
+        dispatch_batches: True would let rank 0 read for all; not supported yet. None and False: each reads its own.
         even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
             batches of equal size. ``gather_for_metrics`` drops what was added.
         use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.

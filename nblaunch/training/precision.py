@@ -41,8 +41,8 @@ class Precision:
         restore_forward(model)
         if self.dtype is not None:
             wrapped = AutocastForward(model, self)
-            model._original_forward = wrapped.original
-            model.forward = wrapped
+            # Past Module.__setattr__, which is for parameters, buffers and submodules.
+            model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``loss.backward(**kwargs)``, scaled where the precision needs it."""

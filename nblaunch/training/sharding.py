@@ -76,6 +76,10 @@ class BatchSamplerShard(BatchSampler):
         """The sampler below the batch sampler; None where it has none."""
         return getattr(self.batch_sampler, "sampler", None)
 
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler  # type: ignore[attr-defined]
+
     @property
     def total_length(self) -> int:
         """Batches of the global order. TypeError where the batch sampler has no length."""
@@ -280,8 +284,8 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
     if isinstance(inputs, (list, tuple)):
         return type(inputs)([inputs[index] for index in indices])
     raise TypeError(
-        f"split_between_processes can't split a {type(inputs).__name__}; valid are list, tuple, tensor, a dict of these, "
-        "and objects with `select` such as datasets.Dataset"
+        f"split_between_processes can't split a {type(inputs).__name__}; valid are list, tuple, tensor, a dict "
+        "of these, and objects with `select` such as datasets.Dataset"
     )
 
 

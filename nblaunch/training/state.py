@@ -81,7 +81,8 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     session: Session = ctx.training
     if cpu and session.member.device.type != "cpu":
         raise ValueError(
-            f"cpu=True, but this process computes on {session.member.device} since its first Accelerator or PartialState"
+            f"cpu=True, but this process computes on {session.member.device} since its first Accelerator "
+            "or PartialState"
         )
     return session
 

@@ -1,0 +1,46 @@
+"""The throw-away child that tries a backward."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from nblaunch.backends import autograd_probe
+
+
+def _raise() -> None:
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+
+def test_a_backward_that_works_is_no_failure() -> None:
+    import torch
+
+    torch.ones((), requires_grad=True).backward()
+    assert autograd_probe.fork_failure() is None
+
+
+def test_the_childs_error_comes_back_as_text(capfd: pytest.CaptureFixture[str]) -> None:
+    failure = autograd_probe.fork_failure(_raise)
+    assert failure is not None
+    assert failure.startswith("RuntimeError: Unable to handle autograd's threading")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_that_dies_is_a_failure() -> None:
+    failure = autograd_probe.fork_failure(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert failure == "a forked process dies in backward()"
+
+
+def test_a_child_that_hangs_is_killed() -> None:
+    failure = autograd_probe.fork_failure(lambda: threading.Event().wait() and None, timeout_s=0.2)
+    assert failure == "backward() does not end within 0.2 s in a forked process"
+
+
+def test_nothing_is_forked_where_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    assert autograd_probe.fork_failure() is None
