@@ -21,6 +21,9 @@ from nblaunch.training.process import is_distributed, waiting
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
+# torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def world_size() -> int:
     """Ranks in the process group; 1 without one."""
@@ -143,7 +146,7 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     sent = _as_bytes(rows)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():
-        dist.all_gather_into_tensor(received, sent)
+        _all_gather_flat(received, sent)
     shape = (rows.shape[0] * world_size(), *rows.shape[1:])
     return received.to(tensor.device).view(tensor.dtype).reshape(shape)
 

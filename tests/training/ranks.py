@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,7 @@ def _rank_main(
     call: bytes, environment: dict[str, str], sender: multiprocessing.connection.Connection
 ) -> None:
     env.apply(environment)
+    warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
     context.reset()
     context.install(context.WorkerContext(Topology.from_env(environment), backends.choose("cpu")))
