@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from nblaunch import engines
@@ -25,6 +26,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.assignment import Outcome
 from nblaunch.wire.board import Sample
+from nblaunch.worker.failure import without_own_frames
 
 
 class Listener(Protocol):
@@ -60,6 +62,7 @@ class Job:
         self._values: dict[int, Any] = {}
         self._weights: dict[int, Any] = {}
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._past_failures: list[str] = []
 
     # --- for the person ------------------------------------------------------------------------------------------
@@ -145,14 +148,15 @@ class Job:
     def run(self) -> None:
         """Run to the end in this thread. What goes wrong is kept for :meth:`result`, not raised."""
         try:
-            with interrupts_as_requests(self._requests):
-                self._run_attempts()
+            self._run_attempts()
+        except KeyboardInterrupt as error:
+            self._conclude("interrupted", error)
         except BaseException as error:
             self._conclude("failed", error)
         finally:
             self._requests.close()
-            self._has_started.set()
             self._has_ended.set()
+            self._has_started.set()  # last: whoever waits for a start looks next at whether the job has ended
 
     def run_in_background(self) -> None:
         """Run in a thread; returns when the workers run, or when they could not be started."""
@@ -172,11 +176,12 @@ class Job:
         if self.plan.start_method == "inline":
             self._run_inline()
             return
-        report, outcomes = self._attempt().run()
-        while self._wants_restart(report):
-            self._restart(report)
+        with interrupts_as_requests(self._requests):
             report, outcomes = self._attempt().run()
-        self._conclude_attempt(report, outcomes)
+            while self._wants_restart(report):
+                self._restart(report)
+                report, outcomes = self._attempt().run()
+            self._conclude_attempt(report, outcomes)
 
     def _wants_restart(self, report: AttemptReport) -> bool:
         was_stopped = report.interrupted or report.cancelled
@@ -279,6 +284,8 @@ class Job:
     ) -> None:
         self._status = status
         self._error = error
+        # An error of another process has no traceback; one of the function run inline begins at the function.
+        self._traceback = without_own_frames(error.__traceback__) if error is not None else None
         message = headline or (f"{type(error).__name__}: {error}" if error is not None else "")
         self._tell(
             JobFinished(rank=-1, time_s=time.time(), outcome=status, failed_rank=failed_rank, message=message)
@@ -305,7 +312,7 @@ class Job:
         __tracebackhide__ = True
         if self._error is None:
             return
-        error = self._error.with_traceback(None)
+        error = self._error.with_traceback(self._traceback)
         hide_launcher(error)
         try:
             raise error
