@@ -19,6 +19,7 @@ _PUBLIC = {
     "Accelerator": "nblaunch.training.accelerator",
     "Job": "nblaunch.launch.job",
     "JobCancelled": "nblaunch.errors",
+    "JobHung": "nblaunch.errors",
     "LaunchError": "nblaunch.errors",
     "NblaunchError": "nblaunch.errors",
     "PayloadError": "nblaunch.errors",
@@ -35,6 +36,7 @@ __all__ = [
     "Accelerator",
     "Job",
     "JobCancelled",
+    "JobHung",
     "LaunchError",
     "NblaunchError",
     "PayloadError",
@@ -51,6 +53,7 @@ __all__ = [
 if TYPE_CHECKING:
     from nblaunch.errors import (
         JobCancelled,
+        JobHung,
         LaunchError,
         NblaunchError,
         PayloadError,

@@ -6,6 +6,7 @@
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't travel; carries its type, message and traceback as text
     │   └── WorkerDied        it ended without raising: a signal, os._exit, or leaving while others needed it
+    ├── JobHung               no rank made progress any more, and ``on_hang="stop"`` was asked for
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
     └── RemoteTraceback       never raised alone: the ``__cause__`` that shows where in a worker an error arose
@@ -60,6 +61,10 @@ class WorkerDied(WorkerError):
     def __init__(self, message: str, *, rank: int = -1, exitcode: int = 0) -> None:
         super().__init__(message, rank=rank)
         self.exitcode = exitcode
+
+
+class JobHung(NblaunchError, RuntimeError):
+    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; says where every rank was."""
 
 
 class ResultError(NblaunchError, TypeError):

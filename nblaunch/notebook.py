@@ -38,6 +38,8 @@ def notebook_launcher(
     dashboard: str = "auto",
     threads_per_process: int | None = None,
     interrupt_grace_s: float = 5.0,
+    hang_timeout_s: float | None = 300.0,
+    on_hang: str = "report",
     log_dir: str | None = None,
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
@@ -73,6 +75,9 @@ def notebook_launcher(
         dashboard: ``"auto"``, ``"html"``, ``"text"`` or ``"none"``.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
+        hang_timeout_s: seconds without any progress of some rank (no step, output or processor time) after which every
+            rank's position is shown; None = never.
+        on_hang: ``"report"`` that, or ``"stop"`` the job as well.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
 
     Returns:
@@ -82,6 +87,7 @@ def notebook_launcher(
     Raises:
         TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
         LaunchError: the workers could not be started.
+        JobHung: the job made no progress, with ``on_hang="stop"``; says where every rank was.
         WorkerDied: a worker ended without raising an exception; says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` holds what could.
         BaseException: whatever ``function`` raised first, with its original type.
@@ -109,6 +115,8 @@ def notebook_launcher(
         return_all=return_all,
         sync_weights=sync_weights,
         interrupt_grace_s=interrupt_grace_s,
+        hang_timeout_s=hang_timeout_s,
+        on_hang=on_hang,
         threads_per_process=threads_per_process,
         log_dir=log_dir,
     )

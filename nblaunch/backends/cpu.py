@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nblaunch.backends import cgroup
 from nblaunch.backends.base import Backend
 from nblaunch.topology import Topology
 
@@ -59,48 +61,24 @@ class CpuBackend(Backend):
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, limited by the quota of its control group; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    quota = cpu_quota(cgroup.folders("cpu"))
     return max(1, min(cores, math.ceil(quota)) if quota else cores)
 
 
-def cgroup_cpu_quota(root: Path, own_groups: Path) -> float | None:
-    """The CPU quota in cores of the control group, or of the tightest of its parents; None where there is none.
+def cpu_quota(folders: Iterable[Path]) -> float | None:
+    """The CPU quota in cores of the tightest control group among ``folders``; None where there is none.
 
     Source: kernel documentation, admin-guide/cgroup-v2 ("cpu.max") and scheduler/sched-bwc ("cpu.cfs_quota_us").
     """
     quotas = []
-    for folder in _cgroup_folders(root, own_groups):
-        text = _read(folder / "cpu.max").split()
+    for folder in folders:
+        text = cgroup.read(folder / "cpu.max").split()
         if len(text) == 2 and text[0] != "max":
             quotas.append(int(text[0]) / int(text[1]))
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota, period = (cgroup.read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota and period and int(quota) > 0:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
-
-
-def _cgroup_folders(root: Path, own_groups: Path) -> list[Path]:
-    """This process's group in the unified (v2) and the cpu (v1) hierarchy, with all their parents."""
-    folders = []
-    for line in _read(own_groups).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = root
-        elif "cpu" in controllers.split(","):
-            base = root / "cpu"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
-        folders.append(base)  # inside a container the path is the host's, while the files lie at the root
-    return folders
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 BACKEND = CpuBackend()

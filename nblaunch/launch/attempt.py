@@ -94,6 +94,9 @@ class Attempt:
             tell=self.tell,
             show=self.show,
             grace_s=self.spec.interrupt_grace_s,
+            stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
+            hang_timeout_s=self.spec.hang_timeout_s,
+            stops_on_hang=self.spec.on_hang == "stop",
         )
         report = supervisor.run()
         return report, _collect(assignments, report)

@@ -6,14 +6,16 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.errors import WorkerDied
-from nblaunch.launch import stacks
+from nblaunch.errors import JobHung, WorkerDied
+from nblaunch.launch import memory, stacks
 from nblaunch.launch.diagnose import RootCause, describe_death, find_root_cause, others_in_one_line
 from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.memory import MemoryVerdict
 from nblaunch.launch.reraise import rebuild
 from nblaunch.launch.supervisor import AttemptReport
 
 _LAST_LINES = 5
+_KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 
 @dataclass(frozen=True)
@@ -37,24 +39,58 @@ def failure_of(
         attempt: its number.
         past: one line for each attempt that failed before.
     """
+    if report.hang:
+        return _hung(report)
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
+    verdict = _memory_verdict(report, root)
+    evidence = list(verdict.lines) if verdict else []
     notes = [*_notes(report, root, pid, log, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
         headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
-        return Failure(rebuild(root.failed, notes), root.rank, headline)
+        return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
     sentence = describe_death(root, report, pid)
-    evidence = _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
+    evidence += _shm_evidence(root)
+    evidence += _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
     error = WorkerDied(
         "\n".join([sentence + ".", *evidence, *notes]),
         rank=root.rank,
         exitcode=root.status.code if root.status else 0,
     )
     return Failure(error, root.rank, sentence)
+
+
+def _hung(report: AttemptReport) -> Failure:
+    rank = min(rank for rank in report.exits if rank not in report.finished)
+    lines = ["no rank made progress any more, so the job was stopped:", *report.hang]
+    return Failure(JobHung("\n".join(lines)), rank, lines[0])
+
+
+def _memory_verdict(report: AttemptReport, root: RootCause) -> MemoryVerdict | None:
+    record = report.memory
+    if record is None or root.left_early:
+        return None
+    return memory.judge(
+        before=record.before,
+        after=memory.read_facts(),
+        lowest_available=record.lowest_available,
+        own_bytes=record.own_bytes,
+        built_bytes={sample.rank: sample.built_bytes for sample in report.last_samples},
+        is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
+        message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
+    )
+
+
+def _shm_evidence(root: RootCause) -> list[str]:
+    """A full /dev/shm kills by SIGBUS whoever writes to it next."""
+    if root.status is None or root.status.signal_name != "SIGBUS":
+        return []
+    line = memory.shm_line(memory.read_facts())
+    return [line] if line else []
 
 
 def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog, attempt: int) -> list[str]:

@@ -131,6 +131,18 @@ class Job:
         """Position in ``args`` -> trained state dict of that module, also where it did not fit the kernel's."""
         return dict(self._weights)
 
+    def stop(self) -> None:
+        """Let training end early and well: ``accelerator.should_stop`` turns true at the same step on every rank.
+
+        A loop that looks at it leaves, the function returns as usual, and :meth:`result` has its value. A function
+        that never looks is not affected.
+        """
+        self._requests.stop()
+
+    def stacks(self) -> str:
+        """Where every rank is right now, as lines of the user's code; equal ones together. Takes up to a second."""
+        return self._requests.ask_stacks().result()
+
     def interrupt(self) -> None:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
         self._requests.interrupt()

@@ -11,15 +11,14 @@ import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nblaunch.errors import RemoteTraceback
 from nblaunch.events import ExceptionInfo, FrameInfo
+from nblaunch.wire.frames import is_own_file
 
 _MAX_FRAMES = 3
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
 def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
@@ -142,7 +141,7 @@ def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _is_own(tb: TracebackType) -> bool:
-    return tb.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER)
+    return is_own_file(tb.tb_frame.f_code.co_filename)
 
 
 def _shell() -> Any:

@@ -1,11 +1,13 @@
-"""What people ask of a running job: interrupt it, kill it. From a signal handler, a button or another thread."""
+"""What people ask of a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from nblaunch.wire import descriptors
@@ -22,6 +24,8 @@ class StopRequests:
         self._is_closed = False
         self.interrupts = 0
         self.is_cancelled = False
+        self.wants_stop = False
+        self.stack_queries: deque[Future[str]] = deque()
 
     def fileno(self) -> int:
         return self._reading
@@ -30,6 +34,20 @@ class StopRequests:
         """Once: ask workers to end, with grace. Twice: kill them."""
         self.interrupts += 1
         self._wake()
+
+    def stop(self) -> None:
+        """Let the loops of all ranks end at the same step boundary."""
+        self.wants_stop = True
+        self._wake()
+
+    def ask_stacks(self) -> Future[str]:
+        """Ask where every rank is; the supervisor fulfils the future within a second."""
+        query: Future[str] = Future()
+        self.stack_queries.append(query)
+        self._wake()
+        if self._is_closed:
+            self._answer_rest()
+        return query
 
     def cancel(self) -> None:
         """Kill the workers at once."""
@@ -47,6 +65,11 @@ class StopRequests:
         """No request can arrive any more."""
         self._is_closed = True
         descriptors.close(self._reading, self._writing)
+        self._answer_rest()
+
+    def _answer_rest(self) -> None:
+        while self.stack_queries:
+            self.stack_queries.popleft().set_result("no worker runs any more")
 
     def _wake(self) -> None:
         if self._is_closed:

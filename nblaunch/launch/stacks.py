@@ -6,11 +6,10 @@ import linecache
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from nblaunch.launch.rendering import cell_name
+from nblaunch.wire.frames import is_own_file, is_user_file
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
 _THREAD = re.compile(
     r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
 )
@@ -50,11 +49,16 @@ def parse(text: str) -> list[ThreadStack]:
     return threads
 
 
+def is_user_frame(frame: StackFrame) -> bool:
+    """Whether the frame is of a notebook cell or a file of the user's own."""
+    return is_user_file(frame.filename)
+
+
 def describe(frames: Sequence[StackFrame]) -> list[str]:
     """One line a frame, as ``Cell In[5], line 9 in train: while not ready``; the launcher's own frames left out."""
     lines = []
     for frame in frames:
-        if frame.filename.startswith(_OWN_FOLDER) or frame.filename.startswith("<frozen"):
+        if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):
             continue
         source = linecache.getline(frame.filename, frame.line).strip()
         where = f"{cell_name(frame.filename)}, line {frame.line} in {frame.name}"

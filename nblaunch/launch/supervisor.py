@@ -16,18 +16,26 @@ import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nblaunch.engines.base import WorkerGroup
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started
+from nblaunch.launch.hang import describe_hang
+from nblaunch.launch.inspection import Inspector, MemoryRecord
 from nblaunch.launch.joblog import LogTail
 from nblaunch.launch.ladder import StopLadder
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
+from nblaunch.launch.stackdump import StackDump
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.stopping import StopAgreement
 
 TICK_S = 0.1
+_BUSY_TICK_S = 0.01
+"""While ranks are being asked something and answer through memory or files, which wake nobody."""
+
 _POLL_S = 0.02
 """Between polls where the system can't wake us at the end of a process."""
 
@@ -47,6 +55,8 @@ class AttemptReport:
         interrupted: a person interrupted the job.
         cancelled: a person cancelled it.
         last_samples: the last sample of the board.
+        memory: of host and workers while it ran.
+        hang: where every rank was when the job was stopped because it hung; empty otherwise.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -56,10 +66,12 @@ class AttemptReport:
     interrupted: bool = False
     cancelled: bool = False
     last_samples: list[Sample] = field(default_factory=list)
+    memory: MemoryRecord | None = None
+    hang: tuple[str, ...] = ()
 
     @property
     def is_success(self) -> bool:
-        return not (self.interrupted or self.cancelled) and len(self.finished) == len(self.exits)
+        return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
 
 
 class Supervisor:
@@ -75,6 +87,9 @@ class Supervisor:
         tell: takes every event, for the listeners.
         show: takes the board's samples, 10 times a second.
         grace_s: seconds that workers have for their ``finally`` blocks.
+        stacks_paths: rank -> the file that its faulthandler writes to.
+        hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
+        stops_on_hang: whether a hang ends the job, or is only reported.
     """
 
     def __init__(
@@ -89,6 +104,9 @@ class Supervisor:
         tell: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
         grace_s: float,
+        stacks_paths: Mapping[int, Path],
+        hang_timeout_s: float | None,
+        stops_on_hang: bool,
     ) -> None:
         self._group = group
         self._receivers = receivers
@@ -99,6 +117,13 @@ class Supervisor:
         self._tell = tell
         self._show = show
         self._grace_s = grace_s
+        self._stacks_paths = stacks_paths
+        self._stops_on_hang = stops_on_hang
+        self._inspector = Inspector(hang_timeout_s)
+        self._dumps: list[tuple[StackDump, Callable[[list[str]], None]]] = []
+        self._agreement: StopAgreement | None = None
+        self._started: set[int] = set()
+        self._said = dict.fromkeys(receivers, 0)
         self._alive = set(receivers)
         self._ladder: StopLadder | None = None
         self._lingering_since: float | None = None
@@ -106,7 +131,7 @@ class Supervisor:
         self._next_tick = time.monotonic() + TICK_S
         self._selector = selectors.DefaultSelector()
         self._watched_ends: set[int] = set()
-        self.report = AttemptReport()
+        self.report = AttemptReport(memory=self._inspector.memory)
 
     def run(self) -> AttemptReport:
         """Wait until every process has ended and everything they said was heard."""
@@ -120,6 +145,7 @@ class Supervisor:
                 if time.monotonic() >= self._next_tick:
                     self._tick()
                 self._step_down()
+                self._follow_up()
             self._drain()
         finally:
             descriptors.forget(self._selector_fd)
@@ -155,6 +181,8 @@ class Supervisor:
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
+        if self._dumps or self._agreement is not None:
+            until = min(until, time.monotonic() + _BUSY_TICK_S)
         return max(0.0, until - time.monotonic())
 
     # --- what happens --------------------------------------------------------------------------------------------
@@ -170,12 +198,15 @@ class Supervisor:
         """Take in what a rank has said; whether it has said its last."""
         events, is_closed = self._receivers[rank].receive()
         for event in events:
-            if isinstance(event, Finished):
+            if isinstance(event, Started):
+                self._started.add(event.rank)
+            elif isinstance(event, Finished):
                 self.report.finished.setdefault(event.rank, event)
             elif isinstance(event, Failed) and event.rank not in self.report.finished:
                 self.report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()
             self._tell(event)
+        self._said[rank] += len(events)
         return is_closed
 
     def _host_store(self) -> None:
@@ -208,6 +239,12 @@ class Supervisor:
         elif new:
             self.report.interrupted = True
             self._ladder = StopLadder.after_interrupt(time.monotonic(), self._grace_s)
+        if requests.wants_stop and self._agreement is None:
+            slots = {rank: self._board.slot(rank) for rank in self._receivers}
+            self._agreement = StopAgreement(slots, time.monotonic())
+        while requests.stack_queries:
+            query = requests.stack_queries.popleft()
+            self._dump_stacks(lambda lines, query=query: query.set_result("\n".join(lines)))  # type: ignore[misc]
 
     def _begin_stop_after_failure(self) -> None:
         if self._ladder is None:
@@ -223,14 +260,51 @@ class Supervisor:
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0
 
+    # --- questions to the ranks ----------------------------------------------------------------------------------
+
+    def _follow_up(self) -> None:
+        """Go on with what takes several looks: collecting stacks, agreeing on a step to stop at."""
+        for dump, answer in list(self._dumps):
+            dump.poll()
+            if dump.is_done:
+                self._dumps.remove((dump, answer))
+                answer(self._where_ranks_are(dump))
+        if self._agreement is not None and not self._agreement.is_settled:
+            self._agreement.poll(self._alive - self.report.finished.keys(), time.monotonic())
+
+    def _dump_stacks(self, answer: Callable[[list[str]], None]) -> None:
+        self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))
+
+    def _answering(self) -> dict[int, int]:
+        """Rank -> process of the ranks whose function runs."""
+        running = (self._alive & self._started) - self.report.finished.keys() - self.report.failed.keys()
+        return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
+
+    def _where_ranks_are(self, dump: StackDump) -> list[str]:
+        steps = {sample.rank: sample.step for sample in self._board.sample()}
+        return describe_hang(dump.positions(), steps, gone=sorted(self.report.finished))
+
+    def _on_hang(self, lines: list[str]) -> None:
+        timeout_s = self._inspector.hang_timeout_s
+        text = "\n".join([f"no progress for {timeout_s:g} s:", *(f"    {line}" for line in lines)])
+        self._tell(Note(rank=-1, time_s=time.time(), text=text))
+        if self._stops_on_hang and self._ladder is None:
+            self.report.hang = tuple(lines)
+            self._begin_stop_after_failure()
+
     # --- what is looked at by the clock --------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
-        for tail in self._tails.values():
-            for event in tail.read():
+        for rank, tail in self._tails.items():
+            events = tail.read()
+            self._said[rank] += len(events)
+            for event in events:
                 self._tell(event)
-        self._show(self._board.sample())
+        samples = self._board.sample()
+        self._show(samples)
+        if self._inspector.look(time.monotonic(), self._answering(), samples, self._said):
+            self._dump_stacks(self._on_hang)
         self._check_lingering()
 
     def _check_lingering(self) -> None:

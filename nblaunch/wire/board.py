@@ -4,8 +4,9 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
-A slot has a single writer and every field is one aligned 8-byte word, so that there is nothing to lock: a sample may
-mix two neighbouring steps, never half a number. Writing a step costs well under a microsecond, and no system call.
+Each field has a single writer (the worker; for two fields the launcher) and is one aligned 8-byte word, so that there
+is nothing to lock: a sample may mix two neighbouring steps, never half a number. Writing a step costs well under a
+microsecond, and no system call.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _SLOT_BYTES = 8 * _WORDS
 
 # Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
-_LOSS, _STEP_TIME = 16, 17  # doubles
 _HAS_LOSS = 7
+_CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stopping.py
+_LOSS, _STEP_TIME = 16, 17  # doubles
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,41 @@ class Slot:
     def add_built_bytes(self, num_bytes: int) -> None:
         self._ints[_BUILT_BYTES] += num_bytes
 
-    def reset(self) -> None:
-        """Zero everything, for the next attempt of a job."""
-        for word in range(_WORDS):
-            self._ints[word] = 0
-        self._ints[_TOTAL] = -1
+    def count_check(self) -> int:
+        """One more look at ``accelerator.should_stop``; returns how many there were."""
+        self._ints[_CHECKS] += 1
+        return self._ints[_CHECKS]
+
+    @property
+    def num_checks(self) -> int:
+        return self._ints[_CHECKS]
+
+    @property
+    def stop_reply(self) -> int:
+        """What the worker answered to a proposal to stop: its number, negated to refuse; 0 before the first."""
+        return self._ints[_STOP_REPLY]
+
+    @stop_reply.setter
+    def stop_reply(self, value: int) -> None:
+        self._ints[_STOP_REPLY] = value
+
+    @property
+    def stop_proposal(self) -> int:
+        """The check at which the launcher proposes to stop; 0 where nobody asked for it. Written by the launcher."""
+        return self._ints[_STOP_PROPOSAL]
+
+    @stop_proposal.setter
+    def stop_proposal(self, value: int) -> None:
+        self._ints[_STOP_PROPOSAL] = value
+
+    @property
+    def stop_decision(self) -> int:
+        """The proposal once it holds for everyone, negated once it is withdrawn. Written by the launcher."""
+        return self._ints[_STOP_DECISION]
+
+    @stop_decision.setter
+    def stop_decision(self, value: int) -> None:
+        self._ints[_STOP_DECISION] = value
 
     def read(self, rank: int) -> Sample:
         ints = self._ints
@@ -146,10 +178,6 @@ class Board:
 
     def sample(self) -> list[Sample]:
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
-
-    def reset(self) -> None:
-        for slot in self._slots:
-            slot.reset()
 
     def close(self) -> list[Sample]:
         """Release the memory and its descriptor; returns the last sample of each rank."""

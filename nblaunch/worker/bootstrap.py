@@ -93,6 +93,7 @@ class _Worker:
         guard.watch_faults(assignment.stacks_path)
         inherited.forget()
         env.apply(assignment.environment)
+        _count_built_parameters(self.slot)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         shell.connect(assignment.rank, self.sender.send)
         context.install(
@@ -182,6 +183,19 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
 
 def _weights(args: tuple[Any, ...], positions: tuple[int, ...]) -> dict[int, dict[str, Any]]:
     return {position: dict(args[position].state_dict()) for position in positions}
+
+
+def _count_built_parameters(slot: Slot) -> None:
+    """Count the bytes of parameters that this worker builds by itself: what passing the model would have saved."""
+    module: Any = sys.modules.get("torch.nn.modules.module")
+    if module is None:
+        return
+
+    def count(owner: Any, name: str, parameter: Any) -> None:
+        if parameter is not None:
+            slot.add_built_bytes(parameter.numel() * parameter.element_size())
+
+    module.register_module_parameter_registration_hook(count)
 
 
 def _limit_threads(num_threads: int) -> None:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-import sysconfig
 import time
 import traceback
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
+from nblaunch.wire.frames import is_own_file, is_user_file
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
-_LIBRARY_FOLDERS = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 _MAX_FRAMES = 60
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
@@ -49,7 +44,7 @@ def describe_failure(rank: int, error: BaseException) -> Failed:
 
 def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
     """The traceback from the first frame that is not nblaunch's: where the user's function begins."""
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+    while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
 
@@ -72,15 +67,11 @@ def _frames(tb: TracebackType | None) -> list[FrameInfo]:
             lineno=lineno,
             name=frame.f_code.co_name,
             line=linecache.getline(frame.f_code.co_filename, lineno, frame.f_globals).strip(),
-            is_user=_is_user_file(frame.f_code.co_filename),
+            is_user=is_user_file(frame.f_code.co_filename),
         )
         for frame, lineno in traceback.walk_tb(tb)
     ]
     return frames if len(frames) <= _MAX_FRAMES else frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
-
-
-def _is_user_file(filename: str) -> bool:
-    return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen"))
 
 
 def _formatted(error: BaseException) -> str:

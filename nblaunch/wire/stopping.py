@@ -1,0 +1,106 @@
+"""Agreeing on the step at which all ranks leave their loops, without a collective at every step.
+
+If one rank left a step earlier than another, the other would wait in a collective for ever. So the launcher proposes a
+step a little ahead, and it holds only if every rank has heard of it in time:
+
+    launcher                                     each rank, whenever it looks at ``should_stop``
+    proposal: "stop at your check number P" ──>  before P: reply P (a promise not to pass P undecided)
+                                                 beyond P already: reply -P
+    all replied P:  decision P              ──>  at P: stop
+    one refused, or waits too long at P:
+                    decision -P             ──>  at P: go on; the launcher proposes a later step
+
+A look costs two reads of shared memory. Only at check P itself may a rank wait, for as long as the decision takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from nblaunch.wire.board import Slot
+
+_SPIN_S = 0.0005
+_PATIENCE_S = 0.25
+_FIRST_MARGIN = 2
+_AHEAD_S = 0.3
+
+
+def should_stop(slot: Slot) -> bool:
+    """The worker's side: whether every rank stops at this very check. To be called at the same steps on every rank."""
+    count = slot.count_check()
+    proposal = slot.stop_proposal
+    if proposal == 0:
+        return False
+    if slot.stop_decision == proposal:
+        return count >= proposal
+    if count > proposal:
+        slot.stop_reply = -proposal
+        return False
+    slot.stop_reply = proposal
+    return _wait_for_decision(slot, proposal) if count == proposal else False
+
+
+def _wait_for_decision(slot: Slot, proposal: int) -> bool:
+    while slot.stop_proposal == proposal:
+        if abs(slot.stop_decision) == proposal:
+            return slot.stop_decision == proposal
+        time.sleep(_SPIN_S)
+    return False
+
+
+class StopAgreement:
+    """The launcher's side. ``poll`` it until :attr:`is_settled`.
+
+    Args:
+        slots: rank -> slot of the ranks that still run.
+        now_s: ``time.monotonic()``.
+    """
+
+    def __init__(self, slots: Mapping[int, Slot], now_s: float) -> None:
+        self._slots = dict(slots)
+        self._began_s = now_s
+        self._first_checks = {rank: slot.num_checks for rank, slot in slots.items()}
+        self._proposal = 0
+        self._margin = _FIRST_MARGIN
+        self._waiting_since: float | None = None
+        self.is_settled = False
+
+    def poll(self, running: Iterable[int], now_s: float) -> None:
+        """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
+        slots = [self._slots[rank] for rank in running]
+        if self.is_settled or not slots:
+            return
+        if self._proposal == 0:
+            self._propose(now_s)
+        replies = [slot.stop_reply for slot in slots]
+        if all(reply == self._proposal for reply in replies):
+            self._decide(self._proposal)
+            self.is_settled = True
+        elif any(reply == -self._proposal for reply in replies) or self._is_patience_over(slots, now_s):
+            self._decide(-self._proposal)
+            self._margin *= 2
+            self._proposal = 0
+
+    def _propose(self, now_s: float) -> None:
+        """A check about a third of a second ahead of the foremost rank, at the pace seen so far."""
+        checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
+        seconds = max(now_s - self._began_s, 1e-3)
+        pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)
+        self._proposal = max(checks.values()) + max(self._margin, int(pace * _AHEAD_S))
+        self._waiting_since = None
+        for slot in self._slots.values():
+            slot.stop_proposal = self._proposal
+
+    def _decide(self, decision: int) -> None:
+        for slot in self._slots.values():
+            slot.stop_decision = decision
+
+    def _is_patience_over(self, slots: Iterable[Slot], now_s: float) -> bool:
+        """Some rank waits at the proposed check while another may be waiting for that rank in a collective."""
+        if not any(slot.num_checks >= self._proposal for slot in slots):
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now_s
+        return now_s - self._waiting_since > _PATIENCE_S
