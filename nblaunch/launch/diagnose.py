@@ -73,8 +73,10 @@ def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
 
 
-def describe_death(cause: RootCause, report: AttemptReport, pid: int | None) -> str:
-    """One sentence: who ended, how, and what that usually means."""
+def describe_death(
+    cause: RootCause, report: AttemptReport, pid: int | None, *, is_explained: bool = False
+) -> str:
+    """One sentence: who ended, how, and what that usually means, unless better evidence explains it."""
     who = f"rank {cause.rank}" + (f" (pid {pid})" if pid else "")
     if cause.left_early:
         finished = report.finished[cause.rank]
@@ -86,8 +88,8 @@ def describe_death(cause: RootCause, report: AttemptReport, pid: int | None) -> 
         )
     status = cause.status or ExitStatus(0)
     if status.signal_name:
-        meaning = _MEANINGS.get(status.signal_name, f"{_signal_text(status)}")
-        return f"{who} was killed by {status.signal_name}. {meaning}"
+        meaning = _MEANINGS.get(status.signal_name, _signal_text(status))
+        return f"{who} was killed by {status.signal_name}" + ("" if is_explained else f". {meaning}")
     return (
         f"{who} ended with exit code {status.code} before the function returned: something called "
         f"sys.exit({status.code}) or os._exit({status.code})"

@@ -53,7 +53,7 @@ def failure_of(
         info = root.failed.info
         headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
         return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
-    sentence = describe_death(root, report, pid)
+    sentence = describe_death(root, report, pid, is_explained=verdict is not None)
     evidence += _shm_evidence(root)
     evidence += _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
     error = WorkerDied(

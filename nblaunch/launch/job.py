@@ -185,6 +185,8 @@ class Job:
 
     def _run_attempts(self) -> None:
         self._announce()
+        for warning in self.plan.warnings:
+            self._tell(Note(rank=-1, time_s=time.time(), text=warning))
         if self.plan.start_method == "inline":
             self._run_inline()
             return

@@ -14,7 +14,8 @@ from nblaunch import backends, context, env
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launch.weights import module_positions
+from nblaunch.launch import memory
+from nblaunch.launch.weights import module_positions, trainable_bytes
 from nblaunch.spec import LaunchSpec
 
 
@@ -29,6 +30,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         weights_of: positions of the modules in ``args`` whose weights come back.
+        warnings: what may go wrong, a sentence each.
     """
 
     backend: Backend
@@ -37,6 +39,7 @@ class LaunchPlan:
     reason: str
     num_threads: int
     weights_of: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def plan_launch(spec: LaunchSpec) -> LaunchPlan:
@@ -64,6 +67,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
+        warnings=_memory_warnings(spec, backend, num_processes),
     )
 
 
@@ -119,6 +123,26 @@ def _fork_hazard(backend: Backend) -> str | None:
     if threading.current_thread() is not threading.main_thread():
         return "the launch comes from a thread other than the main one, whose locks a fork would copy as they are"
     return backend.fork_hazard()
+
+
+def _memory_warnings(spec: LaunchSpec, backend: Backend, num_processes: int) -> tuple[str, ...]:
+    """Whether the host has room for what training the passed modules on the CPU must at least take.
+
+    The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
+    """
+    positions = module_positions(spec.args)
+    if not positions or backend.device_type != "cpu":
+        return ()
+    trained = sum(trainable_bytes(spec.args[position]) for position in positions)
+    needed = 2 * trained * num_processes
+    available = memory.read_facts().available
+    if available is None or needed <= available:
+        return ()
+    return (
+        f"training {memory.size(trained)} of parameters in {num_processes} processes takes at least "
+        f"{memory.size(needed)} of host memory (changed weights and gradients), but {memory.size(available)} are "
+        "available: it will most likely run out. Use fewer processes.",
+    )
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:

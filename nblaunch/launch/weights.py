@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from nblaunch.launch.memory import size
+
 
 def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of the torch modules in ``args`` that hold real weights. Imports nothing."""
@@ -17,6 +19,11 @@ def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:
         for position, arg in enumerate(args)
         if isinstance(arg, torch.nn.Module) and not any(tensor.is_meta for tensor in arg.parameters())
     )
+
+
+def trainable_bytes(module: Any) -> int:
+    """Bytes of the module's parameters that training changes."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
 def load_back(args: tuple[Any, ...], weights: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -35,12 +42,4 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any]) -> str:
     num_bytes = sum(
         tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
     )
-    return f"the trained weights of {name} are back in the kernel's module ({_size(num_bytes)})"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)})"

@@ -90,6 +90,7 @@ class _Worker:
     def _prepare(self) -> None:
         assignment = self.assignment
         stdio.capture(assignment.log_path)
+        guard.be_first_to_go()
         guard.watch_faults(assignment.stacks_path)
         inherited.forget()
         env.apply(assignment.environment)
