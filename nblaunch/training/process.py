@@ -22,6 +22,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
 from nblaunch.training import sharding
+from nblaunch.wire import stopping
 from nblaunch.wire.board import Slot
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -175,6 +176,14 @@ class ProcessControl(ABC):
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""
         barrier(self._member.device)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody asked the job to end well (``job.stop()``): True at the same look on every rank.
+
+        Look at it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
+        """
+        return stopping.should_stop(self._member.slot)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
