@@ -304,18 +304,16 @@ class Accelerator(ProcessControl):
         Args:
             model: what ``prepare`` returned.
             keep_fp32_wrapper: False: also give the module its original ``forward`` back, without mixed precision.
-            keep_torch_compile: False: also take a compiled module out of its compiled wrapper.
+            keep_torch_compile: False: also take a compiled module out of its compiled wrapper. A wrapper that was
+                compiled together with its module comes off in any case.
         """
-        compiled = model if hasattr(model, "_orig_mod") else None
-        inner = strategies.unwrap(compiled._orig_mod if compiled is not None else model)
-        if not keep_torch_compile and hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
+        module = strategies.unwrap(model)
+        inner = strategies.unwrap(getattr(module, "_orig_mod", module))
         if not keep_fp32_wrapper:
+            precision.restore_forward(module)
             precision.restore_forward(inner)
-        if compiled is not None and keep_torch_compile:
-            compiled._orig_mod = inner
-            return compiled
-        return inner
+        is_compiled_module = getattr(module, "_orig_mod", None) is inner
+        return module if keep_torch_compile and is_compiled_module else inner
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget what was prepared and give memory back.

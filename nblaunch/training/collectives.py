@@ -156,8 +156,11 @@ def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     sent = _as_bytes(dense)
     with waiting():
         dist.broadcast(sent, src=from_process)
-    with torch.no_grad():
-        tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
+    if (
+        sent.data_ptr() != tensor.data_ptr()
+    ):  # a copy was sent: the tensor is not contiguous, or on another device
+        with torch.no_grad():
+            tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
     return tensor
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
-from nblaunch import Accelerator
-from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch import Accelerator, backends, context
+from nblaunch.events import WorkerState
+from nblaunch.training.collectives import broadcast_object_list
+from nblaunch.training.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
 from tests.training import ranks
 
 
@@ -82,3 +93,302 @@ def test_metrics_count_every_sample_once(rows: int, options: dict[str, Any]) -> 
 def test_metrics_keep_the_order_of_the_dataset() -> None:
     for epochs in ranks.run(_seen_in_metrics, 2, 13, 4, False, {}):
         assert epochs == [list(range(13))] * 2
+
+
+def _collect_objects(rows: int) -> list[list[str]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_dataset(rows), batch_size=2))
+    return [accelerator.gather_for_metrics([f"{i}" for i in index]) for _, _, index in loader]
+
+
+def test_metrics_of_objects_count_every_sample_once() -> None:
+    for batches in ranks.run(_collect_objects, 2, 7):
+        assert batches == [["0", "1", "2", "3"], ["4", "5", "6"]]
+
+
+class _Numbers(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def _read_stream(count: int, num_workers: int) -> tuple[list[int], list[str]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_Numbers(count), batch_size=2, num_workers=num_workers))
+    seen: list[int] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            seen += accelerator.gather_for_metrics(batch).tolist()
+    return seen, [str(warning.message) for warning in caught]
+
+
+def test_metrics_of_a_stream_count_every_sample_once() -> None:
+    for seen, warned in ranks.run(_read_stream, 2, 7, 0):
+        assert seen == list(range(7))
+        assert warned == []
+
+
+def test_metrics_of_a_stream_read_elsewhere_say_that_they_can_not_be_exact() -> None:
+    for seen, warned in ranks.run(_read_stream, 2, 7, 1):
+        assert seen == [0, 1, 2, 3, 4, 5, 6, 0]
+        assert len(warned) == 1
+        assert "the loader's length is not known" in warned[0]
+
+
+def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[int]]:
+    torch.manual_seed(context.current().topology.rank)
+    accelerator = Accelerator(rng_types=rng_types)
+    sampler: Any = RandomSampler(range(16))
+    if not has_own_generator:
+        sampler = _GlobalOrder(16)
+    loader = accelerator.prepare(DataLoader(_dataset(16), batch_size=2, sampler=sampler))
+    return [accelerator.gather(torch.cat([index for _, _, index in loader])).tolist() for _epoch in range(2)]
+
+
+class _GlobalOrder(Sampler):
+    """Draws from torch's global generator, which only ``rng_types=["torch"]`` makes equal."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.count).tolist())
+
+
+@pytest.mark.parametrize(("rng_types", "has_own"), [(None, True), (["torch"], False)])
+def test_ranks_share_one_random_order_and_a_new_one_each_epoch(rng_types: Any, has_own: bool) -> None:
+    for first, second in ranks.run(_orders, 2, rng_types, has_own):
+        assert sorted(first) == sorted(second) == list(range(16))
+        assert first != second
+
+
+def _collectives() -> dict[str, Any]:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    mine = {
+        "scalar": torch.tensor(float(rank)),
+        "bool": torch.tensor([rank == 0, True]),
+        "bf16": torch.full((1, 2), rank + 0.5, dtype=torch.bfloat16),
+        "columns": torch.arange(4).reshape(2, 2).t() + rank,
+        "empty": torch.empty(0, 3),
+    }
+    slot = context.current().slot
+    slot.set_state(WorkerState.RUNNING)
+    before = torch.tensor([1.0 + rank, 5.0 - rank])
+    lengths = torch.full((rank + 1, 2), rank)
+    with accelerator.split_between_processes(list(range(5)), apply_padding=True) as share:
+        share = list(share)
+    overwritten = torch.tensor([[rank, 7], [rank, 8]], dtype=torch.int16).t()
+    answers = {
+        "gather": accelerator.gather(mine),
+        "sum": accelerator.reduce(before),
+        "mean": accelerator.reduce(before, "mean"),
+        "max": accelerator.reduce({"x": before}, "max", scale=2.0)["x"],
+        "unchanged": before,
+        "broadcast": accelerator.broadcast([overwritten], from_process=1),
+        "in place": overwritten,
+        "padded": accelerator.pad_across_processes(lengths, pad_index=9),
+        "padded in front": accelerator.pad_across_processes(lengths, dim=-2, pad_index=9, pad_first=True),
+        "nothing to pad": accelerator.pad_across_processes(lengths, dim=1) is lengths
+        and accelerator.pad_across_processes(lengths, dim=2) is lengths,
+        "objects": accelerator.gather_object([f"rank {rank}"]),
+        "list": broadcast_object_list([rank, "x"], from_process=1),
+        "share": share,
+        "on last": accelerator.on_last_process(lambda: "here")(),
+        "on 1": accelerator.on_process(lambda: "here", process_index=1)(),
+        "label": accelerator.distributed_type.value,
+        "state": slot.state.name,
+        "ranks": (accelerator.is_main_process, accelerator.is_last_process, accelerator.use_distributed),
+    }
+    accelerator.end_training()
+    return answers
+
+
+def test_collectives() -> None:
+    zero, one = ranks.run(_collectives, 2)
+    for answers in (zero, one):
+        gathered = answers["gather"]
+        assert gathered["scalar"].tolist() == [0, 1]
+        assert gathered["bool"].tolist() == [True, True, False, True]
+        assert gathered["bf16"].dtype is torch.bfloat16
+        assert gathered["bf16"].tolist() == [[0.5, 0.5], [1.5, 1.5]]
+        assert gathered["columns"].tolist() == [[0, 2], [1, 3], [1, 3], [2, 4]]
+        assert gathered["empty"].shape == (0, 3)
+        assert answers["sum"].tolist() == [3, 9]
+        assert answers["mean"].tolist() == [1.5, 4.5]
+        assert answers["max"].tolist() == [4, 10]
+        assert answers["broadcast"][0].tolist() == answers["in place"].tolist() == [[1, 1], [7, 8]]
+        assert answers["nothing to pad"]
+        assert answers["objects"] == ["rank 0", "rank 1"]
+        assert answers["list"] == [1, "x"]
+        assert answers["label"] == "MULTI_CPU"
+        assert answers["state"] == "RUNNING"
+    assert zero["unchanged"].tolist() == [1, 5]
+    assert zero["padded"].tolist() == [[0, 0], [9, 9]]
+    assert zero["padded in front"].tolist() == [[9, 9], [0, 0]]
+    assert one["padded"].tolist() == [[1, 1], [1, 1]]
+    assert (zero["share"], one["share"]) == ([0, 1, 2], [3, 4, 4])
+    assert (zero["on last"], one["on last"]) == (zero["on 1"], one["on 1"]) == (None, "here")
+    assert (zero["ranks"], one["ranks"]) == ((True, False, True), (False, True, True))
+
+
+def _gather_a_word() -> str:
+    accelerator = Accelerator()
+    try:
+        accelerator.gather({"x": "word"})
+    except TypeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_gathering_what_is_no_tensor_is_an_error() -> None:
+    for message in ranks.run(_gather_a_word, 2):
+        assert message == "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
+
+
+def _take_turns(path: str) -> str:
+    accelerator = Accelerator()
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            Path(path).write_text("written by the main process")
+        return Path(path).read_text()
+
+
+def test_the_main_process_goes_first(tmp_path: Path) -> None:
+    assert ranks.run(_take_turns, 3, str(tmp_path / "file")) == ["written by the main process"] * 3
+
+
+def _waiting_states() -> list[str]:
+    """What rank 0's slot says while rank 1 comes late to a barrier."""
+    accelerator = Accelerator()
+    seen = []
+    if accelerator.is_main_process:
+        slot = context.current().slot
+        thread = threading.Thread(target=accelerator.wait_for_everyone)
+        thread.start()
+        while slot.state is not WorkerState.WAITING:
+            thread.join(0.01)
+        seen.append(slot.state.name)
+        _tell_rank_one()
+        thread.join()
+        seen.append(slot.state.name)
+    else:
+        _hear_from_rank_zero()
+        accelerator.wait_for_everyone()
+    return seen
+
+
+def _side_group() -> dist.Store:
+    topology = context.current().topology
+    return dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)
+
+
+def _tell_rank_one() -> None:
+    _side_group().set("rank 0 waits", "yes")
+
+
+def _hear_from_rank_zero() -> None:
+    _side_group().get("rank 0 waits")
+
+
+def test_a_rank_that_waits_says_so() -> None:
+    assert ranks.run(_waiting_states, 2)[0] == ["WAITING", "STARTING"]
+
+
+def _prepare_models() -> dict[str, Any]:
+    accelerator = Accelerator(
+        mixed_precision="bf16", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    )
+    module, frozen, evaluated = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False), nn.Linear(2, 1)
+    model = accelerator.prepare(module)
+    raw = DistributedDataParallel(nn.Linear(2, 1))
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.full((1, 2), float(accelerator.process_index))).sum())
+    unsynced = module.weight.grad.clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    synced = accelerator.gather(module.weight.grad)
+    return {
+        "type": type(model).__name__,
+        "again": accelerator.prepare(model) is model,
+        "bucket view": model.gradient_as_bucket_view,
+        "unwrapped": accelerator.unwrap_model(model) is module,
+        "frozen": accelerator.prepare(frozen) is frozen,
+        "evaluated": accelerator.prepare_model(evaluated, evaluation_mode=True) is evaluated,
+        "raw": accelerator.prepare(raw) is raw,
+        "plain again": accelerator.unwrap_model(model, keep_fp32_wrapper=False).forward.__func__
+        is nn.Linear.forward,
+        "unsynced": unsynced.tolist(),
+        "equal": bool((synced[0] == synced[1]).all()),
+    }
+
+
+def test_models_are_spread_by_ddp() -> None:
+    for rank, answers in enumerate(ranks.run(_prepare_models, 2)):
+        assert answers.pop("type") == "DistributedDataParallel"
+        assert answers.pop("unsynced") == [[rank, rank]]
+        assert all(answers.values()), answers
+
+
+def _join_before() -> tuple[int, int, str]:
+    """A script that made its process group itself, and tells us nothing by the environment."""
+    topology = context.current().topology
+    dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size)
+    context.reset()
+    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
+    accelerator = Accelerator()
+    return (
+        accelerator.process_index,
+        accelerator.num_processes,
+        type(accelerator.prepare(nn.Linear(1, 1))).__name__,
+    )
+
+
+def test_a_process_group_that_exists_is_used() -> None:
+    assert ranks.run(_join_before, 2) == [
+        (0, 2, "DistributedDataParallel"),
+        (1, 2, "DistributedDataParallel"),
+    ]
+
+
+def _lone_but_launched() -> tuple[str, str | None]:
+    accelerator = Accelerator()
+    return type(accelerator.prepare(nn.Linear(1, 1))).__name__, accelerator.state.backend
+
+
+def test_one_launched_process_joins_a_group_but_needs_no_ddp() -> None:
+    assert ranks.run(_lone_but_launched, 1) == [("Linear", "gloo")]
+
+
+def _uneven() -> list[list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(_dataset(5), batch_size=2))
+    return [index.tolist() for _, _, index in loader]
+
+
+def test_uneven_ranks_do_not_wait_for_each_other() -> None:
+    assert ranks.run(_uneven, 2) == [[[0, 1], [4]], [[2, 3]]]
+
+
+def _accumulate(sync_each_batch: bool) -> list[bool]:
+    """Whether both ranks have the same gradient after each micro-step."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    equal = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+        gradients = accelerator.gather(model.module.weight.grad)
+        equal.append(bool(gradients[0] == gradients[1]))
+    return equal
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_gradients_are_reduced_where_the_window_ends(sync_each_batch: bool) -> None:
+    assert ranks.run(_accumulate, 2, sync_each_batch) == [[sync_each_batch, True]] * 2

@@ -1,0 +1,550 @@
+"""The Accelerator in one process: its settings, what it refuses, prepare, one training step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import Accelerator, context
+from nblaunch.training.accelerator import _REFUSED_ARGUMENTS, _REFUSED_MEMBERS
+from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
+from nblaunch.training.precision import Fp16Precision
+from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+
+def _parts(rows: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Any]:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(rows, 3)), batch_size=batch_size)
+    return model, optimizer, loader, StepLR(optimizer, 1, gamma=0.5)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(_REFUSED_ARGUMENTS))
+def test_arguments_that_are_not_supported_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"Accelerator\({name}='x'\) is not supported"):
+        Accelerator(**{name: "x"})
+    Accelerator(**{name: None})
+
+
+@pytest.mark.parametrize("name", sorted(_REFUSED_MEMBERS))
+def test_members_that_are_not_offered_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"Accelerator.{name} is not supported by nblaunch yet; use "):
+        getattr(Accelerator(), name)
+
+
+def test_unknown_arguments_and_members() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mixed_precison'"):
+        Accelerator(mixed_precison="bf16")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = Accelerator().nothing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mixed_precision": "fp32"}, ValueError, "mixed_precision='fp32' is unknown; valid are 'no', 'fp16', 'bf16'"),
+        ({"mixed_precision": "fp16"}, ValueError, "mixed_precision='fp16' can't be used on cpu: fp16 needs a GPU"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "num_steps=0 is less than 1"),
+        ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps=1.5 is not a whole number"),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, ValueError,
+         "gradient_accumulation_steps=2 and gradient_accumulation_plugin were both given"),
+        ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ValueError, "set it in one place"),
+        ({"rng_types": ["xla"]}, ValueError, "rng_types item='xla' is unknown; valid are 'generator', 'torch', 'cuda'"),
+        ({"kwargs_handlers": ["x"]}, ValueError, "none of DistributedDataParallelKwargs, GradScalerKwargs"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "more than one AutocastKwargs"),
+    ],
+)  # fmt: skip
+def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Accelerator(**arguments)
+
+
+def test_options_that_are_not_supported_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="dispatch_batches=True"):
+        DataLoaderConfiguration(dispatch_batches=True)
+    with pytest.raises(NotImplementedError, match="use_stateful_dataloader=True"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+    with pytest.raises(ValueError, match="data_seed=3 needs use_seedable_sampler=True"):
+        DataLoaderConfiguration(data_seed=3)
+
+
+def test_handlers_pass_on_what_differs_from_the_defaults() -> None:
+    assert DistributedDataParallelKwargs().to_kwargs() == {}
+    assert DistributedDataParallelKwargs(bucket_cap_mb=1).to_kwargs() == {"bucket_cap_mb": 1}
+
+
+def test_where_mixed_precision_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(**arguments: Any) -> str:
+        PartialState._reset_state()
+        return Accelerator(**arguments).mixed_precision
+
+    assert built() == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert built() == "bf16"
+    context.current().defaults = {"mixed_precision": "no"}
+    assert built() == "no"
+    assert built(mixed_precision="bf16") == "bf16"
+
+
+def test_accelerators_of_one_process_share_their_place() -> None:
+    first = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    second = Accelerator(gradient_accumulation_steps=3)
+    assert second.mixed_precision == "bf16"
+    assert first.gradient_accumulation_steps == 3
+    with pytest.raises(ValueError, match="an earlier Accelerator of this process uses 'bf16'"):
+        Accelerator(mixed_precision="no")
+    assert copy.deepcopy(first) is first
+    AcceleratorState._reset_state()
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_state_views() -> None:
+    with pytest.raises(ValueError, match="needs an Accelerator"):
+        AcceleratorState()
+    partial = PartialState()
+    assert (partial.num_processes, partial.process_index, partial.backend) == (1, 0, None)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    assert accelerator.distributed_type is DistributedType.NO
+    assert accelerator.distributed_type == "NO"
+    assert accelerator.state.mixed_precision == AcceleratorState().mixed_precision == "no"
+    with pytest.raises(ValueError, match="mixed_precision='bf16', but the Accelerator"):
+        AcceleratorState(mixed_precision="bf16")
+    state = GradientState()
+    assert state.plugin_kwargs["num_steps"] == state.num_steps == 4
+    assert (state.sync_gradients, state.adjust_scheduler, state.sync_with_dataloader) == (True, True, True)
+    assert (state.remainder, state.in_dataloader, state.dataloader_references) == (-1, False, [None])
+    assert "Num processes: 1" in repr(accelerator)
+
+
+def test_a_rank_without_a_meeting_point_is_an_error() -> None:
+    context.install(context.WorkerContext(context.Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
+                                          context.current().backend))  # fmt: skip
+    with pytest.raises(RuntimeError, match="rank 1 of 2 by its environment, but MASTER_PORT is not set"):
+        Accelerator()
+
+
+# --- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_returns_everything_in_order_and_only_once() -> None:
+    accelerator = Accelerator()
+    model, optimizer, loader, scheduler = _parts()
+    other = object()
+    prepared = accelerator.prepare(scheduler, other, loader, None, optimizer, model)
+    assert isinstance(prepared[0], AcceleratedScheduler)
+    assert prepared[1] is other
+    assert prepared[3] is None
+    assert isinstance(prepared[4], AcceleratedOptimizer)
+    assert prepared[4].optimizer is optimizer
+    assert prepared[5] is model
+    assert prepared[0].optimizers == [prepared[4]]
+    again = accelerator.prepare(*prepared)
+    assert all(one is other for one, other in zip(prepared, again, strict=True))
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [prepared[4]]
+    assert accelerator._schedulers == [prepared[0]]
+    assert accelerator._dataloaders == [prepared[2]]
+    assert accelerator.prepare(model) is model
+
+
+def test_device_placement_is_one_per_object() -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match="device_placement has 1 items, but prepare was given 2 objects"):
+        accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
+    loader = accelerator.prepare(_parts()[2], device_placement=[False])
+    assert loader.device is None
+
+
+def test_a_scheduler_without_a_prepared_optimizer_goes_with_all() -> None:
+    accelerator = Accelerator()
+    _, _, _, scheduler = _parts()
+    prepared = accelerator.prepare(_parts()[1], _parts()[1], scheduler)
+    assert prepared[2].optimizers == list(prepared[:2])
+
+
+def test_free_memory_forgets_what_was_prepared() -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(*_parts())
+    accelerator.step = 3
+    assert accelerator.free_memory(1, 2) == [None, None]
+    assert accelerator._models == accelerator._optimizers == accelerator._dataloaders == []
+    assert accelerator.step == 0
+    assert accelerator.clear() == []
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+class _Spy(nn.Module):
+    """Notes the type that it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.layer(x)
+        self.seen = y.dtype
+        return {"y": y, "rest": (1, None)}
+
+
+def test_bf16_is_inside_the_forward_only() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    module = _Spy()
+    model = accelerator.prepare(module)
+    output = model(torch.ones(1, 3))
+    assert module.seen is torch.bfloat16
+    assert output["y"].dtype is torch.float32
+    assert output["rest"] == (1, None)
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    assert accelerator.unwrap_model(model) is module
+    assert hasattr(module, "_original_forward")
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is module
+    assert "forward" not in vars(module)
+    assert "_original_forward" not in vars(module)
+    module(torch.ones(1, 3))
+    assert module.seen is torch.float32
+
+
+def test_a_copy_of_a_bf16_model_computes_with_its_own_weights() -> None:
+    model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(1, 1))
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for parameter in average.parameters():
+            parameter.fill_(1.0)
+    assert model(torch.ones(1, 1)).item() == 0
+    assert average(torch.ones(1, 1)).item() == 2
+
+
+def test_a_model_is_wrapped_once_however_often_it_is_prepared() -> None:
+    module = _Spy()
+    Accelerator(mixed_precision="bf16").prepare(module)
+    PartialState._reset_state()
+    Accelerator(mixed_precision="bf16").prepare(module)
+    assert module._original_forward.__func__ is _Spy.forward
+    PartialState._reset_state()
+    Accelerator(mixed_precision="no").prepare(module)
+    module(torch.ones(1, 3))
+    assert module.seen is torch.float32
+
+
+def test_a_forward_set_on_the_object_is_put_back() -> None:
+    module = nn.Linear(1, 1)
+    own = vars(module)["forward"] = lambda x: x
+    accelerator = Accelerator(mixed_precision="bf16")
+    accelerator.unwrap_model(accelerator.prepare(module), keep_fp32_wrapper=False)
+    assert module.forward is own
+
+
+def test_unwrap_keeps_a_compiled_model_compiled() -> None:
+    accelerator = Accelerator()
+    module = nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert accelerator.unwrap_model(compiled) is compiled
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is module
+
+
+def _fp16() -> tuple[Fp16Precision, nn.Parameter, torch.optim.Optimizer]:
+    precision = Fp16Precision(
+        context.current().backend, None, GradScalerKwargs(init_scale=8.0, growth_interval=100)
+    )
+    weight = nn.Parameter(torch.ones(2))
+    return precision, weight, torch.optim.SGD([weight], lr=1.0)
+
+
+def test_fp16_scales_and_unscales_once() -> None:
+    precision, weight, optimizer = _fp16()
+    precision.backward((weight * 3).sum())
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [24, 24]
+    precision.unscale(optimizer)
+    precision.unscale(optimizer)
+    assert weight.grad.tolist() == [3, 3]
+    assert precision.step(optimizer) is False
+    assert weight.tolist() == [-2, -2]
+
+
+def test_an_overflow_skips_optimizer_and_scheduler() -> None:
+    precision, weight, inner = _fp16()
+    optimizer = AcceleratedOptimizer(inner, GradientSync(), precision, context.current().backend)
+    scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], GradientSync())
+    precision.backward((weight * math.inf).sum())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.step_was_skipped
+    assert weight.tolist() == [1, 1]
+    assert scheduler.get_last_lr() == [1.0]
+    optimizer.zero_grad()
+    precision.backward(weight.sum())
+    optimizer.step()
+    scheduler.step()
+    assert not optimizer.step_was_skipped
+    assert scheduler.get_last_lr() == [0.5]
+
+
+# --- accumulation, optimizer, scheduler ------------------------------------------------------------------------------
+
+
+def _steps(accelerator: Accelerator, batches: int, epochs: int = 1) -> list[bool]:
+    model, optimizer, loader, scheduler = accelerator.prepare(*_parts(rows=2 * batches))
+    synced = []
+    for _ in range(epochs):
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                before = model.weight.clone()
+                accelerator.backward(model(inputs).sum())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                synced.append(accelerator.sync_gradients)
+                assert synced[-1] == (not torch.equal(before, model.weight))
+                assert synced[-1] == (model.weight.grad is None)
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.5 ** sum(synced))
+    return synced
+
+
+def test_a_window_ends_after_its_steps_and_with_the_loader() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    assert _steps(accelerator, 5, epochs=2) == [False, False, True, False, True] * 2
+
+
+def test_windows_may_reach_over_epochs() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    assert _steps(Accelerator(gradient_accumulation_plugin=plugin), 4, epochs=2) == [
+        False, False, True, False, False, True, False, False
+    ]  # fmt: skip
+
+
+def test_the_number_of_steps_can_change() -> None:
+    accelerator = Accelerator()
+    accelerator.gradient_accumulation_steps = 2
+    assert GradientState().num_steps == 2
+    with pytest.raises(ValueError, match="num_steps=0"):
+        accelerator.gradient_accumulation_steps = 0
+    accelerator.sync_gradients = False
+    assert not GradientState().sync_gradients
+
+
+def test_the_loss_is_divided_by_the_window() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    weight = nn.Parameter(torch.ones(1))
+    accelerator.backward((weight * 8).sum())
+    assert weight.grad is not None
+    assert weight.grad.item() == 2
+    loss = (weight * 8).sum()
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss)
+    assert weight.grad.item() == 6
+
+
+def test_the_loss_is_shown_at_most_twice_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    now, shown = [100.0], []
+    monkeypatch.setattr("nblaunch.training.accelerator.time.monotonic", lambda: now[0])
+    slot = context.current().slot
+    monkeypatch.setattr(slot, "set_loss", shown.append)
+    weight = nn.Parameter(torch.ones(1))
+    for step in range(11):
+        now[0] = 100.0 + step * 0.125
+        accelerator.backward((weight * step).sum())
+    assert shown == [0.0, 4.0, 8.0]
+    accelerator.backward((weight * torch.ones(2)), gradient=torch.ones(2))
+
+
+def test_gradients_are_clipped() -> None:
+    accelerator = Accelerator()
+    weight = nn.Parameter(torch.ones(2))
+    (weight * torch.tensor([3.0, 4.0])).sum().backward()
+    assert accelerator.clip_grad_norm_((p for p in [weight]), 1.0).item() == pytest.approx(5)
+    assert weight.grad is not None
+    assert weight.grad.norm().item() == pytest.approx(1, abs=1e-5)
+    accelerator.clip_grad_value_([weight], 0.1)
+    assert weight.grad.max().item() == pytest.approx(0.1)
+
+
+def test_a_prepared_optimizer_is_an_optimizer() -> None:
+    accelerator = Accelerator()
+    model, inner, _, _ = _parts()
+    optimizer = accelerator.prepare(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.state is inner.state
+    assert optimizer.state_dict() == inner.state_dict()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    calls = []
+    handle = optimizer.register_step_post_hook(lambda *args: calls.append(1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    handle.remove()
+    assert calls == [1]
+    assert optimizer.step(lambda: None) is None
+    optimizer.train()
+    optimizer.eval()
+    scheduler = accelerator.prepare(StepLR(optimizer, 1))
+    assert scheduler.optimizers == [optimizer]
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def _scheduler(inner: Any, steps_per_call: int = 4, **options: Any) -> AcceleratedScheduler:
+    return AcceleratedScheduler(inner, [], GradientSync(), steps_per_call, **options)
+
+
+def _sgd() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_a_scheduler_takes_one_step_per_process() -> None:
+    optimizer = _sgd()
+    scheduler = _scheduler(LambdaLR(optimizer, lambda step: 1.0 / (1 + step)))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1 / 5]
+    state = scheduler.state_dict()
+    scheduler.step()
+    scheduler.load_state_dict(state)
+    assert scheduler.last_epoch == 4
+
+
+def test_a_scheduler_stops_at_its_total() -> None:
+    optimizer = _sgd()
+    inner = OneCycleLR(optimizer, max_lr=1.0, total_steps=6)
+    scheduler = _scheduler(inner)
+    optimizer.step()
+    for _ in range(3):
+        scheduler.step()
+    assert inner.last_epoch == 6
+
+
+def test_a_scheduler_on_its_own_steps_once_per_call() -> None:
+    optimizer = _sgd()
+    gradients = GradientSync()
+    gradients.sync_gradients = False
+    inner = StepLR(optimizer, 1)
+    scheduler = AcceleratedScheduler(inner, [], gradients, 4, step_with_optimizer=False)
+    optimizer.step()
+    scheduler.step()
+    assert inner.last_epoch == 1
+
+
+def test_a_plateau_is_looked_at_once_per_metric() -> None:
+    inner = ReduceLROnPlateau(_sgd(), patience=1)
+    scheduler = _scheduler(inner)
+    for _ in range(2):
+        scheduler.step(1.0)
+    assert inner.num_bad_epochs == 1
+
+
+# --- one process among one -------------------------------------------------------------------------------------------
+
+
+def test_collectives_of_a_lone_process_return_their_argument() -> None:
+    accelerator = Accelerator()
+    data = {"x": torch.ones(2)}
+    assert accelerator.gather(data) is data
+    assert accelerator.reduce(data) is data
+    assert accelerator.reduce(data, scale=2.0)["x"].tolist() == [2, 2]
+    assert accelerator.pad_across_processes(data) is data
+    assert accelerator.broadcast(data) is data
+    assert accelerator.gather_object(["a"]) == ["a"]
+    assert accelerator.gather_for_metrics(["a"]) == ["a"]
+    with pytest.raises(ValueError, match="reduction='avg' is unknown; valid are 'sum', 'mean', 'max', 'min'"):
+        accelerator.reduce(data, "avg")
+    with pytest.raises(ValueError, match="from_process=1 is not a rank; valid are 0 to 0"):
+        accelerator.broadcast(data, 1)
+    with accelerator.no_sync(nn.Linear(1, 1)):
+        accelerator.wait_for_everyone()
+
+
+def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator()
+
+    def answer(value: int) -> int:
+        """Doubles."""
+        return 2 * value
+
+    for decorate in (
+        accelerator.on_main_process,
+        accelerator.on_local_main_process,
+        accelerator.on_last_process,
+        accelerator.on_process(process_index=0),
+        accelerator.on_local_process(local_process_index=0),
+    ):
+        decorated = decorate(answer)
+        assert decorated(4) == 8
+        assert decorated.__doc__ == "Doubles."
+    assert accelerator.on_process(answer, process_index=0)(1) == 2
+    with pytest.raises(ValueError, match="process_index=3 is not a rank; valid are 0 to 0"):
+        accelerator.on_process(process_index=3)
+    with accelerator.main_process_first(), accelerator.local_main_process_first():
+        accelerator.print("once")
+    assert capsys.readouterr().out == "once\n"
+    with accelerator.split_between_processes([1, 2]) as share:
+        assert share == [1, 2]
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes) == (
+        0,
+        0,
+        1,
+    )
+    assert not accelerator.use_distributed
+    accelerator.end_training()
+
+
+def test_a_timeout_that_comes_too_late_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.warns(
+            UserWarning, match="has no effect: this process has joined its process group already"
+        ):
+            accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=9))])
+        assert accelerator.state.backend == "gloo"
+        assert accelerator.prepare(nn.Linear(1, 1)).__class__ is nn.Linear
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_nothing_is_written_to_the_environment() -> None:
+    before = dict(os.environ)
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+    accelerator.prepare(*_parts())
+    assert dict(os.environ) == before

@@ -1,0 +1,333 @@
+"""Prepared loaders in one process; sharing among real ranks is in test_distributed.py."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections import UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from nblaunch import Accelerator, context
+from nblaunch.events import WorkerState
+from nblaunch.topology import Topology
+from nblaunch.training import nested
+from nblaunch.training.loader import DataLoaderShard, prepare_data_loader
+from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.process import Member
+from nblaunch.training.sharding import BatchSamplerShard, SeedableRandomSampler
+from nblaunch.wire.board import Sample
+
+
+def _rows(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def _board() -> Sample:
+    return context.current().slot.read(0)
+
+
+def _second_of_two(loader: DataLoader, **options: Any) -> DataLoaderShard:
+    """As prepared on rank 1 of 2; can't be iterated here where it would communicate."""
+    ctx = context.current()
+    member = Member(
+        Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
+        ctx.backend,
+        torch.device("cpu"),
+        ctx.slot,
+    )
+    return prepare_data_loader(loader, member, DataLoaderConfiguration(**options), ["generator"], True)
+
+
+class _Stream(IterableDataset):
+    def __init__(self, count: int, has_length: bool = False) -> None:
+        self.count = count
+        self.epochs: list[int] = []
+        if has_length:
+            self.__class__ = _SizedStream
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class _SizedStream(_Stream):
+    def __len__(self) -> int:
+        return self.count
+
+
+def test_the_end_is_known_while_the_last_batch_is_in_hand() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_rows(10), batch_size=4))
+    seen = []
+    for (batch,) in loader:
+        state = accelerator.gradient_state
+        assert state.active_dataloader is loader
+        seen.append((batch.tolist(), loader.end_of_dataloader, state.end_of_dataloader, state.remainder))
+    assert seen == [([0, 1, 2, 3], False, False, 2), ([4, 5, 6, 7], False, False, 2), ([8, 9], True, True, 2)]
+    assert accelerator.gradient_state.active_dataloader is None
+    assert not accelerator.gradient_state.end_of_dataloader
+
+
+def test_it_is_a_data_loader_and_shows_what_it_was_made_from() -> None:
+    def collate(rows: list[Any]) -> Any:
+        return rows
+
+    dataset = _rows(20)
+    sampler = SequentialSampler(dataset)
+    given = DataLoader(dataset, batch_size=4, sampler=sampler, collate_fn=collate, drop_last=True)
+    loader = Accelerator().prepare(given)
+    assert isinstance(loader, DataLoader)
+    assert loader.base_dataloader is loader
+    assert (loader.dataset, loader.sampler, loader.collate_fn) == (dataset, sampler, collate)
+    assert (loader.batch_size, loader.total_batch_size, loader.total_dataset_length) == (4, 4, 20)
+    assert loader.batch_sampler is given.batch_sampler
+    assert len(loader) == 5
+    shard = _second_of_two(given)
+    assert (shard.batch_size, shard.total_batch_size, len(shard)) == (4, 8, 2)
+    assert shard.sampler is sampler
+    assert _second_of_two(given, split_batches=True).total_batch_size == 4
+
+
+def test_nested_loops_give_the_outer_loader_back() -> None:
+    accelerator = Accelerator()
+    outer, inner = accelerator.prepare(DataLoader(_rows(2)), DataLoader(_rows(3)))
+    for _ in outer:
+        for _ in inner:
+            assert accelerator.gradient_state.active_dataloader is inner
+            assert accelerator.gradient_state.dataloader_references == [None, outer, inner]
+        assert accelerator.gradient_state.active_dataloader is outer
+        assert accelerator.gradient_state.end_of_dataloader == outer.end_of_dataloader
+
+
+def test_iteration_counts_completed_epochs_and_reaches_samplers() -> None:
+    epochs: list[int] = []
+
+    class Sampler(SequentialSampler):
+        def set_epoch(self, epoch: int) -> None:
+            epochs.append(epoch)
+
+    dataset = _rows(4)
+    loader = Accelerator().prepare(DataLoader(dataset, sampler=Sampler(dataset)))
+    list(loader)
+    assert loader.iteration == 1
+    for _ in loader:
+        break
+    assert loader.iteration == 1
+    list(loader)
+    loader.set_epoch(7)
+    list(loader)
+    assert epochs == [0, 1, 1, 7, 7]
+    assert loader.iteration == 8
+
+
+def test_an_empty_loader_yields_nothing() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_rows(0), batch_size=2))
+    assert list(loader) == []
+    assert not accelerator.gradient_state.in_dataloader
+
+
+def test_reading_workers_and_other_options_are_kept() -> None:
+    given = DataLoader(_rows(8), batch_size=2, num_workers=2, prefetch_factor=3, timeout=30)
+    loader = Accelerator().prepare(given)
+    assert (loader.num_workers, loader.prefetch_factor, loader.timeout) == (2, 3, 30)
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("make", [RandomSampler, lambda rows: SubsetRandomSampler(range(3))])
+def test_a_random_sampler_gets_a_generator_that_ranks_can_share(make: Any) -> None:
+    dataset = _rows(6)
+    loader = Accelerator().prepare(DataLoader(dataset, sampler=make(dataset)))
+    assert isinstance(loader.sampler.generator, torch.Generator)
+    assert loader._generators() == [loader.sampler.generator]
+
+
+def test_a_subset_counts_its_own_samples() -> None:
+    loader = Accelerator().prepare(
+        DataLoader(_rows(100), batch_size=4, sampler=SubsetRandomSampler(range(6)))
+    )
+    for _ in loader:
+        assert loader.remainder == 2
+
+
+def test_a_seedable_sampler_replaces_a_random_one() -> None:
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    )
+    orders = []
+    for _ in range(2):
+        loader = accelerator.prepare(DataLoader(_rows(12), shuffle=True))
+        assert isinstance(loader.sampler, SeedableRandomSampler)
+        orders.append([[row.item() for (row,) in loader] for _epoch in range(2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
+def test_a_batch_sampler_given_as_sampler_is_shared_as_one() -> None:
+    dataset = _rows(8)
+    sampler = BatchSampler(SequentialSampler(dataset), 2, False)
+    given = DataLoader(dataset, sampler=sampler, batch_size=None)
+    assert [batch.tolist() for (batch,) in Accelerator().prepare(given)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    shard = _second_of_two(given)
+    assert isinstance(shard.sampler, BatchSamplerShard)
+    assert len(shard) == 2
+    assert list(shard.sampler) == [[2, 3], [6, 7]]
+
+
+def test_single_samples_of_an_indexed_dataset_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=None and no batch sampler"):
+        Accelerator().prepare(DataLoader(_rows(8), batch_size=None))
+
+
+def test_a_stream_of_unknown_length() -> None:
+    accelerator = Accelerator()
+    stream = _Stream(5)
+    loader = accelerator.prepare(DataLoader(stream, batch_size=2))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    list(loader)
+    assert stream.epochs == [0, 1]
+    assert _board().total == -1
+
+
+def test_a_stream_with_a_length_is_shared_in_blocks() -> None:
+    shard = _second_of_two(DataLoader(_Stream(10, has_length=True), batch_size=2))
+    assert (len(shard), shard.total_batch_size, shard.total_dataset_length) == (3, 4, 10)
+    assert list(shard.dataset) == [2, 3, 6, 7, 0, 1]
+    halves = _second_of_two(DataLoader(_Stream(10), batch_size=4), split_batches=True)
+    assert (halves.batch_size, halves.total_batch_size) == (2, 4)
+
+
+def test_a_stream_of_ready_batches_is_shared_by_batch() -> None:
+    shard = _second_of_two(DataLoader(_Stream(6), batch_size=None))
+    assert list(shard.dataset) == [1, 3, 5]
+
+
+def test_set_sampler_reaches_below_the_shards() -> None:
+    dataset = _rows(8)
+    shard = _second_of_two(DataLoader(dataset, batch_size=2))
+    sampler = SequentialSampler(range(4))
+    shard.set_sampler(sampler)
+    assert shard.sampler is sampler
+    assert list(shard.batch_sampler) == [[2, 3]]
+    listed = Accelerator().prepare(DataLoader(dataset, batch_sampler=[[0], [1]]))
+    with pytest.raises(TypeError, match="list has no sampler"):
+        listed.set_sampler(sampler)
+
+
+def test_it_can_be_pickled_and_goes_when_dropped() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_rows(4), batch_size=2, shuffle=True))
+    list(loader)
+    copy = pickle.loads(pickle.dumps(loader))
+    assert copy.iteration == 1
+    assert sorted(row.item() for (batch,) in copy for row in batch) == [0, 1, 2, 3]
+    accelerator.free_memory()
+    gone = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
+    accelerator = Accelerator()
+    context.current().slot.set_state(WorkerState.RUNNING)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    train, test = accelerator.prepare(DataLoader(_rows(5), batch_size=2), DataLoader(_rows(4)))
+    for step, _ in enumerate(train, 1):
+        board = _board()
+        assert (board.state, board.step, board.total) == (WorkerState.TRAINING, step, 3)
+        if step == 2:
+            model.eval()
+            for number, _ in enumerate(test, 1):
+                board = _board()
+                assert (board.state, board.step, board.total) == (WorkerState.EVALUATING, number, 4)
+            model.train()
+            assert _board().state is WorkerState.TRAINING
+    assert _board().state is WorkerState.RUNNING
+    assert _board().samples == 8
+    for _ in train:
+        assert _board().epoch == 1
+    with torch.no_grad():
+        for _ in test:
+            assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
+
+
+def test_progress_shows_any_iterable() -> None:
+    accelerator = Accelerator()
+    for step, _ in enumerate(accelerator.progress([10, 20, 30])):
+        assert (_board().step, _board().total) == (step, 3)
+    assert _board().step == 3
+    assert list(accelerator.progress(iter("ab"), total=2)) == ["a", "b"]
+    assert _board().total == 2
+    list(accelerator.progress(iter("ab")))
+    assert _board().total == -1
+
+
+def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(_rows(4)))
+    for step, _ in enumerate(accelerator.progress(enumerate(loader)), 1):
+        assert (_board().step, _board().total) == (step, 4)
+    for step, _ in enumerate(accelerator.progress(loader), 1):
+        assert (_board().step, _board().total) == (step, 4)
+
+
+Point = namedtuple("Point", "x y")
+
+
+class _Movable:
+    def __init__(self) -> None:
+        self.device = "cpu"
+
+    def to(self, device: torch.device) -> _Movable:
+        moved = _Movable()
+        moved.device = str(device)
+        return moved
+
+
+def test_nested_batches_move_and_keep_their_types() -> None:
+    tensor = torch.ones(2)
+    batch = {"a": [tensor, (tensor, "text")], "b": Point(tensor, 3), "c": UserDict(k=tensor), "d": _Movable()}
+    moved = nested.to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["b"], Point)
+    assert moved["b"].x.is_meta
+    assert isinstance(moved["c"], UserDict)
+    assert moved["c"]["k"].is_meta
+    assert moved["d"].device == "meta"
+    assert nested.count_rows(batch) == 2
+    assert nested.count_rows([]) == nested.count_rows("text") == 0
+    assert nested.count_rows(torch.tensor(1)) == 1
+    halves = {"x": torch.ones(1, dtype=torch.bfloat16), "y": (torch.ones(1, dtype=torch.int64), None)}
+    full = nested.to_fp32(halves)
+    assert (full["x"].dtype, full["y"][0].dtype, full["y"][1]) == (torch.float32, torch.int64, None)
+
+
+def test_device_placement_decides_where_batches_go() -> None:
+    accelerator = Accelerator()
+    given = DataLoader(_rows(2))
+    assert accelerator.prepare_data_loader(given, device_placement=False).device is None
+    assert accelerator.prepare_data_loader(given).device == torch.device("cpu")
+    shard = accelerator.prepare_data_loader(given)
+    shard.device = torch.device("meta")
+    assert all(batch.is_meta for (batch,) in shard)
