@@ -56,13 +56,23 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class FrameInfo:
-    """One line of a worker's traceback. ``line`` is the source text, known even for notebook cells."""
+    """One line of a worker's traceback.
+
+    Args:
+        filename: of the code.
+        lineno: the line that was executing.
+        name: of the function.
+        line: the source text of that line, known even for notebook cells.
+        is_user: not a library's or Python's own.
+        first_lineno: where the function begins; 0 where unknown.
+    """
 
     filename: str
     lineno: int
     name: str
     line: str = ""
     is_user: bool = True
+    first_lineno: int = 0
 
 
 @dataclass(frozen=True)

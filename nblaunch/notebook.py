@@ -9,6 +9,7 @@ from nblaunch import dashboard as dashboards
 from nblaunch.launch import job as jobs
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
+from nblaunch.launch.rendering import ShownAtCall
 from nblaunch.spec import LaunchSpec, parse_port
 
 
@@ -93,34 +94,35 @@ def notebook_launcher(
         BaseException: whatever ``function`` raised first, with its original type.
     """
     __tracebackhide__ = True
-    spec = LaunchSpec(
-        function=function,
-        args=args,
-        num_processes=num_processes,
-        mixed_precision=mixed_precision,
-        backend=backend,
-        engine=engine,
-        start_method=start_method,
-        master_addr=master_addr,
-        master_port=parse_port(use_port),
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        rdzv_backend=rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_conf=rdzv_conf,
-        rdzv_id=rdzv_id,
-        max_restarts=max_restarts,
-        monitor_interval_s=monitor_interval,
-        log_line_prefix_template=log_line_prefix_template,
-        return_all=return_all,
-        sync_weights=sync_weights,
-        interrupt_grace_s=interrupt_grace_s,
-        hang_timeout_s=hang_timeout_s,
-        on_hang=on_hang,
-        threads_per_process=threads_per_process,
-        log_dir=log_dir,
-    )
-    return _launch(spec, background, dashboard)
+    with ShownAtCall():
+        spec = LaunchSpec(
+            function=function,
+            args=args,
+            num_processes=num_processes,
+            mixed_precision=mixed_precision,
+            backend=backend,
+            engine=engine,
+            start_method=start_method,
+            master_addr=master_addr,
+            master_port=parse_port(use_port),
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            rdzv_backend=rdzv_backend,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_conf=rdzv_conf,
+            rdzv_id=rdzv_id,
+            max_restarts=max_restarts,
+            monitor_interval_s=monitor_interval,
+            log_line_prefix_template=log_line_prefix_template,
+            return_all=return_all,
+            sync_weights=sync_weights,
+            interrupt_grace_s=interrupt_grace_s,
+            hang_timeout_s=hang_timeout_s,
+            on_hang=on_hang,
+            threads_per_process=threads_per_process,
+            log_dir=log_dir,
+        )
+        return _launch(spec, background, dashboard)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
@@ -135,8 +137,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         The return value of rank 0.
     """
     __tracebackhide__ = True
-    spec = LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")
-    return _launch(spec, background=False, dashboard="auto")
+    with ShownAtCall():
+        spec = LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")
+        return _launch(spec, background=False, dashboard="auto")
 
 
 def _launch(spec: LaunchSpec, background: bool, dashboard: str) -> Any:

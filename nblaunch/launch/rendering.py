@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from nblaunch.errors import RemoteTraceback
@@ -37,6 +37,17 @@ def hide_launcher(error: BaseException) -> None:
     is_ours = tb is None or _is_own(tb)
     if is_ours and not hasattr(error, "_render_traceback_"):
         render_as(error, LocalRendering())
+
+
+class ShownAtCall:
+    """Context manager: what the launcher raises in the block is shown at the line of the cell that called it."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, cls: object, error: BaseException | None, tb: object) -> None:
+        if error is not None:
+            hide_launcher(error)
 
 
 def cell_name(filename: str) -> str:
@@ -68,18 +79,31 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
 
     The technique is known from template engines, which map errors back to template lines (Jinja2's debug module).
     """
-    width = max(1, len(frame.line))
-    where = {"lineno": frame.lineno, "end_lineno": frame.lineno, "col_offset": 0, "end_col_offset": width}
-    statement = ast.Raise(exc=ast.Name(id="error", ctx=ast.Load(), **where), cause=None, **where)
-    code = compile(ast.Module(body=[statement], type_ignores=[]), frame.filename, "exec")
-    code = code.replace(co_name=frame.name)
-    if sys.version_info >= (3, 11):
-        code = code.replace(co_qualname=frame.name)
+    function = FunctionType(_raising_code(frame), {"error": RemoteTraceback()})
     try:
-        exec(code, {"__name__": "__main__", "__file__": frame.filename, "error": RemoteTraceback()})
+        function()
     except RemoteTraceback as raised:
         return raised.__traceback__.tb_next if raised.__traceback__ else None
     return None
+
+
+def _raising_code(frame: FrameInfo) -> CodeType:
+    """``def name(): raise error``, its ``def`` and its ``raise`` at the lines of the original."""
+    line = {"lineno": frame.lineno, "end_lineno": frame.lineno, "end_col_offset": max(1, len(frame.line))}
+    body = ast.Raise(
+        exc=ast.Name("error", ast.Load(), col_offset=0, **line), cause=None, col_offset=0, **line
+    )
+    first = min(frame.first_lineno or frame.lineno, frame.lineno)
+    tree = ast.parse("def function(): pass", frame.filename)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.lineno, definition.end_lineno, definition.body = first, frame.lineno, [body]
+    module = compile(tree, frame.filename, "exec")
+    code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+    code = code.replace(co_name=frame.name)  # names such as <lambda> can't be written in source
+    if sys.version_info >= (3, 11):
+        code = code.replace(co_qualname=frame.name)
+    return code
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,14 @@ def dump(error: BaseException) -> bytes | None:
     """The exception pickled, or None if it does not survive the way there and back.
 
     The way back is tried here, because an exception whose constructor takes something else than ``args`` can be
-    written but not read.
+    written but not read; such a one travels in parts.
     """
-    for describe in (_Chain.of, _Parts.of):
-        try:
-            body = to_bytes(describe(error), main_by_reference=True)
-            restored = pickle.loads(body).restore()
-        except Exception:
-            continue  # the next way, and after the last the caller falls back to text
-        if type(restored) is type(error) and len(body) <= _MAX_BYTES:
-            return body
-    return None
+    try:
+        body = to_bytes(_Chain.of(error), main_by_reference=True)
+        restored = pickle.loads(body).restore()
+    except Exception:
+        return None  # the caller has the text
+    return body if type(restored) is type(error) and len(body) <= _MAX_BYTES else None
 
 
 def load(body: bytes) -> BaseException:
@@ -40,7 +37,7 @@ def load(body: bytes) -> BaseException:
 class _Chain:
     """An exception with its ``__cause__`` and ``__context__``, which pickling an exception leaves behind."""
 
-    def __init__(self, error: BaseException, cause: Any, context: Any, is_suppressed: bool) -> None:
+    def __init__(self, error: Any, cause: Any, context: Any, is_suppressed: bool) -> None:
         self.error = error
         self.cause = cause
         self.context = context
@@ -50,19 +47,20 @@ class _Chain:
     def of(cls, error: BaseException, depth: int = _MAX_CHAIN) -> _Chain:
         cause, context = error.__cause__, error.__context__
         return cls(
-            error,
+            error if _can_travel(error) else _Parts.of(error),
             cls.of(cause, depth - 1) if cause is not None and depth else None,
             cls.of(context, depth - 1) if context is not None and context is not cause and depth else None,
             error.__suppress_context__,
         )
 
     def restore(self) -> BaseException:
+        error: BaseException = self.error.restore() if isinstance(self.error, _Parts) else self.error
         if self.cause is not None:
-            self.error.__cause__ = self.cause.restore()
+            error.__cause__ = self.cause.restore()
         if self.context is not None:
-            self.error.__context__ = self.context.restore()
-        self.error.__suppress_context__ = self.is_suppressed
-        return self.error
+            error.__context__ = self.context.restore()
+        error.__suppress_context__ = self.is_suppressed
+        return error
 
 
 class _Parts:
@@ -89,7 +87,7 @@ class _Parts:
 
 def _can_travel(value: Any) -> bool:
     try:
-        pickle.loads(to_bytes(value, main_by_reference=True))
+        restored = pickle.loads(to_bytes(value, main_by_reference=True))
     except Exception:
         return False
-    return True
+    return type(restored) is type(value)

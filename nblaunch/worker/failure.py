@@ -68,6 +68,7 @@ def _frames(tb: TracebackType | None) -> list[FrameInfo]:
             name=frame.f_code.co_name,
             line=linecache.getline(frame.f_code.co_filename, lineno, frame.f_globals).strip(),
             is_user=is_user_file(frame.f_code.co_filename),
+            first_lineno=frame.f_code.co_firstlineno,
         )
         for frame, lineno in traceback.walk_tb(tb)
     ]
