@@ -73,27 +73,33 @@ def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
 
 
-def describe_death(
-    cause: RootCause, report: AttemptReport, pid: int | None, *, is_explained: bool = False
-) -> str:
-    """One sentence: who ended, how, and what that usually means, unless better evidence explains it."""
-    who = f"rank {cause.rank}" + (f" (pid {pid})" if pid else "")
-    if cause.left_early:
-        finished = report.finished[cause.rank]
-        how = "left by sys.exit(0)" if finished.left_by_exit else "returned from the function"
-        waiting = ", ".join(str(rank) for rank in sorted(report.failed))
-        return (
-            f"{who} {how} while rank {waiting} still needed it in a collective operation. Every rank must take part "
-            "in the same collectives: look for a branch, a loop length or a return that depends on the rank"
-        )
+def what_happened(cause: RootCause, report: AttemptReport) -> str:
+    """How a rank ended, as the rest of a sentence that begins with it: ``was killed by SIGSEGV``."""
     status = cause.status or ExitStatus(0)
+    if cause.left_early:
+        left = (
+            "left by sys.exit(0)"
+            if report.finished[cause.rank].left_by_exit
+            else "returned from the function"
+        )
+        waiting = ", ".join(str(rank) for rank in sorted(report.failed))
+        return f"{left} while rank {waiting} still needed it in a collective operation"
     if status.signal_name:
-        meaning = _MEANINGS.get(status.signal_name, _signal_text(status))
-        return f"{who} was killed by {status.signal_name}" + ("" if is_explained else f". {meaning}")
-    return (
-        f"{who} ended with exit code {status.code} before the function returned: something called "
-        f"sys.exit({status.code}) or os._exit({status.code})"
-    )
+        return f"was killed by {status.signal_name}"
+    return f"ended with exit code {status.code} before the function returned"
+
+
+def what_it_means(cause: RootCause) -> str:
+    """A sentence of explanation, without evidence."""
+    status = cause.status or ExitStatus(0)
+    if cause.left_early:
+        return (
+            "Every rank must take part in the same collectives: look for a branch, a loop length or a return that "
+            "depends on the rank."
+        )
+    if status.signal_name:
+        return _MEANINGS.get(status.signal_name, _signal_text(status)) + "."
+    return f"Something called sys.exit({status.code}) or os._exit({status.code})."
 
 
 def _signal_text(status: ExitStatus) -> str:

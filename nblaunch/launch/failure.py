@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.launch import memory, stacks
-from nblaunch.launch.diagnose import RootCause, describe_death, find_root_cause, others_in_one_line
+from nblaunch.launch.diagnose import (
+    RootCause,
+    find_root_cause,
+    others_in_one_line,
+    what_happened,
+    what_it_means,
+)
 from nblaunch.launch.joblog import JobLog, read_log
 from nblaunch.launch.memory import MemoryVerdict
 from nblaunch.launch.reraise import rebuild
@@ -20,11 +26,16 @@ _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception to raise, the rank it is about, and one line about it."""
+    """An exception to raise, the rank it is about, and a few words about it (``ValueError: ...``, ``was killed by``)."""
 
     error: BaseException
     rank: int
     headline: str
+
+    @property
+    def sentence(self) -> str:
+        verb = "" if isinstance(self.error, (WorkerDied, JobHung)) else "raised "
+        return f"rank {self.rank} {verb}{self.headline}"
 
 
 def failure_of(
@@ -53,15 +64,17 @@ def failure_of(
         info = root.failed.info
         headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
         return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
-    sentence = describe_death(root, report, pid, is_explained=verdict is not None)
-    evidence += _shm_evidence(root)
-    evidence += _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
+    headline = what_happened(root, report)
+    explanation = [] if evidence else [what_it_means(root)]
+    who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
+    story = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
+    traces = _last_lines(log, root.rank, attempt) + _crash_stack(log, root.rank, attempt)
     error = WorkerDied(
-        "\n".join([sentence + ".", *evidence, *notes]),
+        "\n".join([*story, *traces, *notes]),
         rank=root.rank,
         exitcode=root.status.code if root.status else 0,
     )
-    return Failure(error, root.rank, sentence)
+    return Failure(error, root.rank, headline)
 
 
 def _hung(report: AttemptReport) -> Failure:

@@ -204,7 +204,7 @@ class Job:
     def _restart(self, report: AttemptReport) -> None:
         """Keep what went wrong in words, and number the next attempt."""
         failure = failure_of(report, self.pids, self._log, self.attempt)
-        self._past_failures.append(f"attempt {self.attempt}: rank {failure.rank}: {failure.headline}")
+        self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         self.attempt += 1
         text = (
             f"{self._past_failures[-1]}; starting all ranks again "

@@ -165,7 +165,9 @@ def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _is_own(tb: TracebackType) -> bool:
-    return is_own_file(tb.tb_frame.f_code.co_filename)
+    # Code generated for our dataclasses has no file.
+    module = str(tb.tb_frame.f_globals.get("__name__", ""))
+    return is_own_file(tb.tb_frame.f_code.co_filename) or module.startswith("nblaunch.")
 
 
 def _shell() -> Any:
