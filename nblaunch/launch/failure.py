@@ -26,7 +26,7 @@ _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception to raise, the rank it is about, and a few words about it (``ValueError: ...``, ``was killed by``)."""
+    """An exception to raise, the rank it is about, and a few words about it (``ValueError: ...``)."""
 
     error: BaseException
     rank: int

@@ -184,7 +184,7 @@ def test_endless_output_is_folded(chunk: int) -> None:
     assert lines[:500] == [f"[1] line {number}" for number in range(500)]
     assert lines[500:502] == [
         "[1] ... prints a lot; its last lines follow at the end",
-        "[1] ... 9,480 lines not shown; complete log: /logs/train-1",
+        "[1] ... 9,480 lines not shown; complete log: /logs/train-1/rank_1.log",
     ]
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
 
