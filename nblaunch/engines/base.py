@@ -42,7 +42,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release descriptors and reap helpers. Called once, when every rank has ended."""
+        """Kill what still runs, reap it and all helpers, release descriptors. Called once."""
 
 
 class Engine(ABC):

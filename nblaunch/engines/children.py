@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 
 from nblaunch.engines.base import WorkerGroup
 from nblaunch.events import ExitStatus
 from nblaunch.wire import descriptors
+
+_REAP_INTERVAL_S = 0.002
 
 UNKNOWN_EXIT = ExitStatus(255)
 """Where somebody else has reaped our child (a ``waitpid(-1)`` in user code), its status is lost."""
@@ -47,6 +50,8 @@ class Children(WorkerGroup):
             signal_group(self._alive[rank], signum)
 
     def close(self) -> None:
+        kill_and_reap(self._alive.values())
+        self._alive = {}
         descriptors.close(*self._pidfds.values())
         self._pidfds = {}
 
@@ -71,6 +76,16 @@ def signal_group(pid: int, signum: int) -> None:
         except (ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
             continue
         return
+
+
+def kill_and_reap(pids: Iterable[int]) -> None:
+    """SIGKILL to the group of each child, then wait until all have ended."""
+    waiting = set(pids)
+    for pid in waiting:
+        signal_group(pid, signal.SIGKILL)
+    while waiting:
+        waiting = {pid for pid in waiting if reap_with_group(pid) is None}
+        time.sleep(_REAP_INTERVAL_S if waiting else 0)
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:

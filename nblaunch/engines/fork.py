@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nblaunch.engines.base import Call, Engine, WorkerGroup
-from nblaunch.engines.children import Children, reap_with_group, signal_group
+from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.openmp import pause_pools
 from nblaunch.errors import LaunchError
 from nblaunch.wire.assignment import Assignment
@@ -53,7 +53,7 @@ def fork_workers(
             try:
                 pid = os.fork()
             except OSError as error:
-                _abandon(pids)
+                kill_and_reap(pids.values())  # those that were started before this one was refused
                 raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
             if pid == 0:
                 _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused)
@@ -106,15 +106,6 @@ def _signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _abandon(pids: dict[int, int]) -> None:
-    """Kill and reap the workers that were started before one was refused."""
-    for pid in pids.values():
-        signal_group(pid, signal.SIGKILL)
-    waiting = set(pids.values())
-    while waiting:
-        waiting = {pid for pid in waiting if reap_with_group(pid) is None}
 
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 
 from nblaunch.engines.base import Call, Engine, WorkerGroup
-from nblaunch.engines.children import open_pidfd, reap_with_group, signal_group
+from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
 from nblaunch.engines.fresh import REPORT, STARTED
 from nblaunch.engines.interpreter import start_interpreter, write_call
 from nblaunch.engines.spawn import disown
@@ -85,9 +85,10 @@ class ZygoteGroup(WorkerGroup):
             signal_group(self._zygote, signum)  # still loading: there are no workers yet
 
     def close(self) -> None:
+        for rank in self._alive & self._pids.keys():
+            self.signal(rank, signal.SIGKILL)
         if self._zygote_status is None:
-            signal_group(self._zygote, signal.SIGKILL)
-            os.waitpid(self._zygote, 0)
+            kill_and_reap([self._zygote])  # a worker that it was just about to start ends with it
         descriptors.close(self._report_fd)
         if self._zygote_fd is not None:
             descriptors.close(self._zygote_fd)

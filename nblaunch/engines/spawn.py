@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 
 from nblaunch.engines.base import Call, Engine, WorkerGroup
-from nblaunch.engines.children import Children, reap_with_group, signal_group
+from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.interpreter import start_interpreter, write_call
 from nblaunch.errors import LaunchError
 from nblaunch.wire.assignment import Assignment
@@ -27,7 +26,7 @@ class SpawnEngine(Engine):
             for assignment in assignments:
                 processes[assignment.rank] = start_interpreter([assignment], call_fd)
         except LaunchError:
-            _abandon(processes)
+            kill_and_reap(map(disown, processes.values()))
             raise
         finally:
             os.close(call_fd)
@@ -38,11 +37,3 @@ def disown(process: subprocess.Popen[bytes]) -> int:
     """Take the waiting for a process out of ``subprocess``'s hands, which would warn and reap it behind our back."""
     process.returncode = 0
     return process.pid
-
-
-def _abandon(processes: dict[int, subprocess.Popen[bytes]]) -> None:
-    waiting = {disown(process) for process in processes.values()}
-    for pid in waiting:
-        signal_group(pid, signal.SIGKILL)
-    while waiting:
-        waiting = {pid for pid in waiting if reap_with_group(pid) is None}

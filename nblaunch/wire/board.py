@@ -186,7 +186,8 @@ class Board:
             slot._ints.release()
             slot._doubles.release()
         self._slots = []
-        # Slices of the view are still referenced by the released casts' parents; they go with this object.
+        self._view.release()
+        self._map.close()  # it holds a descriptor of its own
         os.close(self.fd)
         self.fd = -1
         return last

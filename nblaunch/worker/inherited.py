@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import multiprocessing.process
+import multiprocessing.util
 import sys
 import threading
 from typing import Any, NoReturn
@@ -22,6 +24,7 @@ def forget() -> None:
     _refuse_input()
     _redirect_kernel_streams()
     _detach_tqdm()
+    _disown_processes()
     _reset_accelerate()
     process_group.forget_inherited()
 
@@ -99,6 +102,19 @@ def _detach_tqdm() -> None:
 
 def _stay(self: Any, lines: int) -> None:
     """Nested bars share a rank's one status line instead of moving a cursor that a log does not have."""
+
+
+def _disown_processes() -> None:
+    """The kernel's pools and data loaders are not this worker's to end, as ``multiprocessing`` would at its exit.
+
+    What ``multiprocessing`` itself does in a child that it forks (``BaseProcess._bootstrap``).
+    """
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
+    loader_signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if loader_signals is not None:
+        loader_signals._SIGCHLD_handler_set = False  # the handler went with the kernel's others
 
 
 def _reset_accelerate() -> None:

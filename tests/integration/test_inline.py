@@ -1,0 +1,97 @@
+"""engine="inline": the function in the kernel itself, as the only rank."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.kernels import Kernel
+
+RANK_VARIABLES = (
+    "{name: os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')}"
+)
+
+
+def test_it_runs_in_the_kernel_and_puts_everything_back(shared: Kernel) -> None:
+    cell = shared.run(
+        f"""
+import nblaunch.context as context, signal, torch.distributed as dist
+before = {RANK_VARIABLES}, context.take(), signal.getsignal(signal.SIGINT)
+def train(scale):
+    accelerator = nblaunch.Accelerator()
+    model, optimizer = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=scale))
+    accelerator.backward(model(torch.ones(4, 2)).square().mean())
+    optimizer.step()
+    dist.is_initialized() or dist.init_process_group("gloo")
+    return os.getpid(), os.environ["RANK"], os.environ["WORLD_SIZE"], context.is_worker(), dist.get_world_size()
+value = notebook_launcher(train, (0.1,), engine="inline")
+after = {RANK_VARIABLES}, context.take(), signal.getsignal(signal.SIGINT)
+value, before == after, dist.is_initialized(), context.is_worker()
+"""
+    )
+    expected = ((shared.pid, "0", "1", True, 1), True, False, False)
+    assert ast.literal_eval(cell.result or "") == expected
+
+
+def test_an_error_shows_the_line_of_the_function_and_leaves_no_trace(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    values = []
+    return values[3]
+notebook_launcher(train, engine="inline")
+""",
+        raises="IndexError",
+    )
+    assert cell.error is not None
+    assert "return values[3]" in cell.error.text
+    assert "/nblaunch/" not in cell.error.text
+    cell = shared.run(
+        f"""
+import traceback, nblaunch.context as context, torch.distributed as dist
+job = nblaunch.last_job()
+depths = []
+for _ in range(2):
+    try:
+        job.result()
+    except IndexError as error:
+        depths.append(len(traceback.extract_tb(error.__traceback__)))
+{RANK_VARIABLES}, context.is_worker(), dist.is_initialized(), job.status, depths[0] == depths[1]
+"""
+    )
+    variables, is_worker, is_joined, status, is_stable = ast.literal_eval(cell.result or "")
+    assert set(variables.values()) == {None}
+    assert (is_worker, is_joined, status, is_stable) == (False, False, "failed", True)
+
+
+def test_an_interrupt_reaches_the_function_where_it_is(shared: Kernel) -> None:
+    cell = shared.submit(
+        """
+def train():
+    import threading
+    try:
+        print("waiting", flush=True)
+        threading.Event().wait(50)
+    finally:
+        print("cleaned up")
+notebook_launcher(train, engine="inline")
+"""
+    )
+    cell.wait_for_text("waiting")
+    shared.interrupt()
+    error = cell.wait(20).error
+    assert error is not None
+    assert error.name == "KeyboardInterrupt"
+    assert "cleaned up" in cell.stdout
+    assert (
+        shared.run("nblaunch.last_job().status, nblaunch.context.is_worker()").result
+        == "('interrupted', False)"
+    )
+
+
+def test_several_processes_are_refused(shared: Kernel) -> None:
+    cell = shared.run("notebook_launcher(print, num_processes=2, engine='inline')", raises="ValueError")
+    assert cell.error is not None
+    assert "num_processes=2" in cell.error.value
+    assert "valid are 1 and None" in cell.error.value

@@ -1,0 +1,287 @@
+"""fork, forkserver and spawn: the same behaviour, and the choice between them."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.integration.conftest import START_METHODS
+from tests.kernels import Kernel
+
+# Twice the threads of one, on a machine with few cores too: what matters is that there is a pool at all.
+USED_OPENMP = """
+torch.set_num_threads(2)
+big = torch.randn(2000, 2000)
+layer = nn.Linear(2000, 2000)
+layer(big).square().mean().backward()
+(big @ big).sum().item()
+"""
+
+TRAIN = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(512, 512))
+    x = torch.full((512, 512), float(dist.get_rank() + 1))
+    loss = model(x).square().mean()
+    loss.backward()
+    normal = torch.empty(1 << 20).normal_()   # parallel as well
+    gradient = model.module.weight.grad.sum()
+    every = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, gradient)
+    return torch.get_num_threads(), len({value.item() for value in every}), (x @ x).shape[0], len(normal)
+"""
+
+DRAWS = """
+import random
+import numpy as np
+
+def draw():
+    return random.random(), float(np.random.rand()), torch.rand(2).tolist()
+"""
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_every_method_returns_prints_raises_and_shares_the_model(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+model = nn.Linear(3, 2)
+def train(model, factor):
+    rank = int(os.environ["RANK"])
+    print(f"hello from {{rank}}")
+    with torch.no_grad():
+        model.weight.fill_(factor * (rank + 1))
+    return rank, os.getppid() == {shared.pid}, os.getpid() == {shared.pid}, model.weight.sum().item()
+values = notebook_launcher(train, (model, 2.0), 2, start_method={method!r}, return_all=True)
+values, model.weight.unique().tolist(), nblaunch.last_job().plan.start_method
+"""
+    )
+    is_child = method != "forkserver"
+    expected = ([(0, is_child, False, 12.0), (1, is_child, False, 24.0)], [2.0], method)
+    assert ast.literal_eval(cell.result or "") == expected
+    assert {"[0] hello from 0", "[1] hello from 1"} <= set(cell.stdout.splitlines())
+    failing = shared.run(
+        f"""
+def fail(limit):
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        raise LookupError(f"over {{limit}}")
+notebook_launcher(fail, (7,), 2, start_method={method!r})
+""",
+        raises="LookupError",
+    )
+    assert failing.error is not None
+    assert failing.error.value == "over 7"
+    assert "raise LookupError" in failing.error.text
+    assert "/nblaunch/" not in failing.error.text
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_the_number_of_workers_changes_nothing_else(shared: Kernel, num_processes: int) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    import torch.distributed as dist
+    dist.init_process_group()
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print("reduced")
+    return os.getpid(), nblaunch.context.is_worker(), dist.get_world_size(), total.item()
+import nblaunch.context
+values = notebook_launcher(train, num_processes={num_processes}, return_all=True)
+values
+"""
+    )
+    values = ast.literal_eval(cell.result or "")
+    assert len({pid for pid, *_ in values} | {shared.pid}) == num_processes + 1
+    assert [rest for _, *rest in values] == [[True, num_processes, num_processes]] * num_processes
+    printed = [line for line in cell.stdout.splitlines() if line.endswith("reduced")]
+    labels = [""] if num_processes == 1 else [f"[{rank}] " for rank in range(num_processes)]
+    assert sorted(printed) == [f"{label}reduced" for label in labels]
+
+
+def test_a_kernel_that_used_openmp_forks_workers_that_use_it_too(fresh: Kernel) -> None:
+    fresh.run(USED_OPENMP + TRAIN)
+    for num_processes, num_threads in ((2, 2), (2, 1), (4, 2), (2, 2)):
+        cell = fresh.run(
+            f"""
+values = notebook_launcher(train, num_processes={num_processes}, threads_per_process={num_threads}, return_all=True)
+(big @ big).sum().item()                                  # the kernel goes on with its own threads
+layer(big).square().mean().backward()
+values, torch.get_num_threads(), nblaunch.last_job().plan.start_method
+"""
+        )
+        values, kernel_threads, method = ast.literal_eval(cell.result or "")
+        assert values == [(num_threads, 1, 512, 1 << 20)] * num_processes
+        assert (kernel_threads, method) == (2, "fork")
+
+
+def test_where_pools_cannot_be_paused_workers_keep_to_one_thread(fresh: Kernel) -> None:
+    fresh.run(USED_OPENMP + TRAIN)
+    cell = fresh.run(
+        """
+import nblaunch.engines.fork
+nblaunch.engines.fork.pause_pools = lambda: False
+notebook_launcher(train, num_processes=2, threads_per_process=2, return_all=True)
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == [(1, 1, 512, 1 << 20)] * 2
+    # A person who asked for two threads and gets one is told.
+    assert "one thread" in cell.stdout
+
+
+def test_a_fork_hazard_leads_to_a_forkserver_and_is_named(shared: Kernel) -> None:
+    shared.run(
+        """
+from nblaunch import backends
+from nblaunch.backends.cpu import CpuBackend
+class Hazardous(CpuBackend):
+    is_oversubscribable = False
+    def fork_hazard(self):
+        return "this process has used the device, says the test"
+    def device_count(self):
+        return 2
+real = backends.discover()["cpu"]
+backends.discover()["cpu"] = Hazardous()
+"""
+    )
+    try:
+        cell = shared.run(
+            """
+def where():
+    return os.getppid()
+value = notebook_launcher(where, num_processes=2)
+value, nblaunch.last_job().plan.start_method
+"""
+        )
+        parent, method = ast.literal_eval(cell.result or "")
+        assert (parent != shared.pid, method) == (True, "forkserver")
+        shown = cell.stdout + cell.displays[0].data["text/plain"]
+        assert "forkserver" in shown
+        assert "this process has used the device, says the test" in shown
+        refused = shared.run(
+            "notebook_launcher(where, num_processes=2, start_method='fork')", raises="LaunchError"
+        )
+        assert refused.error is not None
+        assert "this process has used the device, says the test" in refused.error.value
+        assert "start_method='fork'" in refused.error.value
+        assert "start_method='auto'" in refused.error.value
+        many = shared.run("notebook_launcher(where, num_processes=3)", raises="ValueError")
+        assert many.error is not None
+        assert "num_processes=3" in many.error.value
+        assert "1 to 2" in many.error.value
+    finally:
+        shared.run("backends.discover()['cpu'] = real")
+
+
+def test_a_launch_from_a_thread_goes_through_a_forkserver(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import threading
+def where():
+    return os.getppid()
+got = []
+thread = threading.Thread(target=lambda: got.append(notebook_launcher(where, num_processes=2)))
+thread.start(); thread.join()
+got[0] == os.getpid(), nblaunch.last_job().plan.start_method, nblaunch.last_job().plan.reason
+"""
+    )
+    is_child, method, reason = ast.literal_eval(cell.result or "")
+    assert (is_child, method) == (False, "forkserver")
+    assert "thread" in reason
+
+
+@pytest.mark.parametrize(
+    ("setup", "call", "name"),
+    [
+        (
+            "def make(lock):\n    def train():\n        return lock is not None\n    return train\n"
+            "train = make(threading.Lock())",
+            "train",
+            "lock",
+        ),
+        (
+            "the_lock = threading.Lock()\ndef train():\n    return the_lock is not None",
+            "train",
+            "the_lock",
+        ),
+        (
+            "def train(config):\n    return config is not None",
+            "train, ({'guard': threading.Lock()},)",
+            "config['guard']",
+        ),
+        (
+            "class Holder:\n    pass\nholder = Holder()\nholder.inner = [1, threading.Lock()]\n"
+            "def helper():\n    return holder\ndef train():\n    return helper() is not None",
+            "train",
+            "holder.inner[1]",
+        ),
+    ],
+    ids=["closure", "global", "argument", "global of a helper"],
+)
+def test_what_cannot_be_pickled_goes_by_fork_and_is_named_elsewhere(
+    shared: Kernel, setup: str, call: str, name: str
+) -> None:
+    shared.run("import threading\n" + setup)
+    assert shared.run(f"notebook_launcher({call}, num_processes=2)").result == "True"
+    for method in ("forkserver", "spawn"):
+        cell = shared.run(
+            f"notebook_launcher({call}, num_processes=2, start_method={method!r})", raises="PayloadError"
+        )
+        assert cell.error is not None
+        assert f" {name} (" in cell.error.value, cell.error.value
+        assert "start_method='fork'" in cell.error.value
+    assert shared.processes() == []
+
+
+def test_what_an_earlier_cell_set_up_does_no_harm(fresh: Kernel) -> None:
+    fresh.run(
+        """
+os.environ.update(MASTER_ADDR="10.255.255.1", MASTER_PORT="1", RANK="5", WORLD_SIZE="9", LOCAL_RANK="7")
+import accelerate, torch.distributed as dist
+from accelerate import PartialState
+"""
+    )
+    fresh.run(
+        """
+for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    os.environ.pop(name)
+theirs = accelerate.Accelerator(cpu=True)
+ours = nblaunch.Accelerator()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+os.environ.update(MASTER_ADDR="10.255.255.1", MASTER_PORT="1", RANK="5", WORLD_SIZE="9", LOCAL_RANK="7")
+"""
+    )
+    cell = fresh.run(
+        """
+def train():
+    mine = nblaunch.Accelerator()
+    rank = mine.process_index
+    gathered = mine.gather(torch.tensor([rank]))
+    hf = accelerate.Accelerator()
+    return mine.num_processes, gathered.tolist(), hf.num_processes, hf.process_index == rank, dist.get_world_size()
+values = [notebook_launcher(train, num_processes=2, return_all=True, start_method=method)
+          for method in ("fork", "forkserver")]
+values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.environ["RANK"]
+"""
+    )
+    one = (2, [0, 1], 2, True, 2)
+    assert ast.literal_eval(cell.result or "") == ([[one, one]] * 2, 1, 1, 1, "5")
+
+
+def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
+    cell = shared.run(
+        DRAWS
+        + """
+random.seed(3); np.random.seed(4); torch.manual_seed(5)
+drawn = {method: notebook_launcher(draw, num_processes=2, start_method=method, return_all=True)
+         for method in ("fork", "forkserver", "spawn")}
+drawn, draw()
+"""
+    )
+    drawn, own = ast.literal_eval(cell.result or "")
+    assert drawn == {method: [own, own] for method in START_METHODS}
