@@ -1,0 +1,122 @@
+"""What the benchmarks share: kernels to measure in, pairs of measurements side by side, a table to print.
+
+A benchmark is a module of this folder with ``measure()``, which yields rows. Most of its work happens inside a real kernel:
+the kernel imports the same module and calls one of its ``in_kernel_...`` functions, whose value comes back as JSON.
+
+Times of a shared machine say little by themselves. What is compared is measured alternately in one process (A B A B),
+and the median of the ratios of neighbours is what counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.kernels import Kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL_TIMEOUT_S = 200.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        what: what was measured.
+        value: the result, with its unit.
+        target: what it should be, as ``"<= 1.5"``; empty for a number given for comparison only.
+        holds: whether it is.
+    """
+
+    what: str
+    value: str
+    target: str = ""
+    holds: bool = True
+
+
+def at_most(what: str, value: float, limit: float, unit: str = "", digits: int = 2) -> Row:
+    """A row whose value should not be above ``limit``."""
+    return Row(what, f"{value:.{digits}f}{unit}", f"<= {limit:g}{unit}", value <= limit)
+
+
+def count(what: str, good: int, of: int, note: str = "") -> Row:
+    """A row that counts successes, all of which are wanted."""
+    return Row(what, f"{good}/{of}{f' ({note})' if note else ''}", f"{of}/{of}", good == of)
+
+
+def show(title: str, rows: Iterable[Row]) -> bool:
+    """Print rows as one part of the table, each as soon as it is known; returns whether every target was met."""
+    print(f"\n## {title}\n\n| what | measured | target | |\n|---|---|---|---|")
+    is_good = True
+    for row in rows:
+        verdict = ("ok" if row.holds else "MISSED") if row.target else ""
+        print(f"| {row.what} | {row.value} | {row.target} | {verdict} |", flush=True)
+        is_good = is_good and row.holds
+    return is_good
+
+
+@contextmanager
+def kernel(setup: str = "import torch", env: Mapping[str, str] | None = None) -> Iterator[Kernel]:
+    """A fresh kernel that can import the benchmarks, after it has run ``setup``."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})}) as started:
+        started.run(setup)
+        yield started
+
+
+def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of a benchmark inside a kernel; arguments and value are plain data."""
+    values = ", ".join(map(repr, args))
+    module, name = _module_of(function), function.__name__
+    cell = started.run(
+        f"import json, {module}\njson.dumps({module}.{name}({values}))", timeout_s=CELL_TIMEOUT_S
+    )
+    assert cell.result is not None, cell.describe()
+    return json.loads(ast.literal_eval(cell.result))
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Its importable name, also where the module was started as a script."""
+    file = Path(function.__code__.co_filename).resolve().relative_to(ROOT)
+    return ".".join(file.with_suffix("").parts)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Times of two functions that ran alternately.
+
+    Args:
+        a_s: medians of the first, in seconds.
+        b_s: of the second.
+        ratio: the median of a / b over neighbours.
+    """
+
+    a_s: float
+    b_s: float
+    ratio: float
+
+
+def alternate(a: Callable[[], object], b: Callable[[], object], num_pairs: int) -> Pairs:
+    """Time ``a`` and ``b`` in turn, after one call of each that does not count."""
+    a(), b()
+    times = [(_seconds(a), _seconds(b)) for _ in range(num_pairs)]
+    return Pairs(
+        a_s=statistics.median(one for one, _ in times),
+        b_s=statistics.median(other for _, other in times),
+        ratio=statistics.median(one / other for one, other in times),
+    )
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

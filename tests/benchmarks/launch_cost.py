@@ -1,0 +1,134 @@
+"""What a launch costs beyond bare ``os.fork``: with nothing in the function, and with a process group up.
+
+    python -m tests.benchmarks.launch_cost
+
+Both sides start the same number of children from the same kernel, in turn. The bare side does the least that a
+program could do: fork, the same work in the children, ``os._exit``, ``waitpid``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from tests.benchmarks.bench import ROOT, Row, alternate, at_most, call, kernel, show
+
+SIZES = (2, 4, 8)
+NUM_PAIRS = 15
+MAX_EMPTY, MAX_GROUP = 1.5, 1.4
+
+
+def measure() -> Iterator[Row]:
+    for launcher in ("nblaunch", "accelerate"):
+        env = {"ACCELERATE_USE_CPU": "true"} if launcher == "accelerate" else {}
+        for has_group in (False, True):
+            with kernel(env=env) as started:
+                for size in SIZES:
+                    pairs = call(started, in_kernel_ratio, launcher, size, has_group, NUM_PAIRS)
+                    yield _row(launcher, size, has_group, pairs)
+    with kernel() as started:
+        first_s, next_s = call(started, in_kernel_first_launch)
+        yield Row("first launch in a kernel, 2 workers", f"{first_s * 1e3:.0f} ms (second: {next_s * 1e3:.0f} ms)")
+    yield at_most("import nblaunch", import_ms(), 50, " ms", 1)
+
+
+def _row(launcher: str, size: int, has_group: bool, pairs: dict[str, float]) -> Row:
+    what = f"{launcher}, {size} workers, {'process group and barrier' if has_group else 'empty function'}: times fork"
+    value = f"{pairs['ratio']:.2f} ({pairs['a_s'] * 1e3:.0f} ms / {pairs['b_s'] * 1e3:.0f} ms)"
+    if launcher != "nblaunch":
+        return Row(what, value)
+    limit = MAX_GROUP if has_group else MAX_EMPTY
+    return Row(what, value, f"<= {limit}", pairs["ratio"] <= limit)
+
+
+def import_ms(repeats: int = 9) -> float:
+    """The least time of ``import nblaunch`` in a fresh interpreter, as the interpreter itself sees it."""
+    program = "import time; t = time.perf_counter(); import nblaunch; print((time.perf_counter() - t) * 1e3)"
+    command = [sys.executable, "-c", program]
+    return min(float(subprocess.check_output(command, cwd=ROOT, text=True)) for _ in range(repeats))
+
+
+def in_kernel_first_launch() -> tuple[float, float]:
+    from nblaunch import notebook_launcher
+
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        notebook_launcher(_nothing, num_processes=2)
+        times.append(time.perf_counter() - start)
+    return times[0], times[1]
+
+
+def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -> dict[str, float]:
+    launch: Any
+    if launcher == "nblaunch":
+        from nblaunch import notebook_launcher as launch
+    else:
+        from accelerate import notebook_launcher as launch
+    if has_group:
+        return asdict(alternate(lambda: launch(_meet, (), num_processes=size), lambda: _bare_group(size), num_pairs))
+    return asdict(alternate(lambda: launch(_nothing, (), num_processes=size), lambda: _bare(size), num_pairs))
+
+
+def _nothing() -> None:
+    """The function that is launched where the launcher alone is measured."""
+
+
+def _meet() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group()
+    dist.barrier()
+
+
+def _bare(
+    size: int, work: Callable[[int], None] | None = None, once_forked: Callable[[], object] | None = None
+) -> None:
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                if work is not None:
+                    work(rank)
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    kept = once_forked() if once_forked is not None else None
+    for pid in pids:
+        os.waitpid(pid, 0)
+    del kept
+
+
+def _bare_group(size: int) -> None:
+    """The store starts after the forks: a fork beside its thread now and then copies a resolver lock held by it."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def work(rank: int) -> None:
+        import torch.distributed as dist
+
+        listener.close()
+        store = TCPStore("127.0.0.1", port, None, False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        dist.barrier()
+
+    def host() -> TCPStore:
+        return TCPStore(
+            "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    _bare(size, work, host)
+
+
+if __name__ == "__main__":
+    sys.exit(not show("Launch cost", measure()))
