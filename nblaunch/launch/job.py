@@ -260,7 +260,9 @@ class Job:
     def _conclude_attempt(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> None:
         self._values = {rank: outcome.value for rank, outcome in outcomes.items()}
         if report.cancelled:
-            self._conclude("cancelled", JobCancelled(f"{self!r} was cancelled"))
+            self._conclude(
+                "cancelled", JobCancelled(f"{self.spec.function_name} was cancelled; logs: {self.log_dir}")
+            )
         elif report.interrupted:
             self._conclude("interrupted", KeyboardInterrupt())
         elif not report.is_success:

@@ -110,6 +110,10 @@ class _Worker:
         )
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
+        if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
+            self.sender.send(
+                Note(rank=-1, time_s=time.time(), text=_ONE_THREAD.format(assignment.num_threads))
+            )
 
     def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
         """Put value and weights into the outbox and say so."""
@@ -167,6 +171,11 @@ class _Worker:
 
 
 _LEFT = object()
+
+_ONE_THREAD = (
+    "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
+    "for a fork; start_method='forkserver' allows all"
+)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int]:

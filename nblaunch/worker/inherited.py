@@ -20,6 +20,7 @@ from nblaunch.backends import process_group
 def forget() -> None:
     """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr`` were replaced."""
     atexit._clear()
+    _become_main_thread()
     _leave_interactive_mode()
     _refuse_input()
     _redirect_kernel_streams()
@@ -27,6 +28,14 @@ def forget() -> None:
     _disown_processes()
     _reset_accelerate()
     process_group.forget_inherited()
+
+
+def _become_main_thread() -> None:
+    """A worker of a background job was forked from a daemon thread, and threads inherit that.
+
+    Then nobody would wait for a thread of the function that still writes a file when the function returns.
+    """
+    threading.main_thread()._daemonic = False  # type: ignore[attr-defined]
 
 
 def _leave_interactive_mode() -> None:
