@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import signal
 import sys
 import traceback
@@ -46,6 +47,7 @@ def fork_workers(
         stream.flush()  # or every worker would carry a copy of what is buffered
     is_paused = pause_pools()
     parent_pid = os.getpid()
+    load_call = _with_random_state(load_call)
     with _frozen_heap(), _signals_held_back(), warnings.catch_warnings():
         # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -81,6 +83,17 @@ def _be_worker(
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
+    """Python seeds ``random`` anew in every child that it forks, unlike numpy and torch: undo that before the call."""
+    state = random.getstate()
+
+    def load() -> Call:
+        random.setstate(state)
+        return load_call()
+
+    return load
 
 
 @contextmanager

@@ -67,7 +67,10 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
-        warnings=_memory_warnings(spec, backend, num_processes),
+        warnings=(
+            *_start_method_notes(spec, start_method, reason),
+            *_memory_warnings(spec, backend, num_processes),
+        ),
     )
 
 
@@ -113,6 +116,12 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     if hazard is not None:
         return "forkserver", f"fork is not possible here: {hazard}"
     return "fork", "shares the model with the kernel, nothing is pickled"
+
+
+def _start_method_notes(spec: LaunchSpec, start_method: str, reason: str) -> tuple[str, ...]:
+    """A word where the choice is not the usual one: fresh processes start slower and need the call pickled."""
+    is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
+    return (f"workers start through a {start_method}: {reason}",) if is_detour else ()
 
 
 def _fork_hazard(backend: Backend) -> str | None:
