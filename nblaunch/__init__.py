@@ -17,11 +17,21 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Accelerator": "nblaunch.training.accelerator",
+    "AcceleratorState": "nblaunch.training.state",
+    "AutocastKwargs": "nblaunch.training.options",
+    "DataLoaderConfiguration": "nblaunch.training.options",
+    "DistributedDataParallelKwargs": "nblaunch.training.options",
+    "DistributedType": "nblaunch.training.state",
+    "GradScalerKwargs": "nblaunch.training.options",
+    "GradientAccumulationPlugin": "nblaunch.training.options",
+    "GradientState": "nblaunch.training.state",
+    "InitProcessGroupKwargs": "nblaunch.training.options",
     "Job": "nblaunch.launch.job",
     "JobCancelled": "nblaunch.errors",
     "JobHung": "nblaunch.errors",
     "LaunchError": "nblaunch.errors",
     "NblaunchError": "nblaunch.errors",
+    "PartialState": "nblaunch.training.state",
     "PayloadError": "nblaunch.errors",
     "ResultError": "nblaunch.errors",
     "WorkerDied": "nblaunch.errors",
@@ -30,15 +40,26 @@ _PUBLIC = {
     "debug_launcher": "nblaunch.notebook",
     "last_job": "nblaunch.launch.job",
     "notebook_launcher": "nblaunch.notebook",
+    "set_seed": "nblaunch.training.rng",
 }
 
 __all__ = [
     "Accelerator",
+    "AcceleratorState",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
     "Job",
     "JobCancelled",
     "JobHung",
     "LaunchError",
     "NblaunchError",
+    "PartialState",
     "PayloadError",
     "ResultError",
     "WorkerDied",
@@ -48,6 +69,7 @@ __all__ = [
     "debug_launcher",
     "last_job",
     "notebook_launcher",
+    "set_seed",
 ]
 
 if TYPE_CHECKING:
@@ -65,6 +87,16 @@ if TYPE_CHECKING:
     from nblaunch.launch.job import Job, last_job
     from nblaunch.notebook import debug_launcher, notebook_launcher
     from nblaunch.training.accelerator import Accelerator
+    from nblaunch.training.options import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+    )
+    from nblaunch.training.rng import set_seed
+    from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from nblaunch import backends, context, env
 from nblaunch.topology import Topology
 
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class RankFailed(AssertionError):
@@ -48,7 +48,9 @@ def stop_server() -> None:
     resource_tracker._resource_tracker._stop()
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, backend: str = "cpu"
+) -> list[Any]:
     """Call ``function(*args)`` on every rank of a job; returns the results by rank.
 
     Raises:
@@ -58,24 +60,41 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     call = cloudpickle.dumps((function, args))
     spawn = multiprocessing.get_context("forkserver")
     ranks = []
+    patience_s = (
+        1.0  # after a failure the others wait for the rank that failed, so they are not worth waiting for
+    )
     try:
         for rank in range(world_size):
             topology = Topology(rank, rank, 0, world_size, world_size, master_port=store.port)
             receiver, sender = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=_rank_main, args=(call, topology.to_env() | LOOPBACK, sender))
+            process = spawn.Process(
+                target=_rank_main, args=(call, topology.to_env() | LOOPBACK, backend, sender)
+            )
             process.start()
             sender.close()
             ranks.append((process, receiver))
         deadline = time.monotonic() + timeout_s
-        return [_result(rank, receiver, deadline) for rank, (_, receiver) in enumerate(ranks)]
+        results = [_result(rank, receiver, deadline) for rank, (_, receiver) in enumerate(ranks)]
+        patience_s = 20.0
+        return results
     finally:
-        for process, receiver in ranks:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-            receiver.close()
+        stuck = [
+            rank for rank, (process, receiver) in enumerate(ranks) if not _end(process, receiver, patience_s)
+        ]
+        if stuck:
+            print(f"ranks {stuck} did not end by themselves and were killed")
+
+
+def _end(process: Any, receiver: multiprocessing.connection.Connection, patience_s: float) -> bool:
+    """Wait for a rank to end, or make it; whether it ended by itself."""
+    process.join(patience_s)
+    is_ended = not process.is_alive()
+    if not is_ended:
+        process.kill()
+        process.join()
+    process.close()
+    receiver.close()
+    return is_ended
 
 
 def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline: float) -> Any:
@@ -91,13 +110,13 @@ def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline
 
 
 def _rank_main(
-    call: bytes, environment: dict[str, str], sender: multiprocessing.connection.Connection
+    call: bytes, environment: dict[str, str], backend: str, sender: multiprocessing.connection.Connection
 ) -> None:
     env.apply(environment)
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
     context.reset()
-    context.install(context.WorkerContext(Topology.from_env(environment), backends.choose("cpu")))
+    context.install(context.WorkerContext(Topology.from_env(environment), backends.choose(backend)))
     try:
         function, args = cloudpickle.loads(call)
         answer = (False, function(*args))

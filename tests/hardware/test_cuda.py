@@ -1,0 +1,124 @@
+"""The CUDA backend on real GPUs. Skipped where there is none.
+
+What looks at a process before CUDA is in use runs in a fresh interpreter, because this one may use it already.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import Accelerator, context
+from nblaunch.backends.cuda import BACKEND
+from tests.training import ranks
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank_server() -> Iterator[None]:
+    """The process that ranks are forked from; it never touches a GPU."""
+    ranks.start_server()
+    yield
+    ranks.stop_server()
+
+
+def _fresh(code: str) -> Any:
+    """The JSON that ``code`` prints in a fresh interpreter."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_gpus_are_counted_as_cuda_counts_them_and_without_a_context() -> None:
+    code = (
+        "import json; from pathlib import Path; from nblaunch.backends import cuda;"
+        "count = cuda.BACKEND.device_count();"
+        "touched = cuda.has_open_device(Path('/proc/self/fd')); import torch;"
+        "print(json.dumps([count, touched, torch.cuda.is_initialized(), torch.cuda.device_count()]))"
+    )
+    count, touched, is_initialised, true_count = _fresh(code)
+    assert count == true_count
+    assert not touched
+    assert not is_initialised
+
+
+_HAZARD = (
+    "import json, torch; from nblaunch.backends.cuda import BACKEND; {before};"
+    "print(json.dumps(BACKEND.fork_hazard()))"
+)
+
+
+def test_a_fresh_process_can_be_forked() -> None:
+    assert _fresh(_HAZARD.format(before="torch.ones(3).sum()")) is None
+
+
+def test_cuda_in_use_is_a_fork_hazard() -> None:
+    assert "has used CUDA" in _fresh(_HAZARD.format(before="torch.ones(3, device='cuda')"))
+
+
+def test_a_backward_on_the_cpu_is_a_fork_hazard() -> None:
+    before = "torch.ones((), requires_grad=True).backward()"
+    hazard = _fresh(_HAZARD.format(before=before))
+    assert hazard is not None
+    assert "backward() ran in this process" in hazard or "has used CUDA" in hazard
+
+
+def _train(mixed_precision: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision=mixed_precision)
+    module = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    loader = DataLoader(data, batch_size=16, shuffle=True, pin_memory=True)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    losses = []
+    for _ in range(8):
+        for x, y in loader:
+            loss = (model(x) - y).pow(2).mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    weight = module[0].weight.detach()
+    copies = accelerator.gather(weight.unsqueeze(0))
+    return {
+        "devices": (str(x.device.type), weight.device.type, str(accelerator.device)),
+        "improved": losses[-1] < losses[0] / 4,
+        "equal": bool((copies == copies[0]).all()),
+        "flags": accelerator.gather(torch.tensor([True, False], device=accelerator.device)).tolist(),
+        "group": accelerator.state.backend,
+        "board": context.current().slot.read(0).loss is not None,
+    }
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training(mixed_precision: str, world_size: int) -> None:
+    reason = BACKEND.supports_precision(mixed_precision)
+    if reason is not None:
+        pytest.skip(reason)
+    for rank, answers in enumerate(
+        ranks.run(_train, world_size, mixed_precision, backend="cuda", timeout_s=100)
+    ):
+        count = BACKEND.device_count()
+        assert answers["devices"] == ("cuda", "cuda", f"cuda:{rank % count}")
+        assert answers["improved"]
+        assert answers["equal"]
+        assert answers["flags"] == [True, False] * world_size
+        assert answers["group"] == ("nccl" if world_size <= count else "gloo")
+        assert answers["board"]

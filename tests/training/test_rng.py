@@ -1,0 +1,72 @@
+"""Seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+from nblaunch import Accelerator, context, set_seed
+from nblaunch.training import rng
+from tests.training import ranks
+
+
+@pytest.fixture(autouse=True)
+def states_put_back() -> Iterator[None]:
+    """The tests change global generators."""
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+    torch.use_deterministic_algorithms(False)
+
+
+def _draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def test_all_generators_are_seeded() -> None:
+    assert set_seed(7) == 7
+    first = _draw()
+    set_seed(7)
+    assert _draw() == first
+    set_seed(8)
+    assert _draw() != first
+
+
+def test_ranks_can_have_seeds_of_their_own() -> None:
+    backend = context.current().backend
+    context.install(
+        context.WorkerContext(
+            context.Topology(rank=2, local_rank=2, world_size=3, local_world_size=3), backend
+        )
+    )
+    assert set_seed(7, device_specific=True) == 9
+    assert set_seed(7, deterministic=True) == 7
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_unknown_generators_are_refused() -> None:
+    with pytest.raises(ValueError, match="rng_type='xla' is unknown; valid are 'generator', 'torch', 'cuda'"):
+        rng.synchronize_rng_state("xla")
+    rng.synchronize_rng_state("torch")
+
+
+def _agree() -> tuple[float, float]:
+    Accelerator()
+    rank = context.current().topology.rank
+    generator = torch.Generator().manual_seed(rank)
+    torch.manual_seed(rank)
+    rng.synchronize_rng_state("generator", generator)
+    rng.synchronize_rng_state("generator", None)
+    rng.synchronize_rng_state("torch")
+    return torch.rand((), generator=generator).item(), torch.rand(()).item()
+
+
+def test_ranks_get_the_state_of_rank_0() -> None:
+    zero, one = ranks.run(_agree, 2)
+    assert zero == one
