@@ -18,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench picture clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ format: setup  ## rewrite the code in the house style
 
 bench: setup  ## run the benchmarks and print what they measured
 	$(BIN)/python -m pytest tests/benchmarks -s $(ARGS)
+
+picture: setup  ## take the README's picture of the dashboard again (needs Chromium)
+	$(BIN)/python scripts/picture.py
 
 clean:  ## remove .venv and everything that tools left
 	rm -rf $(VENV) build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
