@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -14,8 +15,13 @@ def folders(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -
     Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
     the root of each hierarchy is always among them.
     """
+    return list(_folders(controller, root, read(own_groups)))
+
+
+@lru_cache(maxsize=16)
+def _folders(controller: str, root: Path, groups: str) -> tuple[Path, ...]:
     found: list[Path] = []
-    for line in read(own_groups).splitlines():
+    for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base = root
@@ -25,7 +31,7 @@ def folders(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -
             continue
         folder = base / path.lstrip("/")
         found += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
 
 
 def read(path: Path) -> str:

@@ -38,6 +38,19 @@ def leave() -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
+def leave_at_exit() -> None:
+    """Destroy the groups of a process that is about to end, where its end alone would not do.
+
+    A device's groups want to be destroyed before the process ends. Gloo's own nothing that outlives the process, and
+    taking one down waits 10 to 20 ms for threads that the end stops anyway.
+    """
+    if not is_joined():
+        return
+    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map
+    if any(device.type != "cpu" for group in groups for device in group._device_types):
+        leave()
+
+
 def forget_inherited() -> None:
     """Make a forked worker forget the group that the kernel was in.
 

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 _PAUSE_HARD = 2  # omp_pause_hard; source: OpenMP 5.0, section 3.2.43
 _LIBRARY = re.compile(r"/lib(?:gomp|omp|iomp5)(?:-[0-9a-f]+)?\.(?:so|dylib)[.0-9]*$")
@@ -28,16 +29,61 @@ def pause_pools(maps: Path = Path("/proc/self/maps")) -> bool:
     return all(_pause(library) for library in _loaded_libraries(maps))
 
 
-def _loaded_libraries(maps: Path) -> list[str]:
+def _loaded_libraries(maps: Path) -> tuple[str, ...]:
     """Paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
+    global _known
+    num_loads = _count_loads()
+    key = (maps, num_loads)
+    if num_loads is None or _known is None or _known[0] != key:
+        _known = (key, _find_libraries(maps))
+    return _known[1]
+
+
+def _find_libraries(maps: Path) -> tuple[str, ...]:
     try:
         text = maps.read_text()
     except OSError:
         torch = sys.modules.get("torch")
         folder = Path(torch.__file__ or "").parent / "lib" if torch is not None else None
-        return [str(path) for path in folder.glob("lib*omp*")] if folder else []
+        return tuple(str(path) for path in folder.glob("lib*omp*")) if folder else ()
     paths = {line[line.index("/") :] for line in text.splitlines() if "omp" in line and "/" in line}
-    return sorted(path for path in paths if _LIBRARY.search(path))
+    return tuple(sorted(path for path in paths if _LIBRARY.search(path)))
+
+
+_known: tuple[tuple[Path, int | None], tuple[str, ...]] | None = None
+"""The libraries found last, and when: reading the maps of a process with torch in it takes a millisecond."""
+
+
+class _LoadInfo(ctypes.Structure):
+    """Source: dl_iterate_phdr(3), ``struct dl_phdr_info`` up to ``dlpi_adds``."""
+
+    _fields_: ClassVar = [
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("num_headers", ctypes.c_uint16),
+        ("num_loads", ctypes.c_ulonglong),
+    ]
+
+
+_VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_size_t, ctypes.c_void_p)
+
+
+def _count_loads() -> int | None:
+    """How many libraries this process has ever loaded; None where the system does not count them."""
+    try:
+        iterate = ctypes.CDLL(None).dl_iterate_phdr
+    except (OSError, AttributeError):
+        return None
+    counts: list[int] = []
+
+    def visit(info: Any, size: int, data: object) -> int:
+        if size >= ctypes.sizeof(_LoadInfo):
+            counts.append(info.contents.num_loads)
+        return 1  # one is enough: the count is the same in all
+
+    iterate(_VISITOR(visit), None)
+    return counts[0] if counts else None
 
 
 def _pause(library: str) -> bool:

@@ -84,6 +84,7 @@ class Attempt:
             stack.callback(tail.close)
         guardian = Guardian(group.process_groups())
         stack.callback(guardian.dismiss)
+        self.log.prune()
         supervisor = Supervisor(
             group=group,
             receivers=receivers,

@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from nblaunch import env
@@ -26,6 +27,7 @@ from nblaunch.events import Event, LogLines, StatusLine
 _job_numbers = itertools.count(1)
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
+_MAX_STATUS_BYTES = 4096
 
 
 class JobLog:
@@ -39,14 +41,17 @@ class JobLog:
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        root = _root(folder)
+        self._root = _root(folder)
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_job_numbers)}"
-        self.path = root / name
+        self.path = self._root / name
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
-        _prune(root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=name)
+
+    def prune(self) -> None:
+        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers start."""
+        _prune(self._root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=self.path.name)
 
     def start_attempt(self, attempt: int) -> None:
         self.attempt_path(attempt).mkdir(mode=0o700)
@@ -63,7 +68,7 @@ class JobLog:
 
 def _root(folder: str | None) -> Path:
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
-    root = Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    root = Path(chosen).expanduser().absolute() if chosen else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
@@ -118,29 +123,32 @@ class LogTail:
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
         """What is new since the last call, at most ``max_bytes`` of it."""
-        if self._fd < 0 and not self._open():
-            return []
-        chunks = []
-        while max_bytes > 0 and (chunk := os.read(self._fd, min(_READ_BYTES, max_bytes))):
-            chunks.append(chunk)
-            max_bytes -= len(chunk)
-        return self._split(b"".join(chunks)) if chunks else []
+        data = self._take(max_bytes)
+        return self._split(data) if data else []
 
-    def read_rest(self) -> list[Event]:
-        """Everything up to the end of the file, an unfinished last line included."""
-        events: list[Event] = []
-        while more := self.read():
-            events += more
+    def read_rest(self) -> Iterator[Event]:
+        """Everything up to the end of the file, an unfinished last line included; as much at a time as memory bears."""
+        while data := self._take(_MAX_BYTES_A_TICK):
+            yield from self._split(data)
         rest = _on_screen(self._unfinished)
         if rest:
-            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=(rest,)))
+            yield LogLines(rank=self._rank, time_s=time.time(), lines=(rest,))
         self._unfinished = b""
-        return events
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _take(self, max_bytes: int) -> bytes:
+        """Bytes that were not read yet; none at the end of the file."""
+        if self._fd < 0 and not self._open():
+            return b""
+        chunks = []
+        while max_bytes > 0 and (chunk := os.read(self._fd, min(_READ_BYTES, max_bytes))):
+            chunks.append(chunk)
+            max_bytes -= len(chunk)
+        return b"".join(chunks)
 
     def _open(self) -> bool:
         try:
@@ -156,7 +164,7 @@ class LogTail:
         lines = tuple(_on_screen(line) for line in whole)
         if lines:
             events.append(LogLines(rank=self._rank, time_s=now, lines=lines))
-        status = _on_screen(self._unfinished)
+        status = _on_screen(self._unfinished[-_MAX_STATUS_BYTES:])
         if status != self._status:
             self._status = status
             events.append(StatusLine(rank=self._rank, time_s=now, text=status))

@@ -160,7 +160,7 @@ class _Worker:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-            process_group.leave()
+            process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
         lost = stdio.flush()

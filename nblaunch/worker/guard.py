@@ -17,6 +17,10 @@ from nblaunch.wire.board import Slot
 _OOM_SCORE = 500
 _PR_SET_PDEATHSIG = 1  # source: prctl(2), <linux/prctl.h>
 
+_process = ctypes.CDLL(None)
+if sys.platform == "linux":
+    _process.prctl  # noqa: B018 looked up here once, in the kernel, instead of in every worker
+
 BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals that starters hold back around fork, so that no worker runs the kernel's handlers."""
 
@@ -113,7 +117,7 @@ def watch_faults(stacks_path: str) -> None:
 
 
 def _kill_on_parent_death() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 _forked_by_main_thread = False

@@ -1,7 +1,8 @@
 """What the benchmarks share: kernels to measure in, pairs of measurements side by side, a table to print.
 
-A benchmark is a module of this folder with ``measure()``, which yields rows. Most of its work happens inside a real kernel:
-the kernel imports the same module and calls one of its ``in_kernel_...`` functions, whose value comes back as JSON.
+A benchmark is a module of this folder with ``measure()``, which yields rows. Most of its work happens inside a real
+kernel: the kernel imports the same module and calls one of its ``in_kernel_...`` functions, whose value comes back as
+JSON.
 
 Times of a shared machine say little by themselves. What is compared is measured alternately in one process (A B A B),
 and the median of the ratios of neighbours is what counts.

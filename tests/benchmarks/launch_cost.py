@@ -34,7 +34,9 @@ def measure() -> Iterator[Row]:
                     yield _row(launcher, size, has_group, pairs)
     with kernel() as started:
         first_s, next_s = call(started, in_kernel_first_launch)
-        yield Row("first launch in a kernel, 2 workers", f"{first_s * 1e3:.0f} ms (second: {next_s * 1e3:.0f} ms)")
+        yield Row(
+            "first launch in a kernel, 2 workers", f"{first_s * 1e3:.0f} ms (second: {next_s * 1e3:.0f} ms)"
+        )
     yield at_most("import nblaunch", import_ms(), 50, " ms", 1)
 
 
@@ -72,7 +74,9 @@ def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -
     else:
         from accelerate import notebook_launcher as launch
     if has_group:
-        return asdict(alternate(lambda: launch(_meet, (), num_processes=size), lambda: _bare_group(size), num_pairs))
+        return asdict(
+            alternate(lambda: launch(_meet, (), num_processes=size), lambda: _bare_group(size), num_pairs)
+        )
     return asdict(alternate(lambda: launch(_nothing, (), num_processes=size), lambda: _bare(size), num_pairs))
 
 
