@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context, env
 from nblaunch.events import WorkerState
-from nblaunch.training import collectives, nested, precision, strategies
+from nblaunch.training import advice, collectives, nested, precision, strategies
 from nblaunch.training.loader import DataLoaderShard
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -410,10 +409,9 @@ class Accelerator(ProcessControl):
             return gathered
         remainder = gradients.remainder
         if remainder < 0 and not _drops_last(gradients.active_loader):
-            warnings.warn(
+            advice.warn(
                 "the loader's length is not known, so samples that completed its last batch are still among the "
-                "gathered ones. With num_workers=0 they can be told apart.",
-                stacklevel=2,
+                "gathered ones. With num_workers=0 they can be told apart."
             )
         if remainder <= 0:
             return gathered

@@ -5,6 +5,9 @@ says so. In a lone process they return their argument.
 
 Tensors travel as bytes where values are only copied: process groups differ in the types they know (gloo has no bool),
 bytes they all know, and the result is exact.
+
+Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So shapes are
+compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from nblaunch.training.options import check_choice
 from nblaunch.training.process import is_distributed, waiting
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
+
+_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
+_MAX_DIMS = 14  # of a shape that is compared
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,6 +45,7 @@ def gather(data: Any) -> Any:
 
     Raises:
         TypeError: a leaf is not a tensor.
+        ValueError: shapes or types differ from rank to rank; on every rank, naming all (gloo only).
     """
     if world_size() == 1:
         return data
@@ -141,17 +148,45 @@ def _transport_device(device: torch.device) -> torch.device:
     return device if device.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
-def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).contiguous()
-    sent = _as_bytes(rows)
+def _check_alike(operation: str, tensor: torch.Tensor) -> None:
+    """Raise on every rank where ``tensor`` has not the same shape and type on all of them."""
+    if dist.get_backend() != "gloo":
+        return
+    header = torch.full((2 + _MAX_DIMS,), -1, dtype=torch.int64)
+    header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim
+    header[2 : 2 + tensor.ndim] = torch.tensor(tensor.shape[:_MAX_DIMS], dtype=torch.int64)
+    headers = _all_gather_bytes(header).view(torch.int64).reshape(world_size(), -1)
+    if bool((headers == headers[0]).all()):
+        return
+    found = "; ".join(
+        f"rank {rank}: {list(sizes[:ndim])} {_DTYPES[dtype]}"
+        for rank, (dtype, ndim, *sizes) in enumerate(headers.tolist())
+    )
+    raise ValueError(
+        f"{operation} needs tensors of the same shape and type on all ranks, but found {found}. "
+        "Use pad_across_processes before, or even_batches=True for loaders."
+    )
+
+
+def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' memory of a contiguous tensor, one after the other, as flat bytes."""
+    sent = _as_bytes(tensor)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():
         _all_gather_flat(received, sent)
+    return received
+
+
+def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    rows = (tensor.reshape(1) if tensor.ndim == 0 else tensor).contiguous()
+    _check_alike("gather", rows)
+    received = _all_gather_bytes(rows)
     shape = (rows.shape[0] * world_size(), *rows.shape[1:])
     return received.to(tensor.device).view(tensor.dtype).reshape(shape)
 
 
 def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
+    _check_alike("broadcast", tensor)
     dense = tensor.detach().contiguous()
     sent = _as_bytes(dense)
     with waiting():
@@ -165,6 +200,7 @@ def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
 
 
 def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    _check_alike("reduce", tensor)
     combined = tensor.detach().to(_transport_device(tensor.device), copy=True).contiguous()
     operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
     with waiting():

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch.events import WorkerState
-from nblaunch.training import collectives, nested, rng
+from nblaunch.training import advice, collectives, nested, rng
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.passes import Pass
 from nblaunch.training.process import Member
@@ -242,6 +242,7 @@ def prepare_data_loader(
     Raises:
         ValueError: the data can't be shared as ``config`` says, with the reason.
     """
+    _check_plain(loader)
     common = _reading_options(loader)
     topology = member.topology
     common.update(
@@ -263,6 +264,22 @@ def prepare_data_loader(
     if not is_passed_as_sampler:
         sampling = {"batch_sampler": shard or batch_sampler}
     return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
+
+
+def _check_plain(loader: DataLoader) -> None:
+    """Refuse what would be shared twice; warn about what a new loader can't take over."""
+    sampler = sampler_of(loader.batch_sampler) or loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare would "
+            "share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True if it "
+            "shuffles)."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        advice.warn(
+            f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
+            "dataset and the sampler itself. Put what it does into the collate_fn."
+        )
 
 
 def _share_iterable(

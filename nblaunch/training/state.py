@@ -8,7 +8,6 @@ anything by it.
 from __future__ import annotations
 
 import enum
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from nblaunch import context
-from nblaunch.training import process
+from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.passes import PassStack
@@ -71,10 +70,7 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     ctx = context.current()
     timeout = init.timeout if init is not None else None
     if timeout is not None and process.is_distributed():
-        warnings.warn(
-            f"timeout={timeout} has no effect: this process has joined its process group already",
-            stacklevel=3,
-        )
+        advice.warn(f"timeout={timeout} has no effect: this process has joined its process group already")
     if ctx.training is None:
         member = process.join(cpu, timeout.total_seconds() if timeout is not None else None)
         ctx.training = Session(member, GradientSync(), PassStack(member.slot))

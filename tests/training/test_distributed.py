@@ -252,6 +252,25 @@ def test_gathering_what_is_no_tensor_is_an_error() -> None:
         assert message == "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
 
 
+def _differ(operation: str) -> str:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    try:
+        getattr(accelerator, operation)(torch.zeros(2 + rank, dtype=torch.int64))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast"])
+def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
+    for message in ranks.run(_differ, 2, operation):
+        assert message.startswith(
+            f"{operation} needs tensors of the same shape and type on all ranks, but found "
+            "rank 0: [2] torch.int64; rank 1: [3] torch.int64. Use pad_across_processes before"
+        )
+
+
 def _take_turns(path: str) -> str:
     accelerator = Accelerator()
     with accelerator.main_process_first():

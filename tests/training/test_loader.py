@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -288,6 +289,25 @@ def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
         assert (_board().step, _board().total) == (step, 4)
     for step, _ in enumerate(accelerator.progress(loader), 1):
         assert (_board().step, _board().total) == (step, 4)
+
+
+def test_a_loader_that_is_shared_already_is_refused() -> None:
+    dataset = _rows(8)
+    twice = DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
+    with pytest.raises(ValueError, match="DistributedSampler hands out a share of 1/2 already"):
+        Accelerator().prepare(twice)
+    Accelerator().prepare(DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=1, rank=0)))
+
+
+class _Doubling(DataLoader):
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_an_iteration_of_its_own_is_said_to_be_lost() -> None:
+    with pytest.warns(UserWarning, match="_Doubling has an __iter__ of its own") as caught:
+        Accelerator().prepare(_Doubling(range(4)))
+    assert caught[0].filename == __file__
 
 
 Point = namedtuple("Point", "x y")
