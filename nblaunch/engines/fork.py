@@ -12,7 +12,6 @@ import errno
 import gc
 import os
 import random
-import signal
 import sys
 import traceback
 import warnings
@@ -48,7 +47,7 @@ def fork_workers(
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
-    with _frozen_heap(), _signals_held_back(), warnings.catch_warnings():
+    with _frozen_heap(), guard.signals_held_back(), warnings.catch_warnings():
         # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
         warnings.simplefilter("ignore", DeprecationWarning)
         for assignment in assignments:
@@ -109,16 +108,6 @@ def _frozen_heap() -> Iterator[None]:
     finally:
         if not was_frozen:
             gc.unfreeze()
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """A worker must not run the kernel's handlers in the moment before it has its own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, guard.BLOCKED_DURING_START)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:

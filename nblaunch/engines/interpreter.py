@@ -15,6 +15,7 @@ from nblaunch.errors import LaunchError, PayloadError
 from nblaunch.wire import blame, payload
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import create_memory_file
+from nblaunch.worker import guard
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from nblaunch.engines.fresh import main; main(sys.argv[1:])"
@@ -59,12 +60,14 @@ def start_interpreter(
     if report_fd >= 0:
         inherited.add(report_fd)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=sorted(inherited),
-            start_new_session=True,
-        )
+        # Or an interrupt would print the traceback of an unfinished import into the cell.
+        with guard.signals_held_back():
+            return subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=sorted(inherited),
+                start_new_session=True,
+            )
     except OSError as error:
         raise LaunchError(
             f"a fresh Python process could not be started ({sys.executable}): {error}"

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine
 from nblaunch.errors import LaunchError
-from nblaunch.events import Event
+from nblaunch.events import Event, Started
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog, LogTail
 from nblaunch.launch.rendezvous import RendezvousHost
@@ -92,7 +93,7 @@ class Attempt:
             board=board,
             rendezvous=rendezvous,
             requests=self.requests,
-            tell=self.tell,
+            tell=partial(self._tell_with, guardian),
             show=self.show,
             grace_s=self.spec.interrupt_grace_s,
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
@@ -101,6 +102,11 @@ class Attempt:
         )
         report = supervisor.run()
         return report, _collect(assignments, report)
+
+    def _tell_with(self, guardian: Guardian, event: Event) -> None:
+        if isinstance(event, Started):
+            guardian.watch(event.pid)
+        self.tell(event)
 
     def _assign(
         self, stack: ExitStack, worker_ends: ExitStack, board: Board, port: int

@@ -120,8 +120,8 @@ def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
 
 def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:
     """The user's innermost frames that faulthandler wrote when the process crashed."""
-    text = read_log(log.stacks_path(rank, attempt))
-    if not text.startswith("Fatal Python error"):
+    _, crash, text = read_log(log.stacks_path(rank, attempt)).rpartition("Fatal Python error")
+    if not crash:
         return []
     frames = [frame for frame in stacks.parse(text) if frame.is_current][:1]
     lines = stacks.describe(frames[0].frames[:_LAST_LINES]) if frames else []

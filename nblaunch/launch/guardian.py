@@ -1,7 +1,8 @@
 """A process that outlives the kernel by a moment, to end the workers with it.
 
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own session)
-                                                        end of file: SIGKILL to every worker's process group
+                                    a line: a group more to watch
+                                    end of file: SIGKILL to every worker's process group
 
 Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
 not, and a stopped process can't look after itself. The guardian is a shell, not Python: it starts in a fraction of a
@@ -13,21 +14,26 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 
 from nblaunch.wire import descriptors
 
-_SCRIPT = 'read -r line; for group in "$@"; do kill -KILL -- "-$group" 2>/dev/null; done'
+_SCRIPT = (
+    'groups="$*"; while read -r group; do groups="$groups $group"; done; '
+    'for group in $groups; do kill -KILL -- "-$group" 2>/dev/null; done'
+)
 
 
 class Guardian:
     """Kills ``process_groups`` when this process ends in whatever way; :meth:`dismiss` it first in the usual case."""
 
     def __init__(self, process_groups: Iterable[int]) -> None:
+        self._groups = set(process_groups)
         reading, self._writing = os.pipe()
         descriptors.keep_from_children(self._writing)
         try:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", *map(str, process_groups)],
+                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", *map(str, self._groups)],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -39,6 +45,15 @@ class Guardian:
             raise
         finally:
             os.close(reading)
+
+    def watch(self, process_group: int) -> None:
+        """Kill this group too: one that came to be after the guardian, as a forkserver's workers do."""
+        if process_group not in self._groups:
+            self._groups.add(process_group)
+            with suppress(
+                BrokenPipeError
+            ):  # somebody killed the guardian; workers still die with their parent
+                os.write(self._writing, b"%d\n" % process_group)
 
     def dismiss(self) -> None:
         """End the guardian without it doing anything. Called when every worker has been reaped."""

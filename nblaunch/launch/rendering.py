@@ -8,6 +8,8 @@ cell's own source, as if the error had happened in the kernel.
 from __future__ import annotations
 
 import ast
+import linecache
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +18,18 @@ from typing import Any
 
 from nblaunch.errors import RemoteTraceback
 from nblaunch.events import ExceptionInfo, FrameInfo
+from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.frames import is_own_file
 
 _MAX_FRAMES = 3
+_MAX_LINES = 25
+_CONTEXTS = (5, 3, 2)  # source lines of each frame: as many as there is room for
+_FRAME = re.compile(r'^(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*$')
 
 
 def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
     """Have IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as ipyparallel uses it)."""
-    try:
-        error._render_traceback_ = rendering  # type: ignore[attr-defined]
-    except AttributeError:
-        return  # an exception with __slots__ is shown by IPython's usual means
+    set_attribute(error, "_render_traceback_", rendering)
 
 
 def hide_launcher(error: BaseException) -> None:
@@ -62,6 +65,25 @@ def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
     """The user's frames, and the innermost one whoever's it is; of many the first and the last few."""
     kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
     return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
+
+
+def with_sources(text: str) -> str:
+    """A traceback as text, with the lines of the notebook's cells, which a fresh worker does not know."""
+    lines: list[str] = []
+    for line in text.rstrip().splitlines():
+        if lines and (missing := _missing_source(lines[-1], line)):
+            lines.append(missing)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _missing_source(line: str, following: str) -> str:
+    """The source of the frame that ``line`` names, where it does not follow."""
+    frame = _FRAME.match(line)
+    if frame is None or following.startswith(frame["indent"] + "    "):
+        return ""
+    source = linecache.getline(frame["file"], int(frame["line"])).strip()
+    return f"{frame['indent']}    {source}" if source else ""
 
 
 def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
@@ -117,13 +139,17 @@ class RemoteRendering:
         shell = _shell()
         if shell is None:
             return [*self.info.text.splitlines(), *self.notes]
-        frames = worth_showing(self.info.frames)
-        is_short = len(frames) <= 1 and self.info.cause is None
         shown = _stand_in(self.info.type_name, self.info.message)
         if self.info.cause is not None:
             cause = shown.__cause__ = _stand_in(self.info.cause.type_name, self.info.cause.message)
             cause.__traceback__ = make_traceback(worth_showing(self.info.cause.frames)[-1:])
-        return [*_structured(shell, shown, make_traceback(frames), 5 if is_short else 3), *self.notes]
+        tb = make_traceback(worth_showing(self.info.frames))
+        lines: list[str] = []
+        for context in _CONTEXTS:
+            lines = [*_structured(shell, shown, tb, context), *self.notes]
+            if len("\n".join(lines).splitlines()) <= _MAX_LINES:
+                break
+        return lines
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+from nblaunch.errors import LaunchError
 from nblaunch.wire import descriptors
 
 
@@ -17,7 +18,12 @@ class StopRequests:
     """Counts requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread."""
 
     def __init__(self) -> None:
-        self._reading, self._writing = os.pipe()
+        try:
+            self._reading, self._writing = os.pipe()
+        except OSError as error:
+            raise LaunchError(
+                f"the system refused a pipe: {error}. If descriptors ran out (ulimit -n), close some."
+            ) from error
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
         descriptors.keep_from_children(self._reading, self._writing)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nblaunch.errors import RemoteTraceback, WorkerFailed
 from nblaunch.events import Failed
-from nblaunch.launch.rendering import RemoteRendering, make_traceback, render_as, worth_showing
+from nblaunch.launch.rendering import RemoteRendering, make_traceback, render_as, with_sources, worth_showing
 from nblaunch.wire import exceptions
 
 
@@ -22,13 +22,12 @@ def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
     error = _load(failed)
     own_cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if own_cause is not None and failed.info.cause is not None:
-        own_cause.__traceback__ = make_traceback(worth_showing(failed.info.cause.frames))
-    remote = RemoteTraceback(f"rank {failed.rank}:\n{failed.info.text.rstrip()}")
+        own_cause = own_cause.with_traceback(make_traceback(worth_showing(failed.info.cause.frames)))
+    remote = RemoteTraceback(f"rank {failed.rank}:\n{with_sources(failed.info.text)}")
     remote.__traceback__ = make_traceback(worth_showing(failed.info.frames))
     remote.__cause__ = own_cause
-    error.__cause__ = remote
-    for note in notes:
-        _add_note(error, note)
+    exceptions.set_attribute(error, "__cause__", remote)
+    exceptions.set_attribute(error, "__notes__", [*getattr(error, "__notes__", []), *notes])
     render_as(error, RemoteRendering(failed.info, tuple(notes)))
     return error
 
@@ -38,7 +37,7 @@ def _load(failed: Failed) -> BaseException:
     why = "its class or contents can't be pickled"
     if failed.exception is not None:
         try:
-            return exceptions.load(failed.exception)
+            return _with_text(exceptions.load(failed.exception), failed.info.message)
         except Exception as error:
             why = f"it can't be rebuilt in this process ({type(error).__name__}: {error})"
     return WorkerFailed(
@@ -48,9 +47,12 @@ def _load(failed: Failed) -> BaseException:
     )
 
 
-def _add_note(error: BaseException, note: str) -> None:
-    """``add_note`` (Python 3.11), or what it does, for 3.10."""
+def _with_text(error: BaseException, message: str) -> BaseException:
+    """``error``, of a class with a text where its own has none: ipykernel calls ``str``, and fails if that raises."""
     try:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
-    except AttributeError:
-        return  # an exception with __slots__ takes no notes; the cause still tells where it came from
+        str(error)
+    except Exception:
+        cls = type(error)
+        body = {"__str__": lambda self: message, "__module__": cls.__module__, "__slots__": ()}
+        exceptions.set_attribute(error, "__class__", type(cls.__name__, (cls,), body))
+    return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from nblaunch.launch import processes
@@ -33,7 +34,8 @@ class StackDump:
         self._changed_s = self._began_s = time.monotonic()
         self.is_done = not pids
         for pid in pids.values():
-            os.kill(pid, STACKS_SIGNAL)
+            with suppress(ProcessLookupError):  # a forkserver's worker may have ended without our knowing yet
+                os.kill(pid, STACKS_SIGNAL)
 
     def poll(self) -> None:
         """Look whether all have answered and finished writing, or the time is over."""

@@ -232,13 +232,14 @@ class Supervisor:
         if requests.is_cancelled and not self.report.cancelled:
             self.report.cancelled = True
             self._ladder = StopLadder.kill(time.monotonic())
-        new = requests.interrupts - self._interrupts_seen
-        self._interrupts_seen = requests.interrupts
-        if new and self.report.interrupted:
-            self._ladder = StopLadder.kill(time.monotonic())
-        elif new:
+        if requests.interrupts > self._interrupts_seen:
+            self._interrupts_seen = requests.interrupts
             self.report.interrupted = True
-            self._ladder = StopLadder.after_interrupt(time.monotonic(), self._grace_s)
+            now = time.monotonic()
+            is_second = requests.interrupts > 1  # also where both came before this look
+            self._ladder = (
+                StopLadder.kill(now) if is_second else StopLadder.after_interrupt(now, self._grace_s)
+            )
         if requests.wants_stop and self._agreement is None:
             slots = {rank: self._board.slot(rank) for rank in self._receivers}
             self._agreement = StopAgreement(slots, time.monotonic())

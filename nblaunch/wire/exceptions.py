@@ -34,6 +34,11 @@ def load(body: bytes) -> BaseException:
     return pickle.loads(body).restore()
 
 
+def set_attribute(error: BaseException, name: str, value: Any) -> None:
+    """Set an attribute also where the class forbids it, as a frozen dataclass does for each one, ``__cause__`` too."""
+    BaseException.__setattr__(error, name, value)
+
+
 class _Chain:
     """An exception with its ``__cause__`` and ``__context__``, which pickling an exception leaves behind."""
 
@@ -56,10 +61,10 @@ class _Chain:
     def restore(self) -> BaseException:
         error: BaseException = self.error.restore() if isinstance(self.error, _Parts) else self.error
         if self.cause is not None:
-            error.__cause__ = self.cause.restore()
+            set_attribute(error, "__cause__", self.cause.restore())
         if self.context is not None:
-            error.__context__ = self.context.restore()
-        error.__suppress_context__ = self.is_suppressed
+            set_attribute(error, "__context__", self.context.restore())
+        set_attribute(error, "__suppress_context__", self.is_suppressed)
         return error
 
 
@@ -80,7 +85,7 @@ class _Parts:
 
     def restore(self) -> BaseException:
         error = self.cls.__new__(self.cls, *self.args)
-        error.args = self.args
+        set_attribute(error, "args", self.args)
         error.__dict__.update(self.attributes)
         return error
 

@@ -36,7 +36,12 @@ class NotebookPickler(cloudpickle.CloudPickler):
         return super().reducer_override(obj)
 
     def _is_of_main(self, obj: Any) -> bool:
-        return obj.__module__ == "__main__" and getattr(self._main, obj.__qualname__, None) is obj
+        if obj.__module__ != "__main__":
+            return False
+        found: Any = self._main
+        for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
+            found = getattr(found, name, None)
+        return found is obj
 
 
 def to_bytes(value: Any, *, main_by_reference: bool) -> bytes:

@@ -32,7 +32,7 @@ _CONSEQUENCE_WORDS = (
 
 def describe_failure(rank: int, error: BaseException) -> Failed:
     """The event that tells the launcher about ``error``."""
-    error.__traceback__ = without_own_frames(error.__traceback__)
+    error = error.with_traceback(without_own_frames(error.__traceback__))
     return Failed(
         rank=rank,
         time_s=time.time(),

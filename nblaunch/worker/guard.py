@@ -44,6 +44,10 @@ class Interrupts:
         else:
             raise KeyboardInterrupt
 
+    def hold_for_good(self) -> None:
+        """From now on interrupts are only counted: the function is over, and its exit handlers get their time."""
+        self._held += 1
+
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Interrupts wait until the block ends. Only the main thread is ever interrupted."""
@@ -58,6 +62,16 @@ class Interrupts:
             if self._is_pending and not self._held:
                 self._is_pending = False
                 raise KeyboardInterrupt
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process started in the block must not act on a signal in the moment before it has handlers of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_DURING_START)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def enter_own_session() -> None:

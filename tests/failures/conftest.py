@@ -1,0 +1,142 @@
+"""Kernels in which launches fail, and what every failure is measured by."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels import Cell, Kernel
+
+START_METHODS = ("fork", "forkserver", "spawn")
+
+PREAMBLE = """
+import dataclasses, os, psutil, resource, signal, socket, sys, threading, time
+import torch
+import torch.distributed as dist
+import nblaunch
+import nblaunch.engines.fork
+from nblaunch import notebook_launcher
+
+get_ipython().history_manager.enabled = False   # or a thread and a database would come to be at some time
+
+def rank():
+    return int(os.environ["RANK"])
+
+def traces():
+    me = psutil.Process()
+    return {
+        "descriptors": sorted((fd, os.readlink(f"/proc/self/fd/{fd}")) for fd in map(int, os.listdir("/proc/self/fd"))
+                              if os.path.exists(f"/proc/self/fd/{fd}")),
+        "native threads": me.num_threads(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": sorted(child.pid for child in me.children(recursive=True)),
+        "listening": sorted(c.laddr.port for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN),
+        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "wakeup": signal.getitimer(signal.ITIMER_REAL),
+        "environment": dict(os.environ),
+        "streams": (sys.stdout, sys.stderr, sys.excepthook, sys.displayhook),
+        "folder": os.getcwd(),
+        "memory files": sum("memfd:nblaunch" in line for line in open("/proc/self/maps")),
+    }
+
+def changed(before):
+    def items(value):
+        many = value.items() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        return set(map(str, many))
+    after = traces()
+    return {key: f"gone: {items(before[key]) - items(after[key])}, new: {items(after[key]) - items(before[key])}"
+            for key in before if before[key] != after[key]}
+
+def add_up():
+    dist.init_process_group()
+    total = torch.tensor(float(rank() + 1))
+    dist.all_reduce(total)
+    print("added up")
+    return total.item()
+
+def relaunch(method="fork"):
+    return notebook_launcher(add_up, num_processes=2, return_all=True, start_method=method)
+"""
+
+# What is made once per process, as torch's first store and ipykernel's socket for prints, is made before this.
+SETTLED = """
+print("settled", relaunch())
+before = traces()
+"""
+
+
+def start_kernel(log_dir: Path, **env: str) -> Kernel:
+    """A kernel in which the preamble has run."""
+    kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(log_dir), **env})
+    try:
+        kernel.run(PREAMBLE)
+        kernel.run(SETTLED)
+        kernel.run("1 / 0", raises="ZeroDivisionError")
+        kernel.run(SETTLED)
+    except BaseException:
+        kernel.close(check=False)
+        raise
+    return kernel
+
+
+@pytest.fixture(scope="module", params=START_METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    """Each start method; tests of a module share one kernel per method."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared(method: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """The module's kernel for one start method. Every failure must leave it as it was."""
+    with start_kernel(tmp_path_factory.mktemp("logs")) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def fresh(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel of the test's own, for what changes a kernel for good."""
+    with start_kernel(tmp_path / "logs") as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def start(nothing_left_behind: None, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
+    """Starts kernels that the test is going to kill; what they leave is ended in any case."""
+    started: list[Kernel] = []
+
+    def start_one(**env: str) -> Kernel:
+        started.append(start_kernel(tmp_path / "logs", **env))
+        return started[-1]
+
+    yield start_one
+    for kernel in started:
+        kernel.close(check=False)
+
+
+def value_of(kernel: Kernel, expression: str) -> Any:
+    """A literal that the kernel computes."""
+    return ast.literal_eval(
+        kernel.run(f"print(repr({expression}))", store_history=False).stdout.splitlines()[-1]
+    )
+
+
+def assert_as_before(kernel: Kernel) -> None:
+    """No process is left, nothing in the kernel has changed, and a launch works."""
+    kernel.wait_for_no_processes(2.0)
+    assert value_of(kernel, "changed(before)") == {}
+    assert value_of(kernel, "relaunch()") == [3.0, 3.0]
+    assert value_of(kernel, "nblaunch.last_job().status") == "done"
+
+
+def source_line(cell: Cell) -> str:
+    """The first source line that IPython marks in the cell's traceback: what the eye falls on."""
+    assert cell.error is not None, cell.describe()
+    for line in cell.error.lines:
+        if line.lstrip("-").startswith("> "):
+            return line.partition("> ")[2].strip().partition(" ")[2].strip()
+    raise AssertionError(f"no source line is marked\n{cell.describe()}")

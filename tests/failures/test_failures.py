@@ -1,0 +1,100 @@
+"""Every failure of the table, for every start method, in a kernel that goes on afterwards."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from tests.failures.cases import CASES, LAUNCH, Case
+from tests.failures.conftest import assert_as_before, source_line, value_of
+from tests.kernels import Cell, Kernel
+
+POSSIBLE = [case for case in CASES if case.is_possible]
+
+MAX_LINES = 25
+
+INSPECT = """
+error = sys.last_value
+job = nblaunch.last_job()
+"""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("case", POSSIBLE, ids=lambda case: case.name)
+def test_a_failure_is_told_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
+    cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises, timeout_s=30)
+    shared.wait_for_no_processes(1.0)
+    shared.run(INSPECT)
+    assert value_of(shared, "type(error).__name__") == case.raises
+    assert value_of(shared, f"bool({case.check})")
+    assert cell.reply is not None
+    assert case.value in cell.reply["evalue"]
+    _check_shown(cell, case)
+    _check_evidence(shared, cell, case)
+    if case.is_remote:
+        _check_cause(shared, case)
+    _check_job(shared, case)
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_the_next_line_catches_it(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        CASES[0].source
+        + f"""
+try:
+    {LAUNCH.format(method=method)}
+except ValueError as caught:
+    print("caught", caught)
+"""
+    )
+    assert cell.stdout.splitlines()[-1] == "caught the loss is nan"
+    assert_as_before(shared)
+
+
+def _check_shown(cell: Cell, case: Case) -> None:
+    if cell.error is None:  # IPython prints exception groups by other means, without any message of their own
+        assert case.raises == "ExceptionGroup"
+        assert case.value in cell.stderr
+        return
+    assert source_line(cell).startswith(case.line), cell.describe()
+    assert len(cell.error.lines) <= MAX_LINES, cell.describe()
+    for text in case.shows:
+        assert text in cell.error.text, cell.describe()
+    assert "/nblaunch/" not in cell.error.text, cell.describe()
+
+
+def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
+    """Who, where, and what became of the others: in the message or in the notes."""
+    told = value_of(kernel, "'\\n'.join([*getattr(error, '__notes__', []), str(error)])")
+    found = re.search(r"^rank (\d+) \(pid (\d+)\) on (\S+); complete log: (\S+)$", told, re.M)
+    assert found is not None, told
+    shown_rank, pid, host, path = found.groups()
+    assert case.rank is None or int(shown_rank) == case.rank
+    assert int(pid) == value_of(kernel, f"job.pids[{shown_rank}]")
+    assert host == socket.gethostname()
+    assert path.endswith(f"rank_{shown_rank}.log")
+    assert value_of(kernel, f"os.path.exists({path!r})")
+    others = case.others or "ranks 0, 2, 3: lost the connection to it"
+    assert others in told.splitlines(), told
+    if cell.error is not None:
+        assert found[0] in cell.error.text
+        assert others in cell.error.text
+
+
+def _check_cause(kernel: Kernel, case: Case) -> None:
+    assert value_of(kernel, "type(error.__cause__) is nblaunch.errors.RemoteTraceback")
+    remote = str(value_of(kernel, "str(error.__cause__)"))
+    assert "Traceback (most recent call last)" in remote
+    statement = case.line or "raise ExceptionGroup('two things'"
+    assert statement in remote, remote  # the cell's own source, also where the worker has never seen the cell
+    assert "/nblaunch/" not in remote, remote
+
+
+def _check_job(kernel: Kernel, case: Case) -> None:
+    status, log, is_running = value_of(kernel, f"(job.status, job.logs({case.rank}), job.is_running)")
+    assert (status, is_running) == ("failed", False)
+    assert case.prints in log
+    assert value_of(kernel, "job.exception() is error")
