@@ -87,13 +87,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with os.fdopen(boot_fd, "rb") as file:
         boot: Boot = pickle.load(file)
     if boot.report_fd < 0:
+        _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
         bootstrap.run(boot.assignments[0], lambda: _load_call(boot, call_fd))
     _be_zygote(boot, call_fd)
 
 
-def _load_call(boot: Boot, call_fd: int) -> Call:
+def _ensure_shell(boot: Boot) -> None:
     if boot.has_shell:
         shell.ensure_shell()
+
+
+def _load_call(boot: Boot, call_fd: int) -> Call:
     call: Call = payload.load(call_fd)
     os.close(call_fd)
     restore_random_states(boot.random_states)
@@ -107,6 +111,8 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
     stdio.capture(boot.log_path)
     env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
     try:
+        guard.let_signals_in()
+        _ensure_shell(boot)
         call = _load_call(boot, call_fd)
         board = Board(first.topology.world_size, first.board_fd)
         pids = fork_workers(lambda: call, boot.assignments, board)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from nblaunch.wire.payload import can_pickle
@@ -23,7 +24,7 @@ class Unpicklable:
 
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
     """The smallest parts of ``value`` that can't be pickled: paths such as ``result['loader'].lock``, with errors."""
-    return list(_search(value, name, _MAX_DEPTH))[:_MAX_PARTS]
+    return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
@@ -43,12 +44,13 @@ def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]
     error = can_pickle(value)
     if error is None:
         return
-    inner = [
-        found for part_name, part in _parts(value, name) for found in _search(part, part_name, depth - 1)
-    ]
-    if inner and depth > 0:
-        yield from inner
-    else:
+    is_explained = False
+    if depth > 0:
+        for part_name, part in _parts(value, name):
+            for found in _search(part, part_name, depth - 1):
+                is_explained = True
+                yield found
+    if not is_explained:
         yield name, error
 
 

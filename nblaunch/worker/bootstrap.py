@@ -76,23 +76,26 @@ class _Worker:
             function, args = load_call()
             value, exit_code = _call(function, args)
             if exit_code != 0:
+                self.interrupts.hold_for_good()
                 return self._farewell(exit_code)
             shell.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
             with self.interrupts.held_back():
                 self._deliver(value, args, left_by_exit=exit_code == 0 and value is _LEFT)
         except BaseException as error:
+            self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
-            self._report(error)
+            self.sender.send(describe_failure(self.assignment.rank, error))
             return self._farewell(1)
         return self._farewell(0)
 
     def _prepare(self) -> None:
         assignment = self.assignment
+        kernel_streams = (sys.stdout, sys.stderr)
         stdio.capture(assignment.log_path)
         guard.be_first_to_go()
         guard.watch_faults(assignment.stacks_path)
-        inherited.forget()
+        inherited.forget(kernel_streams)
         env.apply(assignment.environment)
         _count_built_parameters(self.slot)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
@@ -148,10 +151,6 @@ class _Worker:
             return tuple(
                 f"{name} ({type(why).__name__}: {why})" for name, why in parts or [("result", error)]
             )
-
-    def _report(self, error: BaseException) -> None:
-        with self.interrupts.held_back():
-            self.sender.send(describe_failure(self.assignment.rank, error))
 
     def _farewell(self, exit_code: int) -> int:
         """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import getpass
 import multiprocessing.process
 import multiprocessing.util
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from nblaunch.backends import process_group
+from nblaunch.worker import imports
 
 
-def forget() -> None:
-    """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr`` were replaced."""
+def forget(kernel_streams: Iterable[Any]) -> None:
+    """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr``, ``kernel_streams``, were replaced."""
     atexit._clear()
     _become_main_thread()
     _leave_interactive_mode()
     _refuse_input()
-    _redirect_kernel_streams()
+    _redirect_kernel_streams(kernel_streams)
+    _forget_figures()
     _detach_tqdm()
     _disown_processes()
     _reset_accelerate()
@@ -58,13 +62,16 @@ def _refuse_input() -> None:
         )
 
     builtins.input = refuse
-    getpass: Any = sys.modules.get("getpass")
-    if getpass is not None:
-        getpass.getpass = refuse
+    getpass.getpass = refuse
+    kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
+    if kernelbase is not None:  # for cells that did ``from getpass import getpass``, and got the kernel's own
+        kernelbase.Kernel._input_request = lambda self, prompt, *args, **kwargs: refuse(prompt)
 
 
-def _redirect_kernel_streams() -> None:
+def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
     """Log handlers made in the kernel hold its streams, whose writes cost milliseconds here and carry no rank."""
+    for stream in streams:
+        vars(stream).pop("write", None)  # IPython 9 records a cell's output by a method of the object itself
     iostream: Any = sys.modules.get("ipykernel.iostream")
     if iostream is None:
         return
@@ -80,33 +87,35 @@ def _redirect_kernel_streams() -> None:
     iostream.OutStream.flush = flush
 
 
+def _forget_figures() -> None:
+    """Figures that the kernel has open are the kernel's to show, not every worker's once more."""
+    helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
+    if helpers is not None:
+        helpers.Gcf.figs.clear()
+
+
 def _detach_tqdm() -> None:
-    """Make bars plain text, one status line a rank, also those of ``tqdm.notebook`` imported in a cell.
+    """Make bars plain text, one status line a rank, whether tqdm was imported in a cell or is inside the function.
 
     The notebook class overrides the plain one's methods to talk to a widget that no worker can reach. Without these
     overrides it *is* the plain one. The lock is replaced too: it is shared between processes, and a worker killed
     while it held it would stop every bar of the kernel for ever.
     """
-    std: Any = sys.modules.get("tqdm.std")
-    if std is not None:
-        std.tqdm.set_lock(threading.RLock())
-        std.tqdm._instances.clear()
-        std.tqdm.moveto = _stay
-    notebook: Any = sys.modules.get("tqdm.notebook")
-    if notebook is not None:
-        cls = notebook.tqdm_notebook
-        for name in (
-            "__init__",
-            "__iter__",
-            "update",
-            "close",
-            "reset",
-            "clear",
-            "display",
-            "status_printer",
-        ):
-            if name in vars(cls):
-                delattr(cls, name)
+    imports.when_imported("tqdm.std", _keep_to_one_line)
+    imports.when_imported("tqdm.notebook", _undo_widgets)
+
+
+def _keep_to_one_line(std: Any) -> None:
+    std.tqdm.set_lock(threading.RLock())
+    std.tqdm._instances.clear()
+    std.tqdm.moveto = _stay
+
+
+def _undo_widgets(notebook: Any) -> None:
+    cls = notebook.tqdm_notebook
+    for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
+        if name in vars(cls):
+            delattr(cls, name)
 
 
 def _stay(self: Any, lines: int) -> None:

@@ -20,7 +20,6 @@ class EventPublisher:
     def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
         self._rank = rank
         self._emit = emit
-        self.is_publishing = False
 
     def publish(
         self,
@@ -84,8 +83,7 @@ def _current_shell() -> Any:
 
 def _as_trait(shell: Any, publisher: EventPublisher) -> Any:
     """The shell's trait accepts instances of its own publisher class only: lend one our methods."""
-    cls: Any = type(shell.display_pub)
-    wrapped = cls.__new__(cls)
-    for name in ("publish", "clear_output"):
-        object.__setattr__(wrapped, name, getattr(publisher, name))
-    return wrapped
+    lent = type(shell.display_pub)(parent=shell)
+    lent.publish = publisher.publish
+    lent.clear_output = publisher.clear_output
+    return lent

@@ -14,7 +14,13 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class _Output(io.RawIOBase):
-    """A raw stream on a descriptor that drops what the disk has no room for, rather than ending a training."""
+    """A raw stream on a descriptor that drops what the disk has no room for, rather than ending a training.
+
+    Bars go to one output and lines to the other, and both into one file. A line that begins where a bar has stopped
+    starts with a carriage return, so that it replaces the bar instead of being glued to it.
+    """
+
+    _with_open_bar: _Output | None = None  # of both outputs, the one whose last write was a bar
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -29,6 +35,10 @@ class _Output(io.RawIOBase):
     def write(self, data: object) -> int:
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         try:
+            if _Output._with_open_bar not in (None, self):
+                os.write(self._fd, b"\r")
+            is_open_bar = bytes(view[:1]) == b"\r" and bytes(view[-1:]) not in (b"\r", b"\n")
+            _Output._with_open_bar = self if is_open_bar else None
             return os.write(self._fd, view)
         except OSError:
             self.lost_bytes += len(view)

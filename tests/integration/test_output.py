@@ -1,0 +1,353 @@
+"""What workers print and display, as it arrives in the cell and in the logs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import START_METHODS
+from tests.kernels import Cell, Kernel
+
+OUTPUT_KINDS = ("stream", "display_data", "update_display_data")
+
+
+def lines_of(cell: Cell, rank: int) -> list[str]:
+    label = f"[{rank}] "
+    return [line.removeprefix(label) for line in cell.stdout.splitlines() if line.startswith(label)]
+
+
+def iopub_messages(cell: Cell) -> int:
+    return sum(message["msg_type"] in OUTPUT_KINDS for message in cell.messages)
+
+
+def test_lines_and_bars_of_four_workers_arrive_whole_in_few_messages(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+from tqdm.auto import tqdm
+def train():
+    import threading
+    pace = threading.Event()
+    rank = os.environ["RANK"]
+    for step in tqdm(range(50), desc=f"rank {rank}"):
+        print(f"rank {rank} step {step}", "and more", sep=" | ")
+        pace.wait(0.05)
+notebook_launcher(train, num_processes=4)
+"""
+    )
+    for rank in range(4):
+        assert lines_of(cell, rank)[:50] == [f"rank {rank} step {step} | and more" for step in range(50)]
+    plain = [line for line in cell.stdout.splitlines() if "it/s" not in line]
+    assert len(plain) == 200
+    assert all(re.fullmatch(r"\[(\d)\] rank \1 step \d+ \| and more", line) for line in plain), plain
+    bars = [line for line in cell.stdout.splitlines() if "it/s" in line]
+    assert all("100%" in line for line in bars), bars
+    assert len(bars) == 4
+    assert iopub_messages(cell) < 60
+
+
+def test_endless_output_is_folded_and_kept_on_disk(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train():
+    begun = time.perf_counter()
+    for i in range(10_000):
+        print("line", i)
+    return (time.perf_counter() - begun) / 10_000
+costs = notebook_launcher(train, num_processes=2, return_all=True)
+job = nblaunch.last_job()
+[job.logs(rank).splitlines() == [f"line {i}" for i in range(10_000)] for rank in (0, 1)], costs, str(job.log_dir)
+"""
+    )
+    assert cell.result is not None
+    complete, costs, log_dir = ast.literal_eval(cell.result)
+    assert complete == [True, True]
+    assert max(costs) < 200e-6  # the kernel's own stream: 2 to 4 ms; measured here: 5 to 10 microseconds
+    for rank in (0, 1):
+        shown = lines_of(cell, rank)
+        assert 20 < len(shown) < 2000
+        assert (shown[0], shown[-1]) == ("line 0", "line 9999")
+        assert f"{log_dir}/attempt_0/rank_{rank}.log" in cell.stdout
+    assert iopub_messages(cell) < 60
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_whatever_writes_to_the_descriptors_is_captured(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import logging, subprocess, warnings
+logging.getLogger("mine").handlers[:] = [logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stdout)]
+out, err = sys.stdout, sys.stderr
+def to_kernels_streams():
+    logging.getLogger("mine").warning("logged by a handler of the kernel")
+    print("to the kernel's stream", file=out); print("to the kernel's other stream", file=err)
+def train(to_more_streams):
+    import ctypes
+    print("printed")
+    print("to stderr", file=sys.stderr)
+    sys.stdout.write("half "); sys.stdout.write("a line\\n")
+    sys.stdout.flush()
+    os.write(1, b"descriptor 1\\n"); os.write(2, b"descriptor 2\\n")
+    subprocess.run(["echo", "from a subprocess"], check=True)
+    os.system("echo from a shell")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"from C"); libc.fflush(None)
+    sys.stdout.buffer.write(b"as bytes\\n"); sys.stdout.flush()
+    to_more_streams()
+    logging.basicConfig(level="INFO", format="%(message)s", force=True)
+    logging.info("logged by basicConfig")
+    warnings.warn("a warning")
+    print("no end", end="")
+notebook_launcher(train, ({"to_kernels_streams" if method == "fork" else "print"},), 2, start_method={method!r})
+"""
+    )
+    expected = [
+        "printed", "to stderr", "half a line", "descriptor 1", "descriptor 2", "from a subprocess", "from a shell",
+        "from C", "as bytes", "logged by basicConfig", "no end",
+    ]  # fmt: skip
+    if method == "fork":
+        expected[9:9] = [
+            "logged by a handler of the kernel", "logged by a handler of the kernel", "to the kernel's stream",
+            "to the kernel's other stream",
+        ]  # fmt: skip
+    for rank in (0, 1):
+        lines = lines_of(cell, rank)
+        assert [line for line in lines if line in expected] == expected
+        assert any("UserWarning: a warning" in line for line in lines)
+    assert cell.stderr == ""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.autonotebook"])
+def test_bars_of_every_kind_are_status_lines(shared: Kernel, module: str, method: str) -> None:
+    cell = shared.run(
+        f"""
+import warnings
+warnings.simplefilter("ignore")
+from {module} import tqdm as theirs, trange
+def train(where):
+    if where == "inside":
+        from {module} import tqdm as bar_class
+        warnings.simplefilter("ignore")
+    else:
+        bar_class = theirs
+    for _ in bar_class(range(3), desc=where):
+        pass
+    for _ in bar_class(range(2), desc="outer"):
+        for _ in bar_class(range(2), desc="inner", leave=False):
+            pass
+    with bar_class(total=5, desc="by hand") as bar:
+        bar.update(2); bar.set_postfix(loss=0.5); bar.set_description("renamed"); bar.update(3)
+        bar.write("written beside the bar")
+    bar.reset() if where == "never" else None
+    print("end")
+for where in ("cell", "inside"):
+    notebook_launcher(train, (where,), 2, start_method={method!r})
+    print("----")
+"""
+    )
+    assert cell.stderr == ""
+    assert [set(display.data) for display in cell.displays] == [{"text/html", "text/plain"}] * 2
+    for where, part in zip(("cell", "inside"), cell.stdout.split("----\n"), strict=False):
+        for rank in (0, 1):
+            lines = [
+                line.removeprefix(f"[{rank}] ") for line in part.splitlines() if line.startswith(f"[{rank}] ")
+            ]
+            assert any(line.startswith(f"{where}: 100%") and "3/3" in line for line in lines), lines
+            assert any(line.startswith("outer: 100%") and "2/2" in line for line in lines), lines
+            assert any(line.startswith("renamed: 100%") and "loss=0.5" in line for line in lines), lines
+            assert "written beside the bar" in lines
+            assert lines[-1] == "end"
+            assert len([line for line in lines if line.strip()]) <= 6, lines
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_bars_first_imported_inside_the_function_are_status_lines_too(fresh: Kernel, method: str) -> None:
+    cell = fresh.run(
+        f"""
+def train():
+    import warnings
+    warnings.simplefilter("ignore")
+    from tqdm.notebook import tqdm
+    for _ in tqdm(range(2), desc="outer"):
+        for _ in tqdm(range(2), desc="inner", leave=False):
+            pass
+    import tqdm.notebook, importlib.resources
+    return tqdm.notebook.__spec__.loader.get_source("tqdm.notebook") is not None
+notebook_launcher(train, num_processes=2, start_method={method!r})
+"""
+    )
+    assert cell.result == "True"
+    for rank in (0, 1):
+        (bar,) = [line for line in lines_of(cell, rank) if line]
+        assert bar.startswith("outer: 100%")
+    assert len(cell.displays) == 2  # the table and the result
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_displays_and_figures_appear_in_the_cell(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import matplotlib.pyplot as plt
+plt.plot([1, 2]); plt.title("of the kernel")      # left open by the cell that launches: the kernel's to show
+from IPython.display import HTML, display
+def train():
+    import matplotlib.pyplot as plt
+    if os.environ["RANK"] == "0":
+        display(HTML("<i>shown</i>"))
+        handle = display(HTML("0 %"), display_id=True)
+        handle.update(HTML("100 %"))
+        plt.figure(figsize=(1, 1)); plt.plot([3, 4]); plt.show()
+        plt.figure(figsize=(1, 1)); plt.plot([5, 6])       # left open
+    return sorted(plt.get_fignums())
+notebook_launcher(train, num_processes=2, start_method={method!r})
+"""
+    )
+    shown = [display for display in cell.displays if not display.is_result]
+    html = [display.data.get("text/html", "") for display in shown]
+    assert "<i>shown</i>" in html
+    assert "100 %" in html
+    assert "0 %" not in html
+    # Two of rank 0's, one of the kernel's own, none twice.
+    assert sum("image/png" in display.data for display in shown) == 3
+
+
+def test_nobody_is_asked_for_input(shared: Kernel) -> None:
+    for ask in ("input('name? ')", "getpass.getpass('word? ')", "bound('word? ')", "asks('name? ')"):
+        cell = shared.run(
+            f"""
+import getpass
+from getpass import getpass as bound
+asks = input
+def train():
+    return {ask}
+notebook_launcher(train, num_processes=2)
+""",
+            raises="RuntimeError",
+            allow_stdin=True,
+            timeout_s=20,
+        )
+        assert cell.error is not None
+        assert "no keyboard" in cell.error.value
+        assert "args" in cell.error.value
+    for method in ("forkserver", "spawn"):
+        cell = shared.run(
+            f"""
+def train():
+    import getpass
+    try:
+        input("name? ")
+    except RuntimeError as error:
+        print("input:", error)
+    getpass.getpass("word? ")
+notebook_launcher(train, num_processes=2, start_method={method!r})
+""",
+            raises="RuntimeError",
+            timeout_s=20,
+        )
+        assert cell.error is not None
+        assert "no keyboard" in cell.error.value
+
+
+def test_every_kind_of_text_arrives(shared: Kernel) -> None:
+    cell = shared.run(
+        r"""
+def train():
+    print("ünïcödé 中文 🙂")
+    print("half a pair: \ud83d")
+    os.write(1, b"not utf-8: \xff\xfe!\n")
+    print("a" * 100_000)
+    print("\x1b[31mred\x1b[0m")
+    print("tab\tand\x00zero")
+    print()
+    print("  indented")
+    os.write(1, b"no end of line")
+notebook_launcher(train, num_processes=2)
+len(nblaunch.last_job().logs(1).splitlines()[3])
+"""
+    )
+    assert cell.result == "100000"
+    for rank in (0, 1):
+        lines = lines_of(cell, rank)
+        assert lines[0] == "ünïcödé 中文 🙂"
+        assert lines[1].startswith("half a pair: ")
+        assert lines[2] == "not utf-8: ��!"
+        assert lines[3].startswith("aaaa")
+        assert "more" in lines[3]
+        assert len(lines[3]) < 10_000
+        assert "red" in lines[4]
+        assert "  indented" in lines
+        assert lines[-1] == "no end of line"
+
+
+def test_a_line_of_many_megabytes_is_shown_in_short_and_kept_whole(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train():
+    for _ in range(40):
+        os.write(1, b"x" * (1 << 20))
+    os.write(1, b"\\r" + b" " * (9 << 20))      # nothing that a screen would show, for longer than one read
+    os.write(1, b"\\rlast words\\n")
+    print("after it")
+notebook_launcher(train, num_processes=2)
+job = nblaunch.last_job()
+(job.log_dir / "attempt_0" / "rank_1.log").stat().st_size > 49 << 20
+""",
+        timeout_s=30,
+    )
+    assert cell.result == "True"
+    for rank in (0, 1):
+        assert lines_of(cell, rank) == ["last words", "after it"]
+
+
+def test_logs_are_private_pruned_and_where_one_asks(shared: Kernel, tmp_path: Path) -> None:
+    cell = shared.run(
+        f"""
+os.chdir({str(tmp_path)!r})
+before = dict(os.environ)
+os.environ.update(NBLAUNCH_LOG_DIR="relative/logs", NBLAUNCH_KEEP_JOBS="3")
+folders = []
+try:
+    for i in range(5):
+        notebook_launcher(print, (i,), 1)
+        folders.append(str(nblaunch.last_job().log_dir))
+    os.chdir("/")
+    text = nblaunch.last_job().logs(0)
+    notebook_launcher(print, ("elsewhere",), 1, log_dir={str(tmp_path / "asked")!r})
+    folders.append(str(nblaunch.last_job().log_dir))
+    os.environ["HOME"] = {str(tmp_path / "home")!r}
+    notebook_launcher(print, ("at home",), 1, log_dir="~/logs")
+    folders.append(str(nblaunch.last_job().log_dir))
+finally:
+    os.environ.clear(); os.environ.update(before)
+folders, text
+"""
+    )
+    assert cell.result is not None
+    folders, text = ast.literal_eval(cell.result)
+    *usual, asked, home = map(Path, folders)
+    assert text == "4\n"
+    assert [folder.exists() for folder in usual] == [False, False, True, True, True]
+    assert usual[-1].parent == tmp_path / "relative" / "logs"
+    assert asked.parent == tmp_path / "asked"
+    assert home.parent == tmp_path / "home" / "logs"
+    for folder in (usual[-1].parent, usual[-1], usual[-1] / "attempt_0", asked):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    log = usual[-1] / "attempt_0" / "rank_0.log"
+    assert (stat.S_IMODE(log.stat().st_mode), log.read_text()) == (0o600, "4\n")
+
+
+def test_a_log_folder_that_cannot_be_is_refused_before_anything_starts(
+    shared: Kernel, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    cell = shared.run(
+        f"notebook_launcher(print, num_processes=2, log_dir={str(file)!r})", raises="LaunchError"
+    )
+    assert cell.error is not None
+    assert str(file) in cell.error.value
+    assert "log_dir=" in cell.error.value
