@@ -26,11 +26,15 @@ get_ipython().history_manager.enabled = False   # or a thread and a database wou
 def rank():
     return int(os.environ["RANK"])
 
+def descriptors():
+    return {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")}
+
+# Without eventfds: ipykernel opens one for each thread that prints, and closes it up to ten seconds after its end.
 def traces():
     me = psutil.Process()
     return {
-        "descriptors": sorted((fd, os.readlink(f"/proc/self/fd/{fd}")) for fd in map(int, os.listdir("/proc/self/fd"))
-                              if os.path.exists(f"/proc/self/fd/{fd}")),
+        "descriptors": [item for item in sorted(descriptors().items()) if not item[1].endswith("[eventfd]")],
         "native threads": me.num_threads(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "children": sorted(child.pid for child in me.children(recursive=True)),

@@ -1,0 +1,194 @@
+"""The interrupt button, whatever the workers are doing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.failures.conftest import assert_as_before, value_of
+from tests.kernels import Kernel
+
+GRACE_S = 1.0
+TERM_GRACE_S = 1.0
+NOISE_S = 1.2
+"""How much later than planned things may be on a busy machine."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What workers do when the interrupt comes.
+
+    Args:
+        name: of it.
+        body: what rank 1 does, or every rank; prints "ready" before.
+        at_least_s: before that the kernel must not be idle again: the grace is honoured.
+        at_most_s: by then it must be.
+        leaves_word: its ``finally`` runs, and writes a file.
+    """
+
+    name: str
+    body: str
+    at_least_s: float
+    at_most_s: float
+    leaves_word: bool
+
+
+STATES = (
+    State("Python loop", "while True: sum(range(100))", 0.0, NOISE_S, True),
+    State("C sleep", "time.sleep(3600)", 0.0, NOISE_S, True),
+    State(
+        "C code that never looks up",
+        "import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)",
+        GRACE_S,
+        GRACE_S + NOISE_S,
+        False,
+    ),
+    State(
+        "all_reduce with one rank missing",
+        "time.sleep(3600) if rank() == 1 else dist.all_reduce(torch.ones(2))",
+        0.0,
+        GRACE_S + NOISE_S,
+        True,
+    ),
+    State(
+        "ignoring SIGINT and SIGTERM",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)",
+        GRACE_S + TERM_GRACE_S,
+        GRACE_S + TERM_GRACE_S + NOISE_S,
+        False,
+    ),
+    State("a finally that never ends", "stay()", GRACE_S, GRACE_S + NOISE_S, False),
+    State(
+        "data loaders",
+        "[None for _ in torch.utils.data.DataLoader(Endless(), num_workers=2)]",
+        0.0,
+        GRACE_S + NOISE_S,
+        True,
+    ),
+)
+
+TRAIN = """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            yield 1
+
+def stay():
+    try:
+        time.sleep(3600)
+    finally:
+        print("in finally")
+        while True:
+            time.sleep(1)
+
+def train(folder):
+    dist.init_process_group()
+    dist.barrier()
+    print("rea" + "dy")
+    try:
+        {body}
+    finally:
+        with open(f"{{folder}}/{{rank()}}", "w") as file:
+            file.write("cleaned up")
+"""
+
+LAUNCH = """
+notebook_launcher(train, ({folder!r},), num_processes=2, start_method={method!r}, interrupt_grace_s={grace_s})
+"""
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+def test_an_interrupt_ends_every_worker_in_time(
+    shared: Kernel, method: str, state: State, tmp_path: Path
+) -> None:
+    cell = shared.submit(
+        TRAIN.format(body=state.body) + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=GRACE_S)
+    )
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
+    begun_s = time.monotonic()
+    shared.interrupt()
+    cell.wait(30)
+    elapsed_s = time.monotonic() - begun_s
+    assert shared.processes() == [], cell.describe()
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt", cell.describe()
+    assert len(cell.error.lines) <= 25, cell.describe()
+    assert state.at_least_s <= elapsed_s <= state.at_most_s, (elapsed_s, cell.describe())
+    words = sorted(file.name for file in tmp_path.iterdir())
+    if state.leaves_word:
+        assert "1" in words
+        assert (tmp_path / "1").read_text() == "cleaned up"
+    else:
+        assert "1" not in words
+    shared.run("job = nblaunch.last_job()")
+    assert value_of(shared, "(job.status, [job.logs(r).splitlines()[0] for r in (0, 1)])") == (
+        "interrupted",
+        ["ready", "ready"],
+    )
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path: Path) -> None:
+    cell = shared.submit(
+        TRAIN.format(body="stay()") + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=60)
+    )
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] ready", timeout_s=30)
+    shared.interrupt()
+    for rank in (0, 1):
+        cell.wait_for_text(f"[{rank}] in finally")
+    begun_s = time.monotonic()
+    shared.interrupt()
+    cell.wait(30)
+    assert time.monotonic() - begun_s < NOISE_S
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert shared.processes() == []
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path, method: str) -> None:
+    shared.run(
+        TRAIN.format(body="stay()")
+        + f"""
+job = notebook_launcher(train, ({str(tmp_path)!r},), 2, start_method={method!r}, interrupt_grace_s=60, background=True)
+"""
+    )
+    shared.wait_until(lambda: "ready" in value_of(shared, "job.logs(1)"), 30, "the worker to be ready")
+    cell = shared.run(
+        "job.interrupt(); job.interrupt(); begun = time.monotonic(); job.wait(20); print(time.monotonic() - begun)"
+    )
+    assert float(cell.stdout.splitlines()[-1]) < NOISE_S
+    assert value_of(shared, "job.status") == "interrupted"
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, tmp_path: Path) -> None:
+    cell = shared.submit(
+        TRAIN.format(body="time.sleep(3600)")
+        + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=GRACE_S)
+    )
+    # The guardian is the last process to be started: from here on the launcher waits for its workers.
+    shared.wait_until(
+        lambda: any("nblaunch-guardian" in p.cmdline() for p in shared.processes()), 30, "the workers' start"
+    )
+    begun_s = time.monotonic()
+    shared.interrupt()
+    cell.wait(30)
+    # Imports take their time and are not broken off in the middle.
+    assert time.monotonic() - begun_s < GRACE_S + TERM_GRACE_S + NOISE_S
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert "Traceback" not in cell.stderr + cell.stdout, cell.describe()
+    assert shared.processes() == []
+    assert_as_before(shared)
