@@ -14,6 +14,7 @@ import ast
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,12 +67,23 @@ def show(title: str, rows: Iterable[Row]) -> bool:
 
 
 @contextmanager
-def kernel(setup: str = "import torch", env: Mapping[str, str] | None = None) -> Iterator[Kernel]:
-    """A fresh kernel that can import the benchmarks, after it has run ``setup``."""
+def kernel(
+    setup: str = "import torch", env: Mapping[str, str] | None = None, *, check: bool = True
+) -> Iterator[Kernel]:
+    """A fresh kernel that can import the benchmarks, after it has run ``setup``.
+
+    Args:
+        setup: a cell.
+        env: variables to set.
+        check: whether a process that outlives the kernel is an error.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})}) as started:
+    started = Kernel.start(cwd=ROOT, env={"PYTHONPATH": path, **(env or {})})
+    try:
         started.run(setup)
         yield started
+    finally:
+        started.close(check=check and sys.exc_info()[0] is None)
 
 
 def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:

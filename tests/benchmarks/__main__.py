@@ -1,0 +1,33 @@
+"""Every benchmark, as one table: ``python -m tests.benchmarks``. Names of single ones may follow."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tests.benchmarks.bench import show
+
+TITLES = {
+    "launch_cost": "Launch cost",
+    "memory": "Memory",
+    "output": "Output",
+    "progress": "Progress",
+    "repeat": "A hundred launches",
+    "lotteries": "Lotteries",
+}
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in TITLES]
+    if unknown:
+        print(f"unknown: {', '.join(unknown)}; there are {', '.join(TITLES)}", file=sys.stderr)
+        return 2
+    is_good = True
+    for name in names or TITLES:
+        module = importlib.import_module(f"tests.benchmarks.{name}")
+        is_good = show(TITLES[name], module.measure()) and is_good
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
