@@ -138,17 +138,32 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
-class Finished(Event):
-    """The function returned. Its value and the trained weights lie in the rank's outbox (``wire/payload.py``).
+class Contents:
+    """What a rank's outbox holds (``wire/outbox.py``).
 
     Args:
-        has_outcome: something was written to the outbox.
+        value_at: where the return value is; -1 where there is none or nobody asked for it.
+        weights_at: position in ``args`` -> where that module's weights are.
         unpicklable: paths of the parts of the return value that could not be written, as in ``result['model'].lock``.
-        exit_code: 0; or None when the function left through ``sys.exit(0)`` rather than by returning.
+        lost_weights: position -> the parts of the module's weights that could not be.
     """
 
-    has_outcome: bool = False
+    value_at: int = -1
+    weights_at: Mapping[int, int] = field(default_factory=dict)
     unpicklable: tuple[str, ...] = ()
+    lost_weights: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The function returned.
+
+    Args:
+        contents: its value and the trained weights.
+        left_by_exit: the function left through ``sys.exit(0)`` rather than by returning.
+    """
+
+    contents: Contents = field(default_factory=Contents)
     left_by_exit: bool = False
 
 

@@ -19,10 +19,11 @@ from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.supervisor import AttemptReport, Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire import descriptors, payload
-from nblaunch.wire.assignment import Assignment, Outcome
+from nblaunch.wire import descriptors, outbox
+from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Sample, create_memory_file
 from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.outbox import Outcome
 
 
 @dataclass
@@ -152,10 +153,9 @@ class Attempt:
 
 
 def _collect(assignments: Sequence[Assignment], report: AttemptReport) -> dict[int, Outcome]:
-    """Read the outboxes of the ranks that filled theirs."""
-    outcomes = {}
-    for assignment in assignments:
-        finished = report.finished.get(assignment.rank)
-        if finished is not None and finished.has_outcome:
-            outcomes[assignment.rank] = payload.load(assignment.outbox_fd)
-    return outcomes
+    """Read the outboxes of the ranks that finished."""
+    return {
+        assignment.rank: outbox.read(assignment.outbox_fd, report.finished[assignment.rank].contents)
+        for assignment in assignments
+        if assignment.outbox_fd >= 0 and assignment.rank in report.finished
+    }

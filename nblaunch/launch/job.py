@@ -24,8 +24,8 @@ from nblaunch.launch.requests import StopRequests, interrupts_as_requests
 from nblaunch.launch.supervisor import AttemptReport
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.assignment import Outcome
 from nblaunch.wire.board import Sample
+from nblaunch.wire.outbox import Outcome
 from nblaunch.worker.failure import without_own_frames
 
 
@@ -270,25 +270,30 @@ class Job:
             self._conclude("failed", failure.error, failure.rank, failure.headline)
         else:
             self._take_weights(outcomes)
-            self._conclude("done", self._result_error(report))
+            self._conclude("done", self._result_error(report, outcomes))
 
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
-        if 0 not in outcomes or not outcomes[0].weights:
+        if 0 not in outcomes:
             return
         self._weights = {position: dict(state) for position, state in outcomes[0].weights.items()}
-        for line in weights.load_back(self.spec.args, self._weights):
+        for line in weights.load_back(self.spec.args, self._weights, outcomes[0].weights_errors):
             self._tell(Note(rank=-1, time_s=time.time(), text=line))
 
-    def _result_error(self, report: AttemptReport) -> ResultError | None:
+    def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
         """What to raise when a return value could not travel whole; the parts that could are kept in the error."""
-        for rank, finished in sorted(report.finished.items()):
-            if finished.unpicklable:
-                return ResultError(
-                    f"the function finished on every rank, but rank {rank}'s return value can't be pickled: "
-                    f"{'; '.join(finished.unpicklable)}. Everything else of it is in this error's .partial; the "
-                    "trained weights were kept. Return tensors, numbers and plain containers.",
-                    partial=self._values.get(rank),
-                )
+        for rank, outcome in sorted(outcomes.items()):
+            unpicklable = report.finished[rank].contents.unpicklable
+            if unpicklable:
+                why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
+            elif outcome.value_error:
+                why = f"can't be rebuilt in this process: {outcome.value_error}"
+            else:
+                continue
+            return ResultError(
+                f"the function finished on every rank, but rank {rank}'s return value {why}; the trained weights were "
+                "kept. Return tensors, numbers and plain containers.",
+                partial=outcome.value,
+            )
         return None
 
     def _conclude(

@@ -26,20 +26,60 @@ def trainable_bytes(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-def load_back(args: tuple[Any, ...], weights: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Load state dicts into the modules they belong to; returns one line for the person about each."""
-    return [_load_one(args[position], position, state) for position, state in weights.items()]
+def load_back(
+    args: tuple[Any, ...], weights: Mapping[int, Mapping[str, Any]], lost: Mapping[int, str]
+) -> list[str]:
+    """Load state dicts into the modules they belong to; returns one line for the person about each.
+
+    Args:
+        args: with the modules.
+        weights: position in ``args`` -> state dict.
+        lost: position -> what of the state dict did not come through, or why none of it did.
+    """
+    return [
+        _load_one(args[position], position, weights.get(position), lost.get(position, ""))
+        for position in sorted({*weights, *lost})
+    ]
 
 
-def _load_one(module: Any, position: int, state: Mapping[str, Any]) -> str:
+def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost: str) -> str:
     name = f"args[{position}] ({type(module).__name__})"
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        # The workers' module has another shape than the kernel's (layers added, embeddings resized).
-        reason = " ".join(str(error).split())
-        return f"the trained weights of {name} do not fit the kernel's module and were not loaded: {reason[:300]}"
+    if state is None:
+        return f"the trained weights of {name} can't be had in the kernel: {lost}"
+    misfit = _misfit(module, state, is_whole=not lost)
+    if not misfit:
+        try:
+            module.load_state_dict(state, strict=not lost)
+        except RuntimeError as error:  # the module's own code refuses
+            misfit = " ".join(str(error).split())
+    if misfit:
+        return (
+            f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
+            f"they are in job.weights()[{position}]"
+        )
     num_bytes = sum(
         tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
     )
-    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)})"
+    without = f", without what can't be pickled: {lost}" if lost else ""
+    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)}{without})"
+
+
+def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
+    """How the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
+
+    Looked at beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
+    """
+    own = module.state_dict()
+    reasons = [f"{name} is only there" for name in state if name not in own]
+    reasons += [f"{name} is only here" for name in own if name not in state and is_whole]
+    reasons += [
+        f"{name} is {tuple(state[name].shape)} there and {tuple(tensor.shape)} here"
+        for name, tensor in own.items()
+        if name in state and _has_shape(tensor) and tensor.shape != state[name].shape
+    ]
+    return "; ".join(reasons)
+
+
+def _has_shape(value: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)

@@ -57,16 +57,3 @@ class Assignment:
     def own_fds(self) -> tuple[int, ...]:
         """The descriptors that no other worker needs."""
         return (self.event_fd,) if self.outbox_fd < 0 else (self.event_fd, self.outbox_fd)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a worker leaves in its outbox when its function has returned.
-
-    Args:
-        value: the return value; an :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
-        weights: position in ``args`` -> state dict of that module, on the CPU.
-    """
-
-    value: Any = None
-    weights: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
     offset 0   header: where the pickle is, how long it is, how many buffers the table names
     64 ...     tensors and large arrays, raw, 64-byte aligned, each written as soon as the pickler meets it
     then       the pickle (cloudpickle: functions and classes of ``__main__`` by value), then the table of buffers
+    then       the next value of the file, if there is one: its header, and so on
 
 The reader maps the file privately and builds tensors on the mapped pages. A state dict of 1 GB is therefore copied
 once, into the file, and never passes through a pipe; nobody can wait for anybody. Tensors arrive on the CPU.
@@ -28,27 +29,47 @@ _MIN_BUFFER_BYTES = 4096
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
 
 
-def dump(value: Any, fd: int, *, main_by_reference: bool = False) -> None:
-    """Write ``value`` to the empty file ``fd``; ``main_by_reference`` as in ``wire/pickling.py``.
+class PayloadWriter:
+    """Appends values to a file that is empty at first. A tensor that several of them hold is written once."""
 
-    Raises:
-        Exception: whatever pickling raises; :func:`nblaunch.wire.blame.unpicklable_parts` tells which part it was.
-        OSError: memory or disk is full.
-    """
-    writer = _FileWriter(fd)
-    stream = io.BytesIO()
-    _Pickler(stream, writer, main_by_reference).dump(value)
-    body = stream.getbuffer()
-    start = writer.write(body)
-    writer.write(b"".join(_ENTRY.pack(*entry) for entry in writer.buffers))
-    os.pwrite(fd, _HEADER.pack(start, len(body), len(writer.buffers)), 0)
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._writer = _FileWriter(fd)
+        self._regions: dict[Any, int] = {}
+        self._picklers: list[
+            _Pickler
+        ] = []  # they keep tensors alive, so that no region of memory is used anew
+
+    def append(self, value: Any, *, main_by_reference: bool = False) -> int:
+        """Write ``value``; ``main_by_reference`` as in ``wire/pickling.py``. Returns where it is, for :func:`load`.
+
+        Raises:
+            Exception: whatever pickling raises; :func:`nblaunch.wire.blame.unpicklable_parts` tells which part it
+                was. Other values can still be appended.
+            OSError: memory or disk is full.
+        """
+        header_at = self._writer.skip(_HEADER.size)
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, self._writer, self._regions, main_by_reference)
+        self._picklers.append(pickler)
+        pickler.dump(value)
+        body = stream.getbuffer()
+        start = self._writer.write(body)
+        self._writer.write(b"".join(_ENTRY.pack(*entry) for entry in pickler.buffers))
+        os.pwrite(self._fd, _HEADER.pack(start, len(body), len(pickler.buffers)), header_at)
+        return header_at
 
 
-def load(fd: int) -> Any:
-    """Read what :func:`dump` wrote. The tensors in it live on the file's pages, mapped copy-on-write."""
+def dump(value: Any, fd: int) -> None:
+    """Write ``value`` alone to the empty file ``fd``; raises as :meth:`PayloadWriter.append` does."""
+    PayloadWriter(fd).append(value)
+
+
+def load(fd: int, at: int = 0) -> Any:
+    """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write."""
     mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     view = memoryview(mapping)
-    start, length, num_buffers = _HEADER.unpack_from(view, 0)
+    start, length, num_buffers = _HEADER.unpack_from(view, at)
     table = _aligned(start + length)
     entries = [_ENTRY.unpack_from(view, table + i * _ENTRY.size) for i in range(num_buffers)]
     buffers = [view[offset : offset + size] for offset, size in entries]
@@ -58,7 +79,7 @@ def load(fd: int) -> Any:
 def can_pickle(value: Any) -> Exception | None:
     """None where :func:`dump` would accept ``value``, otherwise the error it would raise. Writes nothing."""
     try:
-        _Pickler(io.BytesIO(), _NullWriter(), False).dump(value)
+        _Pickler(io.BytesIO(), _NullWriter(), {}, False).dump(value)
     except Exception as error:
         return error
     return None
@@ -73,8 +94,13 @@ class _FileWriter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._end = _aligned(_HEADER.size)
-        self.buffers: list[tuple[int, int]] = []
+        self._end = 0
+
+    def skip(self, num_bytes: int) -> int:
+        """Leave room, to be written later; returns where."""
+        start = _aligned(self._end)
+        self._end = start + num_bytes
+        return start
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -103,10 +129,13 @@ class _Pickler(NotebookPickler):
     GPU tensor alive until the end, all at once.
     """
 
-    def __init__(self, stream: io.BytesIO, writer: _FileWriter, main_by_reference: bool) -> None:
+    def __init__(
+        self, stream: io.BytesIO, writer: _FileWriter, regions: dict[Any, int], main_by_reference: bool
+    ) -> None:
         super().__init__(stream, main_by_reference=main_by_reference, buffer_callback=self._take_buffer)
+        self.buffers: list[tuple[int, int]] = []
         self._writer = writer
-        self._regions: dict[Any, int] = {}
+        self._regions = regions
         self._tensors: dict[int, tuple[Any, Any]] = {}
         self._torch: Any = sys.modules.get("torch")
 
@@ -115,7 +144,7 @@ class _Pickler(NotebookPickler):
         data = buffer.raw()
         if len(data) < _MIN_BUFFER_BYTES:
             return True
-        self._writer.buffers.append((self._writer.write(data), len(data)))
+        self.buffers.append((self._writer.write(data), len(data)))
         return False
 
     def persistent_id(self, obj: Any) -> Any:

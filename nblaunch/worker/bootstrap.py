@@ -21,15 +21,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.context import WorkerContext
-from nblaunch.events import Finished, Note, Started, WorkerState
-from nblaunch.wire import blame, payload
-from nblaunch.wire.assignment import Assignment, Outcome
+from nblaunch.events import Contents, Finished, Note, Started, WorkerState
+from nblaunch.wire import outbox
+from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import guard, inherited, shell, stdio
@@ -123,34 +123,9 @@ class _Worker:
         assignment = self.assignment
         wanted = value if assignment.outbox_fd >= 0 and not left_by_exit else None
         weights = _weights(args, assignment.sends_weights_of)
-        unpicklable: tuple[str, ...] = ()
-        has_outcome = wanted is not None or bool(weights)
-        if has_outcome:
-            unpicklable = self._write_outbox(wanted, weights)
-        self.sender.send(
-            Finished(
-                rank=assignment.rank,
-                time_s=time.time(),
-                has_outcome=has_outcome,
-                unpicklable=unpicklable,
-                left_by_exit=left_by_exit,
-            )
-        )
-
-    def _write_outbox(self, value: Any, weights: Mapping[int, Any]) -> tuple[str, ...]:
-        fd = self.assignment.outbox_fd
-        try:
-            payload.dump(Outcome(value, weights), fd, main_by_reference=True)
-            return ()
-        except Exception as error:
-            parts = blame.unpicklable_parts(value, "result")
-            if not parts:
-                raise  # not the value's fault: out of memory, most likely
-            os.ftruncate(fd, 0)
-            payload.dump(Outcome(blame.without_unpicklable(value), weights), fd, main_by_reference=True)
-            return tuple(
-                f"{name} ({type(why).__name__}: {why})" for name, why in parts or [("result", error)]
-            )
+        has_contents = wanted is not None or bool(weights)
+        contents = outbox.write(assignment.outbox_fd, wanted, weights) if has_contents else Contents()
+        self.sender.send(Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit))
 
     def _farewell(self, exit_code: int) -> int:
         """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""

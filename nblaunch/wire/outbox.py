@@ -1,0 +1,84 @@
+"""What a worker leaves for its launcher when its function has returned: the return value, and trained weights.
+
+    worker   ── write ──> memory file: value, weights of one module, weights of the next ...
+             ── Contents, with the Finished event: where each of them is
+    launcher ── read ──> Outcome
+
+Each part is written and read by itself, so that one that can't travel does not cost the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.events import Contents
+from nblaunch.wire import blame, payload
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker has left, as far as it could be read.
+
+    Args:
+        value: the return value; a :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
+        weights: position in ``args`` -> state dict of that module, on the CPU.
+        value_error: why the value can't be rebuilt in this process.
+        weights_errors: position -> why these weights can't be.
+    """
+
+    value: Any = None
+    weights: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    value_error: str = ""
+    weights_errors: Mapping[int, str] = field(default_factory=dict)
+
+
+def write(fd: int, value: Any, weights: Mapping[int, Mapping[str, Any]]) -> Contents:
+    """Write both to the empty file ``fd``; ``value`` None is not written. What can't be pickled is left out and named.
+
+    Raises:
+        Exception: something went wrong that is not the fault of any part: memory is full, most likely.
+    """
+    writer = payload.PayloadWriter(fd)
+    value_at, unpicklable = _append(writer, value, "result") if value is not None else (-1, ())
+    weights_at, lost = {}, {}
+    for position, state in weights.items():
+        weights_at[position], parts = _append(writer, state, f"args[{position}].state_dict()")
+        if parts:
+            lost[position] = "; ".join(parts)
+    return Contents(value_at, weights_at, unpicklable, lost)
+
+
+def read(fd: int, contents: Contents) -> Outcome:
+    """Read what :func:`write` wrote. Never raises for what a part's own code raises while it is rebuilt."""
+    value, value_error = _load(fd, contents.value_at) if contents.value_at >= 0 else (None, "")
+    weights, weights_errors = {}, dict(contents.lost_weights)
+    for position, at in contents.weights_at.items():
+        state, error = _load(fd, at)
+        if error:
+            weights_errors[position] = error
+        else:
+            weights[position] = {
+                name: part for name, part in state.items() if not isinstance(part, blame.Unpicklable)
+            }
+    return Outcome(value, weights, value_error, weights_errors)
+
+
+def _append(writer: payload.PayloadWriter, value: Any, name: str) -> tuple[int, tuple[str, ...]]:
+    """Where it is, and the parts of it that were left out."""
+    try:
+        return writer.append(value, main_by_reference=True), ()
+    except Exception:
+        parts = blame.unpicklable_parts(value, name)
+        if not parts:
+            raise
+        at = writer.append(blame.without_unpicklable(value), main_by_reference=True)
+        return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
+
+
+def _load(fd: int, at: int) -> tuple[Any, str]:
+    try:
+        return payload.load(fd, at), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
