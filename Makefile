@@ -46,8 +46,8 @@ format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-bench: setup  ## run the benchmarks and print what they measured
-	$(BIN)/python -m pytest tests/benchmarks -s $(ARGS)
+bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
+	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 picture: setup  ## take the README's picture of the dashboard again (needs Chromium)
 	$(BIN)/python scripts/picture.py
