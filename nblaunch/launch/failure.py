@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.launch import memory, stacks
@@ -51,7 +52,7 @@ def failure_of(
         past: one line for each attempt that failed before.
     """
     if report.hang:
-        return _hung(report)
+        return _hung(report, log.attempt_path(attempt))
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
@@ -77,9 +78,10 @@ def failure_of(
     return Failure(error, root.rank, headline)
 
 
-def _hung(report: AttemptReport) -> Failure:
+def _hung(report: AttemptReport, folder: Path) -> Failure:
     rank = min(rank for rank in report.exits if rank not in report.finished)
     lines = ["no rank made progress any more, so the job was stopped:", *report.hang]
+    lines.append(f"complete logs: {folder}")
     return Failure(JobHung("\n".join(lines)), rank, lines[0])
 
 

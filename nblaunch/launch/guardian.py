@@ -20,7 +20,8 @@ from nblaunch.wire import descriptors
 
 _SCRIPT = (
     'groups="$*"; while read -r group; do groups="$groups $group"; done; '
-    'for group in $groups; do kill -KILL -- "-$group" 2>/dev/null; done'
+    # "-s KILL": dash takes no "--" after "-KILL".
+    'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done'
 )
 
 
@@ -50,9 +51,8 @@ class Guardian:
         """Kill this group too: one that came to be after the guardian, as a forkserver's workers do."""
         if process_group not in self._groups:
             self._groups.add(process_group)
-            with suppress(
-                BrokenPipeError
-            ):  # somebody killed the guardian; workers still die with their parent
+            # Somebody may have killed the guardian; workers still die with their parent.
+            with suppress(BrokenPipeError):
                 os.write(self._writing, b"%d\n" % process_group)
 
     def dismiss(self) -> None:

@@ -144,11 +144,11 @@ def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: 
     if absent:
         return f"{_ranks(sorted(waiting))} wait for {_ranks(absent)}, which did not enter the collective."
     taken = {rank: steps[rank] for rank in waiting if rank in steps}
-    if len({(position.waiting_in, position.where) for position in waiting.values()}) > 1:
-        return "The ranks are in different collectives: every rank must call the same ones in the same order."
     if len(set(taken.values())) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(taken.items()))
         return f"The ranks have taken unequal numbers of batches ({counts})."
+    if len({(position.waiting_in, position.where) for position in waiting.values()}) > 1:
+        return "The ranks are in different collectives: every rank must call the same ones in the same order."
     return ""
 
 

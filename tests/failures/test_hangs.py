@@ -1,0 +1,208 @@
+"""Jobs that stand still: seen, told apart, and stopped where that was asked for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from tests.failures.conftest import assert_as_before, value_of
+from tests.kernels import Cell, Kernel
+
+TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A way to hang.
+
+    Args:
+        name: of it.
+        body: of the function.
+        lines: what must be said, each as part of one line.
+    """
+
+    name: str
+    body: str
+    lines: tuple[str, ...]
+
+
+SHAPES = (
+    Shape(
+        "one rank never enters the collective",
+        """
+    if rank() == 1:
+        while not os.path.exists("/nowhere"):
+            sum(range(1000))
+    dist.all_reduce(torch.ones(2))
+""",
+        (
+            "ranks 0, 2: waiting in all_reduce, ",
+            "in train: dist.all_reduce(torch.ones(2))",
+            "rank 1: Cell In[",
+            "in train: ",
+            "ranks 0, 2 wait for rank 1, which did not enter the collective.",
+        ),
+    ),
+    Shape(
+        "ranks in different collectives",
+        """
+    if rank() == 1:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(2))
+""",
+        (
+            "ranks 0, 2: waiting in all_reduce, ",
+            "rank 1: waiting in barrier, ",
+            "in train: dist.barrier()",
+            "The ranks are in different collectives",
+        ),
+    ),
+    Shape(
+        "unequal numbers of batches",
+        """
+    from nblaunch import Accelerator
+    accelerator = Accelerator()
+    batches = torch.utils.data.TensorDataset(torch.arange(24.0))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(batches, batch_size=2))
+    for step, batch in enumerate(loader):
+        dist.all_reduce(torch.ones(2))
+        if rank() == 1 and step == 1:
+            break
+    dist.barrier()
+""",
+        (
+            "ranks 0, 2: waiting in all_reduce, ",
+            "rank 1: waiting in barrier, ",
+            "unequal numbers of batches (rank 0: 3, rank 1: 2, rank 2: 3)",
+        ),
+    ),
+)
+
+TRAIN = """
+def train():
+    dist.init_process_group()
+    print("it begins")
+{body}
+    return "never"
+"""
+
+LAUNCH = """
+notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_grace_s=1, hang_timeout_s={timeout_s},
+                  on_hang={on_hang!r})
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
+    cell = shared.run(
+        TRAIN.format(body=shape.body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        raises="JobHung",
+    )
+    assert cell.error is not None
+    for text in shape.lines:
+        assert text in cell.error.value, cell.describe()
+    assert len(cell.error.lines) <= 25, cell.describe()
+    assert f"complete logs: {value_of(shared, 'str(nblaunch.last_job().log_dir)')}" in cell.error.value
+    shared.run("job = nblaunch.last_job()")
+    status, log = value_of(shared, "(job.status, job.logs(2))")
+    assert status == "failed"
+    assert "it begins" in log
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, method: str, shape: Shape) -> None:
+    if method != "fork":
+        pytest.skip(
+            "the report does not depend on how workers were started; stopping is tested for all methods"
+        )
+    cell = shared.submit(
+        TRAIN.format(body=shape.body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="report")
+    )
+    cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
+    assert not cell.is_done
+    assert f"no progress for {TIMEOUT_S:g} s" in _shown(cell)
+    for text in shape.lines:
+        assert text in _shown(cell), cell.describe()
+    shared.interrupt()
+    assert cell.wait(20).error is not None
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_compute_or_step_do_not_hang(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    dist.init_process_group()
+    deadline = time.monotonic() + 2.5
+    if rank() == 0:
+        while time.monotonic() < deadline:       # uses its processor, says nothing
+            sum(range(1000))
+    elif rank() == 1:
+        while time.monotonic() < deadline:       # sleeps, but talks
+            time.sleep(0.2)
+            print("still here")
+    return True
+notebook_launcher(train, num_processes=2, start_method={method!r}, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
+"""
+    )
+    assert cell.result == "True"
+    assert "no progress" not in _shown(cell)
+
+
+@pytest.mark.timeout(60)
+def test_stacks_on_request_come_within_a_second(shared: Kernel, method: str) -> None:
+    shared.run(
+        f"""
+import collections, itertools
+def train():
+    dist.init_process_group()
+    dist.barrier()
+    print("ready")
+    if rank() == 1:
+        collections.deque(itertools.repeat(None), maxlen=0)      # never lets the interpreter go
+    elif rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank() == 3:
+        time.sleep(3600)
+    dist.all_reduce(torch.ones(2))
+job = notebook_launcher(train, num_processes=5, start_method={method!r}, background=True)
+"""
+    )
+
+    def are_ready() -> bool:
+        logs = value_of(shared, "[job.logs(rank) for rank in range(5)]")
+        return all("ready" in log for log in logs)
+
+    shared.wait_until(are_ready, 30, "all ranks")
+    lines: list[str] = []
+
+    def are_there() -> bool:  # the ranks go on for a moment after their last print
+        begun_s = time.monotonic()
+        lines[:] = value_of(shared, "job.stacks()").splitlines()
+        assert time.monotonic() - begun_s < 1.3
+        return "ranks 0, 4: waiting in all_reduce" in lines[0] and "stopped" in "".join(lines)
+
+    shared.wait_until(are_there, 10, "the ranks to be where they wait")
+    text = "\n".join(lines)
+    assert "in train: collections.deque(itertools.repeat(None), maxlen=0)" in text, text
+    assert "rank 2: no answer: the process is stopped by a signal" in text, text
+    assert "rank 3: Cell In[" in text, text
+    assert "in train: time.sleep(3600)" in text, text
+    assert "ranks 0, 4 wait for ranks 1, 2, 3, which did not enter the collective." in text, text
+    cell = shared.run("job.cancel(); job.result()", raises="JobCancelled")
+    assert cell.error is not None
+    assert value_of(shared, "job.stacks()") == "no worker runs any more"
+    assert_as_before(shared)
+
+
+def _shown(cell: Cell) -> str:
+    return cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)

@@ -1,0 +1,158 @@
+"""The kernel is gone, in whatever way: nothing that it started is there three seconds later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.failures.conftest import START_METHODS
+from tests.kernels import Cell, Kernel
+
+LIMIT_S = 3.0
+
+# One rank in each state that makes a process hard to end.
+TRAIN = """
+import collections, itertools, subprocess
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        deaf()
+        while True:
+            yield 1
+
+def deaf():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+def stay():
+    try:
+        raise ValueError("away")
+    finally:
+        print("rea" + "dy")
+        while True:
+            time.sleep(1)
+
+def train():
+    dist.init_process_group()
+    if rank() == 0:
+        print("rea" + "dy")
+        dist.all_reduce(torch.ones(2))                                # the others never come
+    elif rank() == 1:
+        print("rea" + "dy")
+        while True: sum(range(100))
+    elif rank() == 2:
+        print("rea" + "dy")
+        collections.deque(itertools.repeat(None), maxlen=0)           # blocked in C, holding the interpreter's lock
+    elif rank() == 3:
+        deaf()
+        print("rea" + "dy")
+        time.sleep(3600)
+    elif rank() == 4:
+        stay()
+    elif rank() == 5:
+        print("rea" + "dy")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank() == 6:
+        deaf()
+        for _ in torch.utils.data.DataLoader(Endless(), num_workers=2, multiprocessing_context="fork"):
+            print("rea" + "dy") if not started else None
+            started.append(True)
+    elif rank() == 7:
+        child = subprocess.Popen(["sleep", "3600"])                   # knows nothing of its parent's death
+        print("rea" + "dy")
+        child.wait()
+
+started = []
+"""
+
+NUM_PROCESSES = 8
+
+
+def _launch(kernel: Kernel, method: str) -> Cell:
+    cell = kernel.submit(
+        TRAIN + f"notebook_launcher(train, num_processes={NUM_PROCESSES}, start_method={method!r})"
+    )
+    for rank in range(NUM_PROCESSES):
+        cell.wait_for_text(f"[{rank}] ready", timeout_s=40)
+    # The stopped worker prints before it stops itself.
+    kernel.wait_until(
+        lambda: any(p.status() == psutil.STATUS_STOPPED for p in kernel.processes()), 10, "a worker to stop"
+    )
+    return cell
+
+
+def _kill(kernel: Kernel) -> None:
+    kernel.process.kill()
+
+
+def _kill_group(kernel: Kernel) -> None:
+    """As a server that ends a kernel, or the end of a terminal session, does."""
+    os.killpg(os.getpgid(kernel.pid), signal.SIGKILL)
+
+
+def _shut_down(kernel: Kernel) -> None:
+    """A request that a kernel busy with a cell does not answer; the client then kills it."""
+    manager = kernel._manager
+    manager.session.send(kernel._control, "shutdown_request", {"restart": True})
+    try:
+        kernel.wait_for_exit(2.0)
+    except Exception:
+        kernel.process.kill()
+
+
+ENDS: dict[str, Callable[[Kernel], None]] = {
+    "SIGKILL to the kernel": _kill,
+    "SIGKILL to its process group": _kill_group,
+    "restart": _shut_down,
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("method", START_METHODS)
+def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, end: str) -> None:
+    if method == "spawn" and end != "SIGKILL to the kernel":
+        pytest.skip(
+            "spawned and forked workers are watched by the same means; eight interpreters take ten seconds"
+        )
+    kernel = start()
+    _launch(kernel, method)
+    processes = kernel.processes()
+    assert len(processes) >= NUM_PROCESSES + 2 + 1 + 1  # data loaders, subprocess, guardian
+    ENDS[end](kernel)
+    kernel.wait_for_exit()
+    ended_s = time.monotonic()
+    _, left = psutil.wait_procs(processes, LIMIT_S)
+    assert left == [], time.monotonic() - ended_s
+    assert kernel.processes() == []
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", START_METHODS)
+def test_nothing_outlives_a_kernel_killed_while_workers_start(
+    start: Callable[..., Kernel], method: str
+) -> None:
+    kernel = start()
+    before = kernel.processes()
+    kernel.submit(TRAIN + f"notebook_launcher(train, num_processes=4, start_method={method!r})")
+    kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
+    kernel.kill()
+    _, left = psutil.wait_procs(kernel.processes(), LIMIT_S)
+    assert left == []
+    assert kernel.processes() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_job_in_the_background_ends_with_an_orderly_shutdown(fresh: Kernel, tmp_path: Path) -> None:
+    fresh.run(TRAIN + f"job = notebook_launcher(train, num_processes={NUM_PROCESSES}, background=True)")
+    fresh.wait_until(lambda: len(fresh.processes()) >= NUM_PROCESSES + 1, 20, "the workers")
+    processes = fresh.processes()
+    fresh.close()  # fails if anything outlives the kernel by ten seconds
+    _, left = psutil.wait_procs(processes, 0)
+    assert left == []
