@@ -43,7 +43,8 @@ def fork_workers(
     """Fork one worker per assignment; returns rank -> process id. Only the parent returns."""
     pids: dict[int, int] = {}
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or every worker would carry a copy of what is buffered
+        if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
+            stream.flush()  # or every worker would carry a copy of what is buffered
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)

@@ -53,7 +53,11 @@ def connect(rank: int, emit: Callable[[Event], None]) -> None:
         return
     # tqdm.auto and others take this key as "widgets will work here".
     shell.config.pop("IPKernelApp", None)
-    shell.display_pub = _as_trait(shell, EventPublisher(rank, emit))
+    # The shell's trait accepts its own class of publisher only, so the one it has gets our methods. Making another of
+    # that class costs a forked worker 200 page faults.
+    publisher = EventPublisher(rank, emit)
+    shell.display_pub.publish = publisher.publish
+    shell.display_pub.clear_output = publisher.clear_output
 
 
 def ensure_shell() -> None:
@@ -79,11 +83,3 @@ def show_pending_figures() -> None:
 def _current_shell() -> Any:
     module: Any = sys.modules.get("IPython.core.interactiveshell")
     return module.InteractiveShell._instance if module is not None else None
-
-
-def _as_trait(shell: Any, publisher: EventPublisher) -> Any:
-    """The shell's trait accepts instances of its own publisher class only: lend one our methods."""
-    lent = type(shell.display_pub)(parent=shell)
-    lent.publish = publisher.publish
-    lent.clear_output = publisher.clear_output
-    return lent
