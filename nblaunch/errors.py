@@ -9,6 +9,7 @@
     ├── JobHung               no rank made progress any more, and ``on_hang="stop"`` was asked for
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
+    ├── CheckpointError       a checkpoint can't be written, or one that was read is damaged or does not fit
     └── RemoteTraceback       never raised alone: the ``__cause__`` that shows where in a worker an error arose
 
 A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
@@ -84,6 +85,10 @@ class ResultError(NblaunchError, TypeError):
 
 class JobCancelled(NblaunchError):
     """The job was stopped on request before it had a result."""
+
+
+class CheckpointError(NblaunchError, RuntimeError):
+    """A checkpoint could not be written, or one that was read is damaged or does not fit; says what and where."""
 
 
 class RemoteTraceback(NblaunchError):

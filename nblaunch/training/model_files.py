@@ -1,0 +1,257 @@
+"""Weights as files: one, or several with an index, in safetensors' format or torch's.
+
+safetensors files hold tensors and nothing else: reading one executes nothing, and other libraries read it. Tensors
+that share memory are written once, with the names of the others in the file's header. Where files lie is decided by
+the callers, except that a folder written by :func:`save_sharded` is the one that :func:`load_checkpoint_in_model`
+reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training.safe_save import Staging
+from nblaunch.training.strategies import unwrap
+
+SAFE_NAME = "model.safetensors"
+TORCH_NAME = "pytorch_model.bin"
+
+_SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
+_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def bare_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The person's own module inside data-parallel and compiled wrappers: the one whose names are on disk."""
+    module = unwrap(model)
+    return unwrap(getattr(module, "_orig_mod", module))
+
+
+# --- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_weights(weights: Mapping[str, Any], path: Path) -> None:
+    """Write a state dict to one file, in the format that the end of ``path``'s name says.
+
+    Raises:
+        CheckpointError: safetensors was asked for, but an entry is no tensor.
+    """
+    if path.suffix != ".safetensors":
+        with path.open("wb") as file:
+            torch.save(dict(weights), file)
+        return
+    tensors, aliases = _separate(weights, path.name)
+    save_file(tensors, path, metadata={**aliases, "format": "pt"})
+
+
+def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors with memory of their own, and for every name that shares one of them that one's name."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in weights.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, and safetensors files hold "
+                "tensors only; use safe_serialization=False"
+            )
+        view, storage = _view_of(tensor)
+        if view is not None and view in seen:
+            aliases[name] = seen[view]
+            continue
+        overlaps = storage in storages
+        tensor = tensor.detach()
+        tensors[name] = tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor.contiguous()
+        if view is not None:
+            seen[view] = name
+            storages.add(storage)
+    return tensors, aliases
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
+    """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none."""
+    if tensor.numel() == 0:
+        return None, 0
+    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return view, tensor.untyped_storage().data_ptr()
+
+
+def save_sharded(
+    weights: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+) -> None:
+    """Write a state dict to ``folder`` as one file, or as several of limited size and an index.
+
+    Weights that were there before go; other files stay.
+
+    Args:
+        weights: the state dict, with unwrapped names.
+        folder: made where it does not exist.
+        max_shard_size: bytes of tensors per file, as a number or as in ``"5GB"``; a larger tensor gets its own file.
+        safe_serialization: safetensors' format; False: torch's.
+
+    Raises:
+        ValueError: ``folder`` is a file, or ``max_shard_size`` is not a size.
+        RuntimeError: a tensor is on the meta device: it has no values.
+    """
+    limit = parse_size(max_shard_size)
+    for name, tensor in weights.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            raise RuntimeError(f"{name!r} is on the meta device: it has no values that could be saved")
+    shards = list(_shards(weights, limit))
+    stem, suffix = (SAFE_NAME if safe_serialization else TORCH_NAME).rsplit(".", 1)
+    names = [f"{stem}.{suffix}"]
+    if len(shards) > 1:
+        names = [f"{stem}-{i:05d}-of-{len(shards):05d}.{suffix}" for i in range(1, len(shards) + 1)]
+    staging = Staging(folder)
+    try:
+        staging.create()
+        for name, shard in zip(names, shards, strict=True):
+            write_weights(shard, staging.folder / name)
+        if len(shards) > 1:
+            names.append(f"{stem}.{suffix}.index.json")
+            (staging.folder / names[-1]).write_text(_index(names, shards))
+        before = [path.name for path in folder.glob("*")] if folder.is_dir() else []
+        staging.commit(name for name in before if _SHARD.fullmatch(name) and name not in names)
+    except BaseException:
+        staging.discard()
+        raise
+
+
+def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
+    """``weights`` in order, cut so that no part is larger than ``limit`` bytes if it can be helped.
+
+    Names that share memory stay together, so that it is written once.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, value in weights.items():
+        storage = _view_of(value)[1] if isinstance(value, torch.Tensor) else 0
+        groups.setdefault(storage or name, {})[name] = value
+    shard: dict[str, Any] = {}
+    size = 0
+    for group in groups.values():
+        extra = max((_num_bytes(value) for value in group.values()), default=0)
+        if shard and size + extra > limit:
+            yield shard
+            shard, size = {}, 0
+        shard.update(group)
+        size += extra
+    yield shard
+
+
+def _num_bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
+    """The index in the form that Hugging Face's libraries read."""
+    total = sum(_num_bytes(value) for shard in shards for value in shard.values())
+    files = {name: file for file, shard in zip(names, shards, strict=False) for name in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30; a number is itself.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'")
+    base = 1024 if match[3] else 1000
+    return max(1, int(float(match[1]) * base ** _EXPONENTS[match[2].upper()]))
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """The state dict in a file, names of shared tensors included.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        if path.suffix != ".safetensors":
+            return dict(torch.load(path, map_location=device, weights_only=True))
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read; is it damaged? ({error})") from error
+    weights.update({alias: weights[name] for alias, name in metadata.items() if name in weights})
+    return weights
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], source: Path, strict: bool = True) -> None:
+    """Load a state dict into the module inside ``model``, also one whose names begin with ``module.``.
+
+    Raises:
+        CheckpointError: names or shapes don't fit; names the file.
+    """
+    module = bare_module(model)
+    own = module.state_dict()
+    if weights and all(name.startswith("module.") for name in weights) and not own.keys() & weights.keys():
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    weights = dict(weights)
+    held = {_view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
+    for name in own.keys() - weights.keys():  # tied to a tensor that the file has, written by a library that drops it
+        twin = held.get(_view_of(own[name])[0]) if isinstance(own[name], torch.Tensor) else None
+        if twin is not None and _view_of(own[name])[0] is not None:
+            weights[name] = weights[twin]
+    try:
+        module.load_state_dict(weights, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(f"{source} does not fit the model. {error}") from error
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module, checkpoint: str | Path, *, strict: bool = False, device: str | torch.device = "cpu"
+) -> None:
+    """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
+
+    Args:
+        model: a module, wrapped or not. It is filled in place.
+        checkpoint: a file of weights, an index, or a folder with one of them.
+        strict: raise where names of the file and the model differ.
+        device: where weights are read to, before they are copied into the model.
+
+    Raises:
+        CheckpointError: there are no weights, they are damaged, or they don't fit.
+    """
+    path = _weights_in(Path(checkpoint))
+    if not path.name.endswith(".index.json"):
+        load_weights(model, read_weights(path, device), path, strict)
+        return
+    try:
+        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not an index of weights ({error!r})") from error
+    weights: dict[str, Any] = {}
+    for name in files:
+        weights.update(read_weights(path.with_name(name), device))
+    load_weights(model, weights, path, strict)
+
+
+def _weights_in(checkpoint: Path) -> Path:
+    if not checkpoint.is_dir():
+        return checkpoint
+    names = [SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"]
+    found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
+    if not found:
+        raise CheckpointError(f"{checkpoint} has no weights; looked for {', '.join(names)}")
+    return found[0]

@@ -1,0 +1,158 @@
+"""Writing so that a crash at any moment leaves what was there before or what is new, never a mixture.
+
+Everything is written aside, forced to disk, and takes its place by a rename, which the file system does as a whole:
+
+    a file             .name.partial ──────────── rename ──> name
+    a new folder       .name.partial/ ─────────── rename ──> name/
+    an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
+
+The last row is a journal: once ``.committed`` exists, the new files count, and :func:`finish_commit` moves up what is
+left of them. Files of an existing folder that are not replaced stay as they are. One process writes; who that is, and
+what is written, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_PARTIAL = ".partial"
+_COMMITTED = ".committed"
+_OBSOLETE = ".obsolete.json"
+_DOOMED = ".doomed"
+
+# What file systems without fsync for folders answer (FUSE mounts of cloud storage, some network file systems).
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
+
+
+class Staging:
+    """A folder in the making.
+
+    Args:
+        target: where its files go at last.
+
+    ``folder`` is where they are to be written meanwhile; it exists from :meth:`create` to :meth:`commit`.
+
+    Raises:
+        ValueError: ``target`` is a file.
+    """
+
+    def __init__(self, target: Path) -> None:
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is a file; a folder is needed")
+        self.target = target
+        # Inside an existing folder, because that may be the root of a file system of its own.
+        self.folder = target / _PARTIAL if target.is_dir() else target.with_name(f".{target.name}{_PARTIAL}")
+
+    def create(self) -> None:
+        """Make the folder, empty; what a killed process has left there goes."""
+        finish_commit(self.target)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def commit(self, obsolete: Iterable[str] = ()) -> None:
+        """Put the files in their place.
+
+        Args:
+            obsolete: files of an existing target that go, relative to it.
+        """
+        (self.folder / _OBSOLETE).write_text(json.dumps(sorted(obsolete)))
+        sync_tree(self.folder)
+        if self.target.is_dir():
+            os.rename(self.folder, self.target / _COMMITTED)
+            sync_folder(self.target)
+            finish_commit(self.target)
+        else:
+            (self.folder / _OBSOLETE).unlink()
+            os.rename(self.folder, self.target)
+            sync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what was written. Does nothing after :meth:`commit`."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def finish_commit(target: Path) -> None:
+    """Do what is left to do of a commit to an existing folder; nothing where none was cut short."""
+    committed = target / _COMMITTED
+    if not committed.is_dir():
+        return
+    with suppress(FileNotFoundError):  # it goes last, so then all else is done
+        for name in json.loads((committed / _OBSOLETE).read_text()):
+            with suppress(FileNotFoundError):
+                (target / name).unlink()
+    for path in sorted(committed.rglob("*")):
+        place = target / path.relative_to(committed)
+        if path.is_dir():
+            place.mkdir(exist_ok=True)
+        elif path.name != _OBSOLETE:
+            os.replace(path, place)
+    sync_folder(target)
+    shutil.rmtree(committed)
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Make ``path`` what ``write(other_path)`` writes, or leave it as it was if that fails."""
+    aside = path.with_name(f".{path.name}{_PARTIAL}")
+    try:
+        write(aside)
+        sync_file(aside)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that must not be seen half removed: it loses its name first."""
+    doomed = path.with_name(f".{path.name}{_DOOMED}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove from ``folder`` what killed processes have left: folders half written and half removed."""
+    for path in folder.glob(".*"):
+        if path.name.endswith((_PARTIAL, _DOOMED)) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def files_below(folder: Path) -> dict[str, int]:
+    """Every file of a folder and its subfolders, by its path relative to it, with its size in bytes."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != _OBSOLETE
+    }
+
+
+def sync_tree(folder: Path) -> None:
+    """Force all files of a folder, and the folders themselves, to disk."""
+    for path in folder.rglob("*"):
+        sync_folder(path) if path.is_dir() else sync_file(path)
+    sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's contents to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Force a folder's entries to disk, where its file system knows how."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
