@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 from nblaunch.backends import process_group
 from nblaunch.worker import imports
 
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
 
 def forget(kernel_streams: Iterable[Any]) -> None:
     """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr``, ``kernel_streams``, were replaced."""
@@ -47,6 +49,12 @@ def _leave_interactive_mode() -> None:
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
+    # Lightning looks once, when it is imported. Where it is not, its modules are not searched for: a look at every
+    # loaded module writes to a page of each, 1,400 copied pages and milliseconds in every worker.
+    if not sys.modules.keys().isdisjoint(_LIGHTNING):
+        for name, module in list(sys.modules.items()):
+            if name.startswith(_LIGHTNING) and "_IS_INTERACTIVE" in vars(module):
+                module._IS_INTERACTIVE = False  # type: ignore[attr-defined]
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
     threading.excepthook = threading.__excepthook__

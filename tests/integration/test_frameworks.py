@@ -1,0 +1,101 @@
+"""Other frameworks inside the function, the real packages, with nothing told to them."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.kernels import Kernel
+
+METHODS = ("fork", "forkserver")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_plain_torch(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+def train():
+    dist.init_process_group()
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step(); optimizer.zero_grad()
+    dist.destroy_process_group()
+    return model.module.weight.tolist()
+values = notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=True)
+values[0] == values[1], dist.is_initialized()
+"""
+    )
+    assert cell.result == "(True, False)"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_accelerate(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+from accelerate import Accelerator as TheirAccelerator
+from torch.utils.data import DataLoader, TensorDataset
+def train(model):
+    accelerator = TheirAccelerator()
+    data = TensorDataset(torch.arange(20.0).reshape(20, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=5))
+    seen = []
+    for (batch,) in loader:
+        accelerator.backward(model(batch).mean())
+        optimizer.step(); optimizer.zero_grad()
+        seen += accelerator.gather_for_metrics(batch).flatten().int().tolist()
+    return accelerator.num_processes, accelerator.device.type, sorted(seen), accelerator.distributed_type.value
+notebook_launcher(train, (nn.Linear(1, 1),), 2, start_method={method!r}, return_all=True)
+"""
+    )
+    one = (2, "cpu", list(range(20)), "MULTI_CPU")
+    assert ast.literal_eval(cell.result or "") == [one, one]
+
+
+@pytest.mark.parametrize("imported", ["in the kernel", "inside"])
+def test_lightning_fabric(fresh: Kernel, imported: str) -> None:
+    if imported == "in the kernel":
+        fresh.run("from lightning_fabric import Fabric")
+    cell = fresh.run(
+        """
+def train():
+    from lightning_fabric import Fabric
+    fabric = Fabric(strategy="ddp", devices=2, accelerator="cpu")
+    fabric.launch()
+    model = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.full((4, 2), fabric.global_rank + 1.0)).mean())
+    optimizer.step()
+    return fabric.world_size, fabric.global_rank, fabric.all_reduce(torch.tensor(1.0), reduce_op="sum").item()
+[notebook_launcher(train, num_processes=2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_data_loaders_with_processes_of_their_own(shared: Kernel, method: str, is_persistent: bool) -> None:
+    cell = shared.run(
+        f"""
+from torch.utils.data import DataLoader
+def train():
+    loader = DataLoader(range(40), batch_size=4, num_workers=2, persistent_workers={is_persistent},
+                        multiprocessing_context="fork")
+    sums = [sum(batch.sum().item() for batch in loader) for _ in range(2)]
+    iterator = iter(loader)
+    next(iterator)              # left in the middle
+    globals()["kept"] = iterator
+    return sums
+notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=True)
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == [[780, 780]] * 2
+    assert "Exception" not in cell.stdout
+    shared.wait_for_no_processes(5)

@@ -1,0 +1,159 @@
+"""Jobs in the background, as futures."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.kernels import Kernel
+
+# A worker waits at a named pipe until the test lets it go; opening one waits for the other side.
+GATE = """
+import tempfile
+folder = tempfile.mkdtemp()
+def gate(name):
+    path = os.path.join(folder, name)
+    os.path.exists(path) or os.mkfifo(path)
+    return path
+def train(path, value):
+    print("waits")
+    with open(path) as file:
+        file.read()
+    print("goes on")
+    return value
+def let_go(path):
+    with open(path, "w"):
+        pass
+"""
+
+
+def test_a_background_job_leaves_the_kernel_free(shared: Kernel) -> None:
+    shared.run(GATE)
+    cell = shared.run(
+        "path = gate('one'); job = notebook_launcher(train, (path, 5), 1, background=True); job", timeout_s=20
+    )
+    assert "train on 1 cpu workers, running" in (cell.result or "")
+    assert shared.run("model = nn.Linear(3, 3); model(torch.ones(3)).shape[0]").result == "3"
+    timed_out = shared.run("job.wait(0.05)", raises="TimeoutError")
+    assert timed_out.error is not None
+    assert "0.05" in timed_out.error.value
+    cell = shared.run("job.status, job.is_running, nblaunch.last_job() is job, job.logs(0)")
+    assert cell.result is not None
+    status, is_running, is_last, logs = ast.literal_eval(cell.result)
+    assert (status, is_running, is_last) == ("running", True, True)
+    assert logs in ("", "waits\n")  # it may just have started
+    cell = shared.run("let_go(path); job.result(20), job.results(), job.exception(), job.status, job.logs(0)")
+    assert ast.literal_eval(cell.result or "") == (5, [5], None, "done", "waits\ngoes on\n")
+    assert shared.processes() == []
+    bad = shared.run("job.logs(1)", raises="ValueError")
+    assert bad.error is not None
+    assert "rank=1" in bad.error.value
+
+
+def test_two_jobs_and_a_blocking_one_run_at_a_time(shared: Kernel) -> None:
+    shared.run(GATE)
+    cell = shared.run(
+        """
+def reduce(path):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    train(path, None)
+    dist.barrier()
+    return total.item()
+# Each rank has its own gate, so that no opening of one is met by the wrong side.
+def on_gates(name):
+    return reduce(os.path.join(folder, name + os.environ["RANK"]))
+for name in ("a0", "a1", "b0", "b1"):
+    gate(name)
+first = notebook_launcher(on_gates, ("a",), 2, background=True)
+second = notebook_launcher(on_gates, ("b",), 2, background=True)
+between = notebook_launcher(lambda: "between", num_processes=2)
+states = first.status, second.status
+for name in ("b0", "b1"):
+    let_go(gate(name))
+second_value = second.result(20)
+first_still = first.is_running
+for name in ("a0", "a1"):
+    let_go(gate(name))
+states, between, second_value, first_still, first.result(20), nblaunch.last_job() is second
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == (("running", "running"), "between", 2.0, True, 2.0, False)
+    assert shared.processes() == []
+
+
+def test_a_job_is_interrupted_or_cancelled(shared: Kernel) -> None:
+    shared.run(GATE)
+    cell = shared.run(
+        """
+def wait(path):
+    try:
+        train(path, None)
+    finally:
+        print("cleaned up")
+ended = {}
+for how in ("interrupt", "cancel"):
+    job = notebook_launcher(wait, (gate(how),), 1, background=True)
+    while "waits" not in job.logs(0):
+        job.wait_a_moment = time.sleep(0.01)
+    getattr(job, how)()
+    try:
+        job.result(20)
+    except BaseException as error:
+        ended[how] = type(error).__name__, type(job.exception()).__name__, job.status, "cleaned up" in job.logs(0)
+    getattr(job, how)()     # of a job that has ended: nothing
+ended
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == {
+        "interrupt": ("KeyboardInterrupt", "KeyboardInterrupt", "interrupted", True),
+        "cancel": ("JobCancelled", "JobCancelled", "cancelled", False),
+    }
+    assert shared.processes() == []
+
+
+def test_the_interrupt_button_stops_a_blocking_job_only(shared: Kernel) -> None:
+    shared.run(GATE)
+    shared.run("behind = notebook_launcher(train, (gate('behind'), 'unharmed'), 1, background=True)")
+    cell = shared.submit(
+        """
+def wait(path):
+    try:
+        train(path, None)
+    finally:
+        print("cleaned up")
+notebook_launcher(wait, (gate("front"),), 1)
+"""
+    )
+    cell.wait_for_text("waits")
+    shared.interrupt()
+    error = cell.wait(20).error
+    assert error is not None
+    assert error.name == "KeyboardInterrupt"
+    assert "cleaned up" in cell.stdout
+    assert "/nblaunch/" not in error.text
+    assert shared.run("let_go(gate('behind')); behind.result(20)").result == "'unharmed'"
+
+
+def test_a_background_job_that_cannot_start_raises_in_the_call(shared: Kernel) -> None:
+    for _ in range(10):  # it was a matter of luck once
+        cell = shared.run(
+            """
+import threading
+lock = threading.Lock()
+notebook_launcher(lambda: lock, num_processes=2, background=True, start_method="forkserver")
+""",
+            raises="PayloadError",
+        )
+    assert cell.error is not None
+    assert "lock" in cell.error.value
+    cell = shared.run(
+        """
+job = notebook_launcher(lambda: 1 / 0, num_processes=2, background=True)
+type(job.exception(20)).__name__, job.status
+"""
+    )
+    assert cell.result == "('ZeroDivisionError', 'failed')"
+    assert shared.run("job.result()", raises="ZeroDivisionError").error is not None
+    assert shared.run("job.result()", raises="ZeroDivisionError").error is not None

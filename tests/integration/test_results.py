@@ -1,0 +1,341 @@
+"""What comes back: values, tensors, trained weights, and as much as possible where not everything can."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.integration.conftest import START_METHODS
+from tests.kernels import Kernel
+
+PARTLY = """
+import threading
+def train(model):
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    return {"accuracy": 0.9, "tensor": torch.arange(3), "deep": [1, {"lock": threading.Lock()}], "pair": (2, 3)}
+"""
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_values_come_back_by_rank(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+def train(scale):
+    rank = int(os.environ["RANK"])
+    return {{"rank": rank, "value": rank * scale, "none": None}} if rank != 1 else None
+one = notebook_launcher(train, (2.5,), 3, start_method={method!r})
+job = nblaunch.last_job()
+every = notebook_launcher(train, (2.5,), 3, start_method={method!r}, return_all=True)
+one, job.results(), every, job.result()
+"""
+    )
+    zero, two = {"rank": 0, "value": 0.0, "none": None}, {"rank": 2, "value": 5.0, "none": None}
+    assert ast.literal_eval(cell.result or "") == (zero, [zero, None, None], [zero, None, two], zero)
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_every_kind_of_tensor_arrives_as_it_was(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import numpy as np
+def make():
+    torch.manual_seed(1)
+    base = torch.randn(1000, 50)
+    linear = nn.Linear(3, 3)
+    tensors = {{str(dtype): torch.arange(2000).to(dtype) for dtype in (
+        torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64, torch.complex64,
+        torch.float8_e4m3fn)}}
+    tensors["bool"] = base > 0
+    tensors |= {{"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "column": base[:, 3], "transposed": base.T,
+        "strided": base[::7, ::3], "expanded": torch.ones(1, 4).expand(5, 4),
+        "conj": torch.ones(3, dtype=torch.cfloat).conj(),
+        "parameter": linear.weight, "leaf": torch.ones(2, requires_grad=True),
+        "result": linear(torch.ones(1, 3)).detach(), "sparse": torch.eye(3).to_sparse(), "small": torch.zeros(1),
+        "frozen": nn.Parameter(torch.ones(2), False)}}
+    tensors["same"] = tensors["scalar"]
+    arrays = {{"large": np.arange(5000.0), "fortran": np.asfortranarray(np.ones((40, 50))),
+              "text": np.array(["a", "bc"]), "objects": np.array([1, "x"], dtype=object), "bytes": b"z" * 9999,
+              "mutable": bytearray(b"y" * 9999)}}
+    return tensors, arrays
+(tensors, arrays), (own, own_arrays) = notebook_launcher(make, num_processes=2, start_method={method!r}), make()
+problems = []
+for name, mine in own.items():
+    other = tensors[name]
+    same = torch.equal(other.to_dense().float() if "float8" in name or name == "sparse" else other,
+                       mine.to_dense().float() if "float8" in name or name == "sparse" else mine)
+    if not same or (other.dtype, other.shape, type(other), other.requires_grad) != (
+            mine.dtype, mine.shape, type(mine), mine.requires_grad):
+        problems.append((name, other))
+for name, mine in own_arrays.items():
+    if type(arrays[name]) is not type(mine) or not np.array_equal(arrays[name], mine):
+        problems.append((name, arrays[name]))
+tensors["bool"].logical_not_(); tensors["strided"].add_(1); arrays["large"] += 1; arrays["mutable"] += b"!"  # writable
+with torch.no_grad():
+    tensors["parameter"].zero_()
+problems, tensors["same"] is tensors["scalar"], arrays["large"][0]
+"""
+    )
+    assert cell.result in ("([], True, 1.0)", "([], True, np.float64(1.0))")
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_class_of_a_cell_comes_back_as_that_class(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+import dataclasses, enum
+@dataclasses.dataclass
+class Report:
+    losses: list
+class Mood(enum.Enum):
+    GOOD = 1
+class CellError(Exception):
+    pass
+def helper(x):
+    return x + 1
+def train(fails):
+    if fails:
+        raise CellError("from a cell")
+    return Report([0.5]), Mood.GOOD, helper, Report
+value, mood, function, cls = notebook_launcher(train, (False,), 2, start_method={method!r})
+try:
+    notebook_launcher(train, (True,), 2, start_method={method!r})
+except CellError as error:
+    caught = str(error)
+isinstance(value, Report), value == Report([0.5]), mood is Mood.GOOD, cls is Report, function(1), caught
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == (True, True, True, True, 2, "from a cell")
+
+
+def test_a_large_state_dict_comes_back_without_many_copies(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import psutil, resource, gc
+def peak_kb():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+def reset_peak():
+    open("/proc/self/clear_refs", "w").write("5")
+def train():
+    state = {f"layer {i}": torch.full((1 << 20,), float(i)) for i in range(75)}     # 300 MB
+    reset_peak()
+    worker_now = psutil.Process().memory_info().rss
+    import atexit
+    atexit.register(lambda: print("grew by", peak_kb() // 1024 - worker_now // (1 << 20)))
+    return state
+gc.collect(); reset_peak()
+before = psutil.Process().memory_info().rss
+state = notebook_launcher(train, num_processes=1)
+mapped = peak_kb() // 1024 - before // (1 << 20)
+total = sum(tensor.sum().item() for tensor in state.values())
+touched = peak_kb() // 1024 - before // (1 << 20)
+del state
+mapped, touched, total == sum(range(75)) * (1 << 20)
+"""
+    )
+    mapped, touched, is_right = ast.literal_eval(cell.result or "")
+    assert is_right
+    # Nothing is read before it is used; then the pages are those of the file that the worker wrote.
+    assert mapped < 60
+    assert touched < 380
+    grown = int(next(line for line in cell.stdout.splitlines() if line.startswith("grew by")).split()[-1])
+    assert grown < 60
+    # The file goes with the last of its tensors.
+    cell = shared.run(
+        """
+def held():
+    sizes = (line.split()[0].split("-") for line in open("/proc/self/maps") if "nblaunch-outbox" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in sizes) >= 300 << 20
+state = nblaunch.last_job().result()
+with_job = held()
+notebook_launcher(print, num_processes=1)
+with_tensors = held()
+one = state.pop("layer 3"); del state; gc.collect()
+with_one = held()
+del one
+with_job, with_tensors, with_one, held()
+"""
+    )
+    assert cell.result == "(True, True, True, False)"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_rest_of_an_unpicklable_result_is_kept(shared: Kernel, method: str) -> None:
+    shared.run(PARTLY)
+    cell = shared.run(
+        f"model = nn.Linear(2, 2)\nnotebook_launcher(train, (model,), 2, start_method={method!r})",
+        raises="ResultError",
+    )
+    assert cell.error is not None
+    assert "result['deep'][1]['lock']" in cell.error.value
+    assert "lock" in cell.error.value
+    assert ".partial" in cell.error.value
+    cell = shared.run(
+        """
+partial = nblaunch.last_job().exception().partial
+missing = partial["deep"][1].pop("lock")
+partial["tensor"] = partial["tensor"].tolist()
+partial, type(missing).__name__, "lock" in missing.description, model.weight.unique().tolist()
+"""
+    )
+    partial = {"accuracy": 0.9, "tensor": [0, 1, 2], "deep": [1, {}], "pair": (2, 3)}
+    assert ast.literal_eval(cell.result or "") == (partial, "Unpicklable", True, [7.0])
+
+
+def test_an_unpicklable_result_of_another_rank_is_named_too(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import threading
+def train():
+    return [threading.Lock()] if os.environ["RANK"] == "1" else "fine"
+notebook_launcher(train, num_processes=2, return_all=True)
+""",
+        raises="ResultError",
+    )
+    assert cell.error is not None
+    assert "rank 1" in cell.error.value
+    assert "result[0]" in cell.error.value
+    assert shared.run("nblaunch.last_job().exception().partial[0].why").result is not None
+    # Where nobody asked for rank 1's value, it does not matter.
+    assert shared.run("notebook_launcher(train, num_processes=2)").result == "'fine'"
+
+
+def test_a_result_that_cannot_be_rebuilt_here_costs_nothing_else(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+class Moody:
+    def __reduce__(self):
+        return refuse, (os.getpid(),)
+def refuse(pid):
+    if pid != os.getpid():
+        raise OSError("not in this process")
+    return Moody()
+def train(model):
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    return {"good": 1, "bad": Moody()}
+model = nn.Linear(2, 2)
+notebook_launcher(train, (model,), 2)
+""",
+        raises="ResultError",
+    )
+    assert cell.error is not None
+    assert "not in this process" in cell.error.value
+    assert shared.run("model.weight.unique().tolist()").result == "[3.0]"
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_trained_weights_are_loaded_back(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+    def forward(self, x):
+        return self.head(self.norm(self.embed(x)))
+def train(model, other, steps):
+    accelerator = nblaunch.Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    prepared.train()
+    for _ in range(steps):
+        loss = prepared(torch.arange(5)).logsumexp(-1).mean()
+        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+    model.eval()
+    return {{name: tensor.clone() for name, tensor in model.state_dict().items()}}
+torch.manual_seed(0)
+model, other = Tied(), nn.Linear(2, 2).bfloat16()
+weight, before = model.embed.weight, model.embed.weight.clone()
+state = notebook_launcher(train, (model, other, 3), 2, start_method={method!r})
+same = all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state.items())
+(same, torch.equal(before, model.embed.weight), model.embed.weight is weight, model.head.weight is weight,
+ model.norm.num_batches_tracked.item(), weight.requires_grad, model.training)
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == (True, False, True, True, 3, True, True)
+    told = [line for line in cell.stdout.splitlines() if "weights" in line]
+    assert len(told) == 2, cell.stdout  # one line for each module
+    assert "args[0] (Tied)" in told[0]
+    cell = shared.run(
+        f"""
+kept = {{name: tensor.clone() for name, tensor in model.state_dict().items()}}
+notebook_launcher(train, (model, other, 1), 2, start_method={method!r}, sync_weights=False)
+all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items()), nblaunch.last_job().weights()
+"""
+    )
+    assert cell.result == "(True, {})"
+    assert "weights" not in cell.stdout
+
+
+def test_weights_that_no_longer_fit_are_kept_and_named(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train(model):
+    model.head = nn.Linear(4, 9)
+    with torch.no_grad():
+        model.body.weight.fill_(2.0)
+    return "trained"
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+model = Net()
+before = model.body.weight.clone()
+value = notebook_launcher(train, (model,), 2)
+weights = nblaunch.last_job().weights()[0]
+is_untouched = torch.equal(before, model.body.weight)
+value, tuple(weights["head.weight"].shape), weights["body.weight"].unique().tolist(), is_untouched
+"""
+    )
+    assert ast.literal_eval(cell.result or "") == ("trained", (9, 4), [2.0], True)
+    (line,) = [line for line in cell.stdout.splitlines() if "weights" in line]
+    assert "args[0] (Net)" in line
+    assert "head.weight" in line
+    assert "job.weights()" in line
+
+
+def test_state_that_cannot_be_pickled_does_not_cost_the_result(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import threading
+class Odd(nn.Linear):
+    def get_extra_state(self):
+        return threading.Lock()
+    def set_extra_state(self, state):
+        pass
+def train(model, plain):
+    with torch.no_grad():
+        model.weight.fill_(4.0); plain.weight.fill_(5.0)
+    return 42
+model, plain = Odd(2, 2), nn.Linear(2, 2)
+value = notebook_launcher(train, (model, plain), 2)
+value, model.weight.unique().tolist(), plain.weight.unique().tolist()
+"""
+    )
+    value, _, plain = ast.literal_eval(cell.result or "")
+    assert (value, plain) == (42, [5.0])
+    assert "args[0]" in cell.stdout
+    assert "_extra_state" in cell.stdout
+
+
+def test_weights_of_a_failed_job_are_not_loaded(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train(model):
+    with torch.no_grad():
+        model.weight.fill_(9.0)
+    if os.environ["RANK"] == "1":
+        raise ValueError("after training")
+model = nn.Linear(2, 2)
+before = model.weight.clone()
+try:
+    notebook_launcher(train, (model,), 2)
+except ValueError:
+    pass
+torch.equal(before, model.weight)
+"""
+    )
+    assert cell.result == "True"
