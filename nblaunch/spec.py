@@ -105,10 +105,9 @@ def parse_port(use_port: str | int | None) -> int | None:
     """
     if use_port is None or use_port == "":
         return None
-    try:
-        port = int(use_port)
-    except (TypeError, ValueError):
-        port = -1
+    is_number = isinstance(use_port, int) and not isinstance(use_port, bool)
+    is_text = isinstance(use_port, str) and use_port.strip().isdecimal()
+    port = int(use_port) if is_number or is_text else -1
     if not 0 <= port <= 65535:
         raise ValueError(f"use_port={use_port!r} is not a TCP port (1 to 65535; None lets the system choose)")
     return port or None
@@ -138,6 +137,10 @@ def _check_call(function: Any, args: Any) -> None:
 
 
 def _check_choices(spec: LaunchSpec) -> None:
+    if not isinstance(spec.master_addr, str) or not spec.master_addr:
+        raise TypeError(
+            f"master_addr={spec.master_addr!r} must be a host name or address, such as '127.0.0.1'"
+        )
     for name, valid in (
         ("mixed_precision", MIXED_PRECISIONS),
         ("engine", ENGINES),

@@ -63,7 +63,7 @@ def cell_name(filename: str) -> str:
 
 def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
     """The user's frames, and the innermost one of all others but ourselves; of many the first and the last few."""
-    frames = [frame for frame in frames if not frame.filename.startswith(_OWN_FOLDER)]
+    frames = [frame for frame in frames if not is_own_file(frame.filename)]
     kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
     return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
 

@@ -1,0 +1,45 @@
+"""The environment: read through a table, patched for a while, put back exactly."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from nblaunch import env
+
+
+def test_values_are_converted_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "7")
+    assert env.read("NBLAUNCH_KEEP_JOBS") == 7
+    for unset in ("", None):
+        monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", unset) if unset is not None else monkeypatch.delenv(
+            "NBLAUNCH_KEEP_JOBS"
+        )
+        assert env.read("NBLAUNCH_KEEP_JOBS") == 20
+    # Empty hides all GPUs, unset hides none.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert env.read("CUDA_VISIBLE_DEVICES") == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert env.read("CUDA_VISIBLE_DEVICES") is None
+
+
+def test_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "a few")
+    with pytest.raises(ValueError, match=r"NBLAUNCH_KEEP_JOBS='a few'"):
+        env.read("NBLAUNCH_KEEP_JOBS")
+    with pytest.raises(KeyError):
+        env.read("HOME")
+
+
+def test_a_patch_is_undone_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_TEST_A", "a")
+    monkeypatch.setenv("NBLAUNCH_TEST_B", "b")
+    monkeypatch.delenv("NBLAUNCH_TEST_C", raising=False)
+    before = env.snapshot()
+    with pytest.raises(ZeroDivisionError):
+        with env.patched({"NBLAUNCH_TEST_A": "1", "NBLAUNCH_TEST_B": None, "NBLAUNCH_TEST_C": "3"}):
+            inside = {name: os.environ.get(f"NBLAUNCH_TEST_{name}") for name in "ABC"}
+            1 / 0  # noqa: B018
+    assert inside == {"A": "1", "B": None, "C": "3"}
+    assert env.snapshot() == before

@@ -1,0 +1,41 @@
+"""Every exception of ours survives pickling with all it carries, and is caught under the names it promises."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+import nblaunch
+from nblaunch import errors
+
+ALL = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.NblaunchError)]
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_it_survives_pickling(cls: type[errors.NblaunchError]) -> None:
+    error = cls("what happened")
+    for name, value in (("rank", 3), ("exitcode", -9), ("partial", {"kept": [1, 2]})):
+        if hasattr(error, name):
+            setattr(error, name, value)
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(copied) is cls
+        assert str(copied) == str(error)
+        assert vars(copied) == vars(error)
+
+
+def test_the_promised_bases() -> None:
+    assert issubclass(errors.PayloadError, (errors.LaunchError, TypeError))
+    assert issubclass(errors.PayloadError, TypeError)
+    assert issubclass(errors.LaunchError, RuntimeError)
+    assert issubclass(errors.WorkerDied, errors.WorkerError)
+    assert issubclass(errors.WorkerError, RuntimeError)
+    assert issubclass(errors.ResultError, TypeError)
+
+
+def test_all_but_the_carrier_of_a_traceback_are_public() -> None:
+    public = {cls.__name__ for cls in ALL} - {"RemoteTraceback"}
+    assert public <= set(nblaunch.__all__)
+    assert all(getattr(nblaunch, name) is getattr(errors, name) for name in public)

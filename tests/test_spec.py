@@ -1,0 +1,187 @@
+"""Bad input: what is refused, how it is told, and that nothing was started for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import LaunchError, context, debug_launcher, notebook_launcher
+from nblaunch.backends import discover
+from nblaunch.backends.cpu import CpuBackend
+from nblaunch.context import WorkerContext
+from nblaunch.spec import LaunchSpec, parse_port
+from nblaunch.topology import Topology
+
+
+def train(model: object, epochs: int = 1) -> None:
+    raise AssertionError("it must not be called")
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Fails the test if a process is started, whoever by."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        started.append(args)
+        raise AssertionError("a process was started")
+
+    started: list[Any] = []
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path / "logs"))
+    yield
+    assert started == []
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpus(CpuBackend):
+        name = "gpus"
+        device_noun = "GPU"
+        is_oversubscribable = False
+
+        def affinity(self) -> int:
+            return 100
+
+        def device_count(self) -> int:
+            return 2
+
+        def supports_precision(self, precision: str) -> str | None:
+            return "bf16 needs a newer GPU" if precision == "bf16" else None
+
+    monkeypatch.setitem(discover(), "gpus", Gpus())
+
+
+START_METHODS = ("'auto'", "'fork'", "'forkserver'", "'spawn'")
+
+BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
+    ({"function": "train"}, TypeError, ("function='train'", "can't be called")),
+    ({"function": None}, TypeError, ("function=None", "notebook_launcher(training_function")),
+    ({"args": "model"}, TypeError, ("args", "tuple", "str", "(model,)")),
+    ({"args": 3}, TypeError, ("args", "tuple", "int")),
+    ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict")),
+    ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
+    ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
+    ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
+    ({"num_processes": -1}, ValueError, ("num_processes=-1", "at least 1")),
+    ({"num_processes": "two"}, TypeError, ("num_processes='two'", "whole number", "str")),
+    ({"num_processes": True}, TypeError, ("num_processes=True", "whole number", "bool")),
+    ({"num_processes": 2.0}, TypeError, ("num_processes=2.0", "whole number", "float")),
+    ({"threads_per_process": 0}, ValueError, ("threads_per_process=0", "at least 1")),
+    ({"mixed_precision": "fp8"}, ValueError, ("mixed_precision='fp8'", "'no'", "'fp16'", "'bf16'")),
+    ({"mixed_precision": "fp16", "backend": "cpu"}, ValueError, ("mixed_precision='fp16'", "cpu", "'bf16'")),
+    ({"start_method": "thread"}, ValueError, ("start_method='thread'", *START_METHODS)),
+    ({"start_method": None}, ValueError, ("start_method=None", *START_METHODS)),
+    ({"engine": "slurm"}, ValueError, ("engine='slurm'", "'auto'", "'local'", "'inline'")),
+    ({"engine": ["local"]}, ValueError, ("engine=['local']", "'auto'", "'local'", "'inline'")),
+    ({"backend": "tpu"}, ValueError, ("backend='tpu'", "'auto'", "'cpu'", "'cuda'")),
+    ({"backend": ["cpu"]}, ValueError, ("backend=['cpu']", "'auto'", "'cpu'", "'cuda'")),
+    ({"dashboard": "fancy"}, ValueError, ("dashboard='fancy'", "'auto'", "'html'", "'text'", "'none'")),
+    ({"dashboard": ["text"]}, ValueError, ("dashboard=['text']", "'auto'", "'html'", "'text'", "'none'")),
+    ({"use_port": "http"}, ValueError, ("use_port='http'", "1 to 65535")),
+    ({"use_port": 70000}, ValueError, ("use_port=70000", "1 to 65535")),
+    ({"use_port": -5}, ValueError, ("use_port=-5", "1 to 65535")),
+    ({"use_port": True}, ValueError, ("use_port=True", "1 to 65535")),
+    ({"use_port": 29500.5}, ValueError, ("use_port=29500.5", "1 to 65535")),
+    ({"master_addr": None}, TypeError, ("master_addr=None", "'127.0.0.1'")),
+    ({"num_nodes": 2}, ValueError, ("num_nodes=2", "valid is num_nodes=1")),
+    ({"num_nodes": 0}, ValueError, ("num_nodes=0", "at least 1")),
+    ({"num_nodes": 2, "node_rank": 1}, ValueError, ("num_nodes=2", "valid is num_nodes=1")),
+    ({"node_rank": 1}, ValueError, ("node_rank=1", "num_nodes=1")),
+    ({"rdzv_backend": "c10d"}, ValueError, ("rdzv_backend", "not available")),
+    ({"rdzv_backend": "etcd"}, ValueError, ("rdzv_backend='etcd'", "'static'", "'c10d'")),
+    ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "not available")),
+    ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "not available")),
+    ({"max_restarts": -1}, ValueError, ("max_restarts=-1", "at least 0")),
+    ({"monitor_interval": 0}, ValueError, ("monitor_interval_s=0", "positive")),
+    ({"interrupt_grace_s": -1}, ValueError, ("interrupt_grace_s=-1", "positive")),
+    ({"interrupt_grace_s": "5"}, TypeError, ("interrupt_grace_s='5'", "seconds")),
+    ({"log_line_prefix_template": 3}, TypeError, ("log_line_prefix_template", "3")),
+    ({"engine": "inline", "num_processes": 2}, ValueError, ("num_processes=2", "engine='inline'", "1 and None")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), BAD, ids=lambda value: str(value)[:50])
+def test_it_is_refused_with_its_name_its_value_and_the_valid_ones(
+    arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(kind) as caught:
+        notebook_launcher(**{"function": train, "args": (1,), **arguments})
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+
+
+def test_more_processes_than_gpus(two_gpus: None) -> None:
+    for number in (3, 100):
+        with pytest.raises(ValueError, match=rf"num_processes={number}, .* 2 GPUs .*'gpus'.*1 to 2"):
+            notebook_launcher(train, (1,), number)
+
+
+def test_a_precision_that_the_device_lacks(two_gpus: None) -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' .* gpus: bf16 needs a newer GPU"):
+        notebook_launcher(train, (1,), 2, "bf16")
+
+
+def test_a_backend_that_this_machine_lacks() -> None:
+    if discover()["cuda"].affinity() > 0:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(RuntimeError, match=r"backend='cuda' can't be used here: "):
+        notebook_launcher(train, (1,), backend="cuda")
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for use_port in (port, str(port)):
+            with pytest.raises(LaunchError, match=rf"port {port} on 127\.0\.0\.1 is in use .*use_port"):
+                notebook_launcher(train, (1,), 2, use_port=use_port, dashboard="none")
+
+
+def test_an_address_of_another_machine() -> None:
+    # TEST-NET-1 of RFC 5737 belongs to nobody.
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
+        notebook_launcher(train, (1,), 2, master_addr="192.0.2.1", dashboard="none")
+
+
+@pytest.mark.parametrize("engine", ["auto", "local", "inline"])
+def test_a_launch_inside_a_worker(engine: str) -> None:
+    before = context.take()
+    topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    context.install(WorkerContext(topology=topology, backend=CpuBackend(), is_launched=True))
+    try:
+        with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
+            notebook_launcher(train, (1,), engine=engine)
+        with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
+            debug_launcher(train, (1,))
+    finally:
+        context.put_back(before)
+
+
+def test_the_debug_launcher_checks_the_same() -> None:
+    with pytest.raises(ValueError, match="num_processes=0"):
+        debug_launcher(train, (1,), 0)
+    with pytest.raises(TypeError, match="missing a required argument: 'model'"):
+        debug_launcher(train)
+
+
+def test_what_is_good_is_taken() -> None:
+    spec = LaunchSpec(train, [1], mixed_precision="BF16")  # type: ignore[arg-type]
+    assert (spec.args, spec.mixed_precision, spec.defaults) == ((1,), "bf16", {"mixed_precision": "bf16"})
+    assert LaunchSpec(lambda *values: None, (1, 2, 3)).args == (1, 2, 3)
+    assert LaunchSpec(print, ("C functions have no signature at times",)).function_name == "print"
+    assert LaunchSpec(dict, ()).args == ()
+    assert [parse_port(port) for port in (None, "", 0, "0", 80, "29500")] == [
+        None,
+        None,
+        None,
+        None,
+        80,
+        29500,
+    ]

@@ -1,0 +1,63 @@
+"""Ranks, and the environment variables that torchrun uses for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.topology import Topology
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    num_nodes, local_world_size = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    node_rank, local_rank = draw(st.integers(0, num_nodes - 1)), draw(st.integers(0, local_world_size - 1))
+    return Topology(
+        rank=node_rank * local_world_size + local_rank,
+        local_rank=local_rank,
+        node_rank=node_rank,
+        world_size=num_nodes * local_world_size,
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
+        master_addr=draw(st.sampled_from(["127.0.0.1", "::1", "node0"])),
+        master_port=draw(st.integers(0, 65535)),
+    )
+
+
+@given(topologies())
+def test_the_environment_tells_all(topology: Topology) -> None:
+    assert Topology.from_env(topology.to_env()) == topology
+
+
+@given(topologies())
+def test_a_launcher_that_sets_less_is_understood(topology: Topology) -> None:
+    """The node's number and size can be told from ranks and sizes, as srun and old launchers leave it."""
+    environ = topology.to_env()
+    for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK"):
+        del environ[name]
+    assert Topology.from_env(environ) == topology
+
+
+def test_nobody_launched_us() -> None:
+    assert Topology.from_env({}) == Topology()
+    assert Topology.from_env({"RANK": "", "WORLD_SIZE": ""}) == Topology()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
+def test_nonsense_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='many'"):
+        Topology.from_env({name: "many"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [("rank", 4, "world_size=4"), ("rank", -1, "world_size=4"), ("local_rank", 2, "local_world_size=2"),
+     ("node_rank", 2, "num_nodes=2")],
+)  # fmt: skip
+def test_a_rank_out_of_range_is_named(field: str, value: int, limit: str) -> None:
+    good = Topology(rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2)
+    with pytest.raises(ValueError, match=rf"^{field}={value} is not in \[0, {limit}\)"):
+        dataclasses.replace(good, **{field: value})
