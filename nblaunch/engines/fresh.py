@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nblaunch import env
@@ -26,7 +26,7 @@ from nblaunch.engines.children import Children
 from nblaunch.engines.fork import fork_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed
-from nblaunch.wire import payload
+from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
@@ -47,7 +47,8 @@ class Boot:
         assignments: one for a worker, all for a zygote.
         report_fd: a zygote's pipe to the kernel; -1 for a worker.
         has_shell: the kernel is an IPython shell, so ``display`` shall work here too.
-        random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would.
+        random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
+            must not be imported before the number of threads is set.
         log_path: where a zygote's own output goes.
     """
 
@@ -55,7 +56,7 @@ class Boot:
     report_fd: int
     has_shell: bool
     log_path: str
-    random_states: Mapping[str, Any] = field(default_factory=dict)
+    random_states: bytes
 
 
 def capture_random_states() -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _ensure_shell(boot: Boot) -> None:
 def _load_call(boot: Boot, call_fd: int) -> Call:
     call: Call = payload.load(call_fd)
     os.close(call_fd)
-    restore_random_states(boot.random_states)
+    restore_random_states(pickle.loads(boot.random_states))
     return call
 
 
@@ -127,7 +128,8 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
 
 def _as_failure(error: BaseException) -> Failed:
     if isinstance(error, LaunchError):
-        return Failed(rank=0, time_s=time.time(), info=ExceptionInfo("LaunchError", str(error)))
+        info = ExceptionInfo("LaunchError", str(error))
+        return Failed(rank=0, time_s=time.time(), info=info, exception=exceptions.dump(error))
     return describe_failure(0, error)
 
 

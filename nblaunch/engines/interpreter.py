@@ -50,7 +50,7 @@ def start_interpreter(
         assignments=tuple(replace(assignment, parent_pid=parent_pid) for assignment in assignments),
         report_fd=report_fd,
         has_shell="IPython.core.interactiveshell" in sys.modules,
-        random_states=capture_random_states(),
+        random_states=pickle.dumps(capture_random_states()),
         log_path=assignments[0].log_path + ".forkserver",
     )
     os.write(boot_fd, pickle.dumps(boot))
@@ -70,7 +70,8 @@ def start_interpreter(
             )
     except OSError as error:
         raise LaunchError(
-            f"a fresh Python process could not be started ({sys.executable}): {error}"
+            f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
+            "out (ulimit -n, ulimit -u), close some or use fewer workers."
         ) from error
     finally:
         os.close(boot_fd)

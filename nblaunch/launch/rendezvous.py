@@ -16,6 +16,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.wire import descriptors
 
 _BACKLOG = 1024
+_STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with some to spare
 
 
 class RendezvousHost:
@@ -52,11 +53,16 @@ class RendezvousHost:
         return self._socket.fileno() if self._socket is not None else -1
 
     def host(self) -> None:
-        """Start the store behind the socket."""
+        """Start the store behind the socket.
+
+        Raises:
+            OSError: there are not enough descriptors for it. (The store itself would try again for minutes.)
+        """
         if self._socket is None:
             return
         from torch.distributed import TCPStore
 
+        descriptors.check_room(_STORE_DESCRIPTORS)
         fd = self._socket.detach()  # the store owns and closes it from here on
         self._socket = None
         self._store = TCPStore(

@@ -29,6 +29,17 @@ def forget(*fds: int) -> None:
     _kernel_only.difference_update(fds)
 
 
+def check_room(count: int) -> None:
+    """Raise ``OSError`` if this process can't have ``count`` descriptors more."""
+    opened: list[int] = []
+    try:
+        while len(opened) < count:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
 def _close_in_child() -> None:
     for fd in _kernel_only:
         os.close(fd)

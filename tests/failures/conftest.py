@@ -69,7 +69,7 @@ def relaunch(method="fork"):
 
 # What is made once per process, as torch's first store and ipykernel's socket for prints, is made before this.
 SETTLED = """
-print("settled", relaunch())
+print("settled", relaunch(), "x" * 100_000)      # long enough for the thread that zmq has for long messages
 before = traces()
 """
 
