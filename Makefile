@@ -8,6 +8,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 pyth
 	then echo $$python; break; fi; done)
 
 VENV := .venv
+# torch_xla needs a torch of its own release, so its tests have an environment of their own.
+XLA_VENV := .venv-xla
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
@@ -18,10 +20,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench picture clean
+.PHONY: help setup demo test test-xla xla-env lint format bench picture clean
 
 help:  ## list these commands
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
 
@@ -38,6 +40,13 @@ demo: setup  ## run the quickstart notebook on all cores and print its ranks and
 test: setup lint  ## lint, then run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
+test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+
+xla-env:  ## make the environment for the XLA tests (2.6 GB; at once where it is there already)
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
+	$(PYTHON) scripts/xla_env.py $(XLA_VENV)
+
 lint: setup  ## format, style, types and import floors, without changing a file; tells all findings, not the first
 	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy lint-imports; do \
 		echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
@@ -53,5 +62,5 @@ picture: setup  ## take the README's picture of the dashboard again (needs Chrom
 	$(BIN)/python scripts/picture.py
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

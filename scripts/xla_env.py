@@ -1,0 +1,246 @@
+"""Make the environment in which the XLA tests run on a machine without a TPU: ``make xla-env``.
+
+torch_xla needs the torch of its own release, so it can't share an environment with a newer one. PyPI's torch for Linux
+is the CUDA build, whose CUDA libraries take 5 GB that no test here uses; so both are installed without dependencies,
+then the few that are needed, and each missing CUDA library is replaced by a stub: an empty shared library of the same
+name, with one function per symbol that torch would look up in it, which returns zero (torch registers its kernels
+through some while it is loaded). They are for these tests only.
+
+    python scripts/xla_env.py .venv-xla        2.6 GB, about a minute; at once where it is complete already
+
+Needs gcc, nm and readelf (package "build-essential" or "gcc" and "binutils"), and Linux on x86-64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+TORCH = ("torch==2.9.0", "torch_xla==2.9.0")
+# What the two need at run time: their metadata without CUDA's packages and triton.
+NEEDED = (
+    "absl-py",
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "networkx",
+    "numpy",
+    "pyyaml",
+    "requests",
+    "setuptools",
+    "sympy",
+    "typing-extensions",
+)
+# What nblaunch and its tests need: as in pyproject.toml, without the checkers and the frameworks.
+TESTED_WITH = (
+    "cloudpickle",
+    "hypothesis",
+    "ipykernel",
+    "ipywidgets",
+    "jupyter_client",
+    "nbclient",
+    "nbformat",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "scikit-learn",
+    "tqdm",
+)
+TOOLS = ("gcc", "nm", "readelf")
+INSTALL_TIMEOUT_S = 900.0
+COMMAND_TIMEOUT_S = 120.0
+
+CHECK = """
+import torch, torch_xla
+assert not torch_xla._XLAC._xla_runtime_is_initialized()
+x = torch.ones(3, device="xla", requires_grad=True)
+(x * x).sum().backward()
+assert x.grad.cpu().tolist() == [2.0] * 3
+print("torch", torch.__version__, "and torch_xla", torch_xla.__version__, "compute on PJRT CPU")
+"""
+
+
+class Unavailable(Exception):
+    """The environment can't be made; the message says why and what to do."""
+
+
+def main(folder: Path) -> int:
+    """Make the environment unless it is there; returns the exit code."""
+    stamp = folder / ".complete"
+    if stamp.exists() and stamp.read_text() == _fingerprint():
+        return 0
+    try:
+        _check_machine()
+        _install(folder)
+        _stub_missing_libraries(folder)
+        print(_run(_python(folder), "-c", CHECK, env={"PJRT_DEVICE": "CPU"}).strip())
+    except Unavailable as reason:
+        print(f"The XLA environment {folder} can't be made: {reason}", file=sys.stderr)
+        return 1
+    stamp.write_text(_fingerprint())
+    return 0
+
+
+def _fingerprint() -> str:
+    """Changes where this file, the pins or the interpreter do."""
+    content = Path(__file__).read_bytes() + _constraints().read_bytes() + sys.version.encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _constraints() -> Path:
+    return Path(__file__).parents[1] / "constraints.txt"
+
+
+def _check_machine() -> None:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise Unavailable(
+            f"torch_xla has wheels for Linux on x86-64, not for {platform.system()} on {platform.machine()}"
+        )
+    if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+        raise Unavailable(
+            f"torch_xla 2.9.0 has wheels for Python 3.10 to 3.13, not for {platform.python_version()}; name another "
+            "one: make xla-env PYTHON=/path/to/python3.11"
+        )
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise Unavailable(f"{', '.join(missing)} not found; install gcc and binutils")
+
+
+def _python(folder: Path) -> str:
+    return str(folder / "bin" / "python")
+
+
+def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S, env: dict[str, str] | None = None) -> str:
+    """Standard output of a command.
+
+    Raises:
+        Unavailable: it failed or took too long; holds the end of what it said.
+    """
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, env=env
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(
+            f"`{' '.join(command)[:200]}` did not end within {timeout_s:g} s; is the package index reachable?"
+        ) from None
+    if answer.returncode != 0:
+        end = "\n".join((answer.stdout + answer.stderr).splitlines()[-15:])
+        raise Unavailable(f"`{' '.join(command)[:200]}` failed:\n{end}")
+    return answer.stdout
+
+
+def _install(folder: Path) -> None:
+    venv.create(folder, with_pip=True, symlinks=True)
+    print(f"Installing {' and '.join(TORCH)} into {folder} (1 GB to download) ...", flush=True)
+    pip = (_python(folder), "-m", "pip", "install", "--quiet")
+    _pip(*pip, "--no-deps", *TORCH)
+    _pip(*pip, "--constraint", str(_constraints()), *NEEDED, *TESTED_WITH)
+
+
+def _pip(*command: str) -> None:
+    # The person's own settings of pip (index, proxy, cache) hold: the environment is passed on.
+    _run(*command, timeout_s=INSTALL_TIMEOUT_S)
+
+
+# --- stubs -----------------------------------------------------------------------------------------------------------
+
+
+def _stub_missing_libraries(folder: Path) -> None:
+    """Give torch the libraries it is linked to and that are not there."""
+    libraries = next(folder.glob("lib/python*/site-packages/torch/lib"))
+    for stub in libraries.glob("*.stub"):
+        stub.with_name(stub.name.removesuffix(".stub")).unlink(missing_ok=True)
+        stub.unlink()
+    real = sorted(libraries.glob("lib*.so*"))
+    missing = _missing_libraries(real)
+    if not missing:
+        return
+    undefined = _symbols(real, "--undefined-only")
+    for defined in _symbols([*real, *_system_libraries(real)], "--defined-only"):
+        undefined.pop(defined, None)
+    needed = _needed_versions(real)
+    for name in missing:
+        # The linker insists on a symbol's version being in the library that it was linked to. A symbol without one is
+        # found in any library: libtorch_global_deps, which is loaded first, is linked to them all.
+        nodes = {version: [] for version, file in needed.items() if file == name} or {name: []}
+        for symbol, version in undefined.items():
+            if version in nodes:
+                nodes[version].append(symbol)
+            elif name == missing[0] and version not in needed:
+                next(iter(nodes.values())).append(symbol)
+        _compile_stub(libraries / name, nodes)
+    print(f"Replaced {len(missing)} CUDA libraries by stubs with {len(undefined)} symbols.", flush=True)
+
+
+def _missing_libraries(libraries: list[Path]) -> list[str]:
+    """Names of libraries that the dynamic linker does not find for any of ``libraries``."""
+    names = set()
+    for library in libraries:
+        for line in _run("ldd", str(library)).splitlines():
+            if "not found" in line and "=>" in line:
+                names.add(line.split("=>")[0].strip())
+    return sorted(names)
+
+
+def _system_libraries(libraries: list[Path]) -> list[Path]:
+    found = set()
+    for library in libraries:
+        for line in _run("ldd", str(library)).splitlines():
+            target = line.partition("=>")[2].strip().partition(" ")[0]
+            if target.startswith("/"):
+                found.add(Path(target))
+    return sorted(found)
+
+
+def _symbols(libraries: list[Path], which: str) -> dict[str, str]:
+    """Dynamic symbols and their versions, empty where they have none."""
+    versions = {}
+    for library in libraries:
+        for line in _run("nm", "--dynamic", which, "--format=posix", str(library)).splitlines():
+            fields = line.split()
+            if len(fields) > 1 and fields[1] not in "wv":  # a weak symbol may stay undefined
+                name, _, version = fields[0].partition("@")
+                versions[name] = version.lstrip("@")
+    return versions
+
+
+def _needed_versions(libraries: list[Path]) -> dict[str, str]:
+    """Versions of symbols that the libraries need, and the names of the libraries they expect them in."""
+    files = {}
+    for library in libraries:
+        file = ""
+        for line in _run("readelf", "--version-info", "--wide", str(library)).splitlines():
+            if found := re.search(r"Version: 1  File: (\S+)", line):
+                file = found[1]
+            elif (found := re.search(r"  Name: (\S+)  Flags:", line)) and file:
+                files[found[1]] = file
+    return files
+
+
+def _compile_stub(target: Path, symbols: dict[str, list[str]]) -> None:
+    """A shared library of that name whose functions do nothing. ``symbols``: by their version."""
+    target.with_name(target.name + ".stub").touch()
+    with tempfile.TemporaryDirectory() as scratch:
+        source, versions = Path(scratch, "stub.c"), Path(scratch, "versions")
+        names = sorted(name for group in symbols.values() for name in group)
+        source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in names))
+        versions.write_text(
+            "".join(
+                f"{version} {{ global: {''.join(f'{name}; ' for name in group) or '*;'} }};\n"
+                for version, group in symbols.items()
+            )
+        )
+        linking = (f"-Wl,-soname,{target.name}", f"-Wl,--version-script={versions}")
+        _run("gcc", "-shared", "-fPIC", "-w", *linking, "-o", str(target), str(source))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv-xla")))
