@@ -37,9 +37,14 @@ def test_a_patch_is_undone_also_after_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NBLAUNCH_TEST_B", "b")
     monkeypatch.delenv("NBLAUNCH_TEST_C", raising=False)
     before = env.snapshot()
-    with pytest.raises(ZeroDivisionError):
+    inside: dict[str, str | None] = {}
+
+    def change_and_fail() -> None:
         with env.patched({"NBLAUNCH_TEST_A": "1", "NBLAUNCH_TEST_B": None, "NBLAUNCH_TEST_C": "3"}):
-            inside = {name: os.environ.get(f"NBLAUNCH_TEST_{name}") for name in "ABC"}
-            1 / 0  # noqa: B018
+            inside.update({name: os.environ.get(f"NBLAUNCH_TEST_{name}") for name in "ABC"})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        change_and_fail()
     assert inside == {"A": "1", "B": None, "C": "3"}
     assert env.snapshot() == before

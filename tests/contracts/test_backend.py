@@ -1,0 +1,101 @@
+"""What every device family must do, whether or not this machine has such devices."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from nblaunch import backends
+from nblaunch.backends.base import Backend
+from nblaunch.topology import Topology
+
+TOPOLOGY = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1)
+
+
+@pytest.fixture(params=sorted(backends.discover()))
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backends.discover()[request.param]
+
+
+def test_it_says_what_it_is(backend: Backend) -> None:
+    assert re.fullmatch("[a-z]+", backend.name)
+    assert backend.device_noun
+    assert backend.process_group
+    assert isinstance(backend.is_oversubscribable, bool)
+    assert backend.name in backends.names()
+
+
+def test_it_can_be_used_here_or_says_why_not(backend: Backend) -> None:
+    assert backend.affinity() >= 0
+    if backend.affinity() > 0:
+        assert backend.device_count() >= 1
+        assert backends.choose(backend.name) is backend
+    else:
+        assert len(backend.unavailable_reason()) > 10
+        with pytest.raises(RuntimeError, match=re.escape(f"backend={backend.name!r} can't be used here: ")):
+            backends.choose(backend.name)
+
+
+def test_the_best_one_is_chosen() -> None:
+    best = backends.choose("auto")
+    assert all(best.affinity() >= other.affinity() for other in backends.discover().values())
+
+
+def test_the_launchers_half_imports_nothing_heavy_and_changes_nothing(backend: Backend) -> None:
+    """In a process of its own, which has not imported torch yet: it must not be the launcher who makes a context."""
+    program = f"""
+import os, sys, threading
+from nblaunch import backends
+from nblaunch.topology import Topology
+backend = backends.discover()[{backend.name!r}]
+before = dict(os.environ), threading.active_count(), sorted(os.listdir("/proc/self/fd"))
+backend.affinity(), backend.device_count(), backend.fork_hazard(), backend.is_oversubscribable
+backend.worker_env(Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1))
+assert before == (dict(os.environ), threading.active_count(), sorted(os.listdir("/proc/self/fd")))
+if "torch" in sys.modules:
+    assert not sys.modules["torch"].cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_clean_process_can_be_forked(backend: Backend) -> None:
+    program = (
+        f"from nblaunch import backends; hazard = backends.discover()[{backend.name!r}].fork_hazard()\n"
+        "assert hazard is None, hazard"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: Backend) -> None:
+    changes = backend.worker_env(TOPOLOGY)
+    assert all(
+        isinstance(name, str) and (value is None or isinstance(value, str)) for name, value in changes.items()
+    )
+    assert not changes.keys() & TOPOLOGY.to_env().keys()
+    assert changes.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
+
+
+def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
+    if backend.affinity() == 0:
+        pytest.skip("no such device here")
+    assert backend.supports_precision("no") is None
+    for precision in ("fp16", "bf16"):
+        refusal = backend.supports_precision(precision)
+        assert refusal is None or precision in refusal
+
+
+def test_random_states_can_be_put_back(backend: Backend) -> None:
+    if backend.affinity() == 0:
+        pytest.skip("no such device here")
+    backend.set_rng_state(backend.rng_state()) if backend.rng_state() else None
+    assert isinstance(dict(backend.rng_state()), dict)
+
+
+def test_it_is_concrete(backend: Backend) -> None:
+    assert not inspect.isabstract(type(backend))
+    assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"

@@ -1,0 +1,223 @@
+"""What every way to start workers must do, whatever it is: engines and their groups."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nblaunch import engines
+from nblaunch.engines.base import Engine, WorkerGroup
+from nblaunch.errors import LaunchError, PayloadError
+from nblaunch.events import ExitStatus, Finished, Started
+from nblaunch.topology import Topology
+from nblaunch.wire import outbox
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board, create_memory_file
+from nblaunch.wire.channel import EventReceiver
+
+NUM = 2
+LIMIT_S = 30.0
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Stage:
+    """Everything that an engine needs to be given, and what came of it."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self.folder = folder
+        self.stack = ExitStack()
+        self.board = Board.create(NUM)
+        self.stack.callback(self.board.close)
+        self.receivers: dict[int, EventReceiver] = {}
+        self.assignments: list[Assignment] = []
+        self.worker_ends: list[int] = []
+        for rank in range(NUM):
+            reading, writing = os.pipe()
+            self.receivers[rank] = EventReceiver(reading)
+            self.stack.callback(os.close, reading)
+            box = create_memory_file("outbox")
+            self.stack.callback(os.close, box)
+            self.worker_ends.append(writing)
+            self.assignments.append(self._assignment(rank, writing, box))
+        self.events: dict[int, list[Any]] = {rank: [] for rank in range(NUM)}
+        self.ended: dict[int, ExitStatus] = {}
+
+    def _assignment(self, rank: int, event_fd: int, outbox_fd: int) -> Assignment:
+        topology = Topology(rank, rank, 0, NUM, NUM, master_port=1)
+        return Assignment(
+            topology=topology,
+            backend="cpu",
+            environment=topology.to_env(),
+            defaults={},
+            attempt=0,
+            board_fd=self.board.fd,
+            event_fd=event_fd,
+            outbox_fd=outbox_fd,
+            log_path=str(self.folder / f"rank_{rank}.log"),
+            stacks_path=str(self.folder / f"rank_{rank}.stacks"),
+            num_threads=1,
+        )
+
+    def start(self, function: Callable[..., Any], *args: Any) -> WorkerGroup:
+        try:
+            group = self.engine.start((function, args), self.assignments, self.board)
+        finally:
+            for fd in self.worker_ends:
+                os.close(fd)
+            self.worker_ends = []
+        self.stack.callback(group.close)
+        return group
+
+    def run(self, group: WorkerGroup, until: Callable[[], bool] | None = None) -> None:
+        """Poll until every rank has ended, or until something holds."""
+        deadline = time.monotonic() + LIMIT_S
+        while not (until() if until is not None else len(self.ended) == NUM):
+            assert time.monotonic() < deadline, (self.ended, self.events, self.logs())
+            fds = [*group.waitables(), *(receiver.fd for receiver in self.receivers.values())]
+            select.select(fds, [], [], 0.05)
+            for rank, status in group.poll():
+                assert rank not in self.ended, "an end is told once"
+                self.ended[rank] = status
+            for rank, receiver in self.receivers.items():
+                self.events[rank] += receiver.receive()[0]
+
+    def has_started(self) -> bool:
+        return all(any(isinstance(event, Started) for event in events) for events in self.events.values())
+
+    def values(self) -> list[Any]:
+        finished = {
+            rank: [e for e in events if isinstance(e, Finished)] for rank, events in self.events.items()
+        }
+        return [outbox.read(a.outbox_fd, finished[a.rank][0].contents).value for a in self.assignments]
+
+    def logs(self) -> list[str]:
+        return [path.read_text() for path in sorted(self.folder.glob("*.log*"))]
+
+
+@pytest.fixture(params=["fork", "forkserver", "spawn"])
+def stage(request: pytest.FixtureRequest, tmp_path: Path, nothing_left_behind: None) -> Iterator[Stage]:
+    stage = Stage(engines.local(request.param), tmp_path)
+    with stage.stack:
+        yield stage
+    for fd in stage.worker_ends:
+        os.close(fd)
+
+
+def report(number: int) -> Any:
+    print("seen", flush=True)
+    return os.environ["RANK"], number, os.getpid(), os.getpgid(0), os.getsid(0)
+
+
+def test_every_rank_runs_leads_a_session_and_ends(stage: Stage) -> None:
+    group = stage.start(report, 7)
+    stage.run(group)
+    assert stage.ended == {0: ExitStatus(0), 1: ExitStatus(0)}
+    values = stage.values()
+    assert [value[:2] for value in values] == [("0", 7), ("1", 7)]
+    for rank, (_, _, pid, process_group, session) in enumerate(values):
+        assert group.pids()[rank] == pid == process_group == session
+    assert set(group.pids().values()) <= set(group.process_groups())
+    assert [log for log in stage.logs() if log] == ["seen\n"] * NUM
+    assert group.poll() == []
+
+
+def leave(codes: list[int]) -> None:
+    os._exit(codes[int(os.environ["RANK"])])
+
+
+def test_the_way_each_one_ended_is_told(stage: Stage) -> None:
+    stage.run(stage.start(leave, [3, 0]))
+    assert stage.ended == {0: ExitStatus(3), 1: ExitStatus(0)}
+
+
+def wait_with_child(path: str) -> None:
+    child = subprocess.Popen(["/bin/sleep", "100"])
+    Path(path, os.environ["RANK"]).write_text(str(child.pid))
+    signal.pause()
+
+
+def test_a_signal_reaches_one_rank_with_its_children(stage: Stage, tmp_path: Path) -> None:
+    group = stage.start(wait_with_child, str(tmp_path))
+    files = [tmp_path / str(rank) for rank in range(NUM)]
+    stage.run(group, lambda: all(file.exists() and file.read_text() for file in files))
+    children = [psutil.Process(int(file.read_text())) for file in files]
+    group.signal(1, signal.SIGKILL)
+    stage.run(group, lambda: 1 in stage.ended)
+    assert stage.ended == {1: ExitStatus(-signal.SIGKILL)}
+    psutil.wait_procs(children[1:], 5)
+    assert not (children[1].is_running() and children[1].status() != psutil.STATUS_ZOMBIE)
+    assert children[0].is_running()
+    group.signal(1, signal.SIGKILL)  # has ended: nothing happens
+    group.signal(0, signal.SIGTERM)
+    stage.run(group)
+    assert stage.ended[0] == ExitStatus(-signal.SIGTERM)
+
+
+def test_closing_ends_what_still_runs(stage: Stage) -> None:
+    group = stage.start(time.sleep, 100)
+    stage.run(group, stage.has_started)
+    pids = list(group.pids().values())
+    group.close()
+    stage.stack.pop_all()  # the group has been closed; the rest below, in the same order
+    stage.board.close()
+    for receiver in stage.receivers.values():
+        receiver.close()
+    for assignment in stage.assignments:
+        os.close(assignment.outbox_fd)
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 5)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_closing_at_once_leaves_nobody(stage: Stage) -> None:
+    """Also while workers, or the process that is to fork them, have not come far."""
+    stage.start(time.sleep, 100)
+
+
+def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
+    gate = threading.Lock()
+
+    def train() -> bool:
+        return gate.locked()
+
+    if stage.engine.name == "fork":
+        stage.run(stage.start(train))
+        assert stage.values() == [False, False]
+    else:
+        with pytest.raises(PayloadError, match=r"train can't be sent .* gate \(TypeError"):
+            stage.start(train)
+
+
+def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stage.engine.name == "forkserver":
+        pytest.skip("its workers start in another process")
+    fork, popen, started = os.fork, subprocess.Popen, []
+
+    def second_is_refused(start: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if started:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            started.append(start(*args, **kwargs))
+            return started[0]
+
+        return begin
+
+    monkeypatch.setattr(os, "fork", second_is_refused(fork))
+    monkeypatch.setattr(subprocess, "Popen", second_is_refused(popen))
+    with pytest.raises(LaunchError, match="Resource temporarily unavailable"):
+        stage.start(time.sleep, 100)
+    first = started[0] if isinstance(started[0], int) else started[0].pid
+    assert not psutil.pid_exists(first)

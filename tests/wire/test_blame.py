@@ -1,0 +1,69 @@
+"""Naming what can't be pickled."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from nblaunch.wire import blame
+
+LOCK = threading.Lock()
+
+
+def named(value: Any) -> list[str]:
+    return [name for name, _ in blame.unpicklable_parts(value, "result")]
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+def test_the_smallest_parts_are_named() -> None:
+    assert named(LOCK) == ["result"]
+    assert named({"a": 1, "b": LOCK}) == ["result['b']"]
+    assert named([1, (2, {"x": Holder(inner=LOCK, fine=3)})]) == ["result[1][1]['x'].inner"]
+    assert named({"fine": [1, 2]}) == []
+
+
+def test_few_are_named_of_many_and_depth_ends() -> None:
+    assert len(named([LOCK] * 1000)) <= 10
+    nested: Any = LOCK
+    for _ in range(50):
+        nested = [nested]
+    assert named(nested) == ["result[0][0][0][0]"]
+
+
+def test_circles_end() -> None:
+    circle: dict[str, Any] = {"lock": LOCK}
+    circle["self"] = [circle]
+    assert "result['lock']" in named(circle)
+    one, two = Holder(), Holder(lock=LOCK)
+    one.other, two.other = two, one
+    assert "result.other.lock" in named(one)
+
+
+def test_variables_of_a_call() -> None:
+    guard = threading.Lock()
+
+    def train(model: object, config: object) -> object:
+        return guard, LOCK, model, config
+
+    names = {name for name, _ in blame.unpicklable_variables(train, (1, {"lock": guard}))}
+    assert names >= {"guard", "config['lock']"}
+
+
+def test_pruning_keeps_the_rest_and_never_raises() -> None:
+    class Nasty:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("no")
+
+        def __repr__(self) -> str:
+            raise ValueError("not even this")
+
+    pruned = blame.without_unpicklable({"a": [1, LOCK, (2, Nasty())], "b": {3}})
+    assert pruned["b"] == {3}
+    assert pruned["a"][0] == 1
+    assert pruned["a"][1].why.startswith("TypeError: cannot pickle")
+    assert pruned["a"][2][0] == 2
+    assert "Nasty" in pruned["a"][2][1].description

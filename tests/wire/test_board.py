@@ -1,0 +1,54 @@
+"""The board: what is written in one process is read in another."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from nblaunch.events import WorkerState
+from nblaunch.wire.board import Board, private_slot
+
+
+def test_a_slot_says_what_was_written_in_another_process() -> None:
+    board = Board.create(3)
+    pid = os.fork()
+    if pid == 0:
+        slot = board.slot(1)
+        slot.start_pass(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
+        slot.advance(samples=32)
+        slot.set_loss(0.25)
+        slot.note_interrupt()
+        slot.add_built_bytes(1 << 40)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    zero, one, two = board.close()
+    assert (zero.step, zero.total, zero.loss, zero.state) == (0, -1, None, WorkerState.STARTING)
+    assert (one.step, one.total, one.epoch, one.samples) == (5, 10, 2, 32)
+    assert (one.loss, one.interrupts, one.built_bytes) == (0.25, 1, 1 << 40)
+    assert (one.state, two.step) == (WorkerState.TRAINING, 0)
+    assert 0 <= time.monotonic() - one.step_time_s < 60
+
+
+def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
+    board = Board.create(2)
+    other = Board(2, os.dup(board.fd))
+    other.slot(1).advance()
+    assert board.sample()[1].step == 1
+    other.close()
+    board.close()
+
+
+def test_closing_leaves_no_descriptor_also_while_somebody_holds_the_board() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    board = Board.create(8)
+    held = [board, board.slot(3)]
+    board.sample()
+    board.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert held
+
+
+def test_a_process_without_launcher_writes_the_same_way() -> None:
+    slot = private_slot()
+    slot.advance(3)
+    assert slot.read(0).samples == 3

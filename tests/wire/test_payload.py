@@ -1,0 +1,150 @@
+"""Values in a memory file: the same when they are read, each tensor written once, nothing of a failed one left."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from nblaunch.wire import outbox, payload
+from nblaunch.wire.board import create_memory_file
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    fd = create_memory_file("test")
+    yield fd
+    os.close(fd)
+
+
+def there_and_back(value: Any) -> Any:
+    fd = create_memory_file("test")
+    try:
+        payload.dump(value, fd)
+        return payload.load(fd)
+    finally:
+        os.close(fd)
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
+shapes = st.lists(st.integers(0, 40), max_size=3)
+
+
+@given(shapes, dtypes, st.data())
+def test_any_view_of_any_tensor(shape: list[int], dtype: torch.dtype, data: st.DataObject) -> None:
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    if shape:
+        tensor = tensor.transpose(0, data.draw(st.integers(0, len(shape) - 1)))[
+            :: data.draw(st.integers(1, 3))
+        ]
+    other = there_and_back([tensor])[0]
+    assert torch.equal(other, tensor)
+    assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+
+
+def test_ties_stay_tied_and_copies_stay_apart() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    base = torch.zeros(10)
+    other, one, two = there_and_back((model, base[:5], base[:5]))
+    assert other[1].weight is other[0].weight
+    one += 1
+    assert (one.sum(), two.sum()) in ((5, 0), (5, 5))
+    # A state dict holds another tensor object on the same memory for each tied weight: written once.
+    fd = create_memory_file("test")
+    state = {name: torch.zeros(MB) for name in "ab"} | {
+        "tied": (big := torch.ones(MB)),
+        "again": big.detach(),
+    }
+    payload.dump(state, fd)
+    assert os.fstat(fd).st_size < 3.1 * 4 * MB
+    os.close(fd)
+
+
+def test_a_tensor_in_two_values_of_a_file_is_written_once(file: int) -> None:
+    big = torch.arange(MB)
+    writer = payload.PayloadWriter(file)
+    places = [writer.append({"step": step, "big": big}) for step in range(3)]
+    assert os.fstat(file).st_size < 8 * MB + 10_000
+    for step, place in enumerate(places):
+        loaded = payload.load(file, place)
+        assert loaded["step"] == step
+        assert torch.equal(loaded["big"], big)
+
+
+def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
+    writer = payload.PayloadWriter(file)
+    first = writer.append("first")
+    with pytest.raises(TypeError, match="lock"):
+        writer.append({"big": torch.ones(MB), "lock": threading.Lock()})
+    second = writer.append([torch.full((MB,), 2.0), np.arange(5000)])
+    assert payload.load(file, first) == "first"
+    tensor, array = payload.load(file, second)
+    assert tensor.sum() == 2 * MB
+    assert array.sum() == np.arange(5000).sum()
+
+
+def test_temporary_tensors_are_not_taken_for_each_other(file: int) -> None:
+    """Tensors made while pickling are freed at once, and the next may get the same memory and id."""
+
+    class Lazy:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __reduce__(self) -> Any:
+            return list, ([torch.full((2000,), float(self.number))],)
+
+    writer = payload.PayloadWriter(file)
+    place = writer.append([Lazy(number) for number in range(50)])
+    other = writer.append([Lazy(number) for number in range(50, 60)])
+    assert [item[0][0].item() for item in payload.load(file, place)] == list(range(50))
+    assert [item[0][0].item() for item in payload.load(file, other)] == list(range(50, 60))
+
+
+def test_what_is_loaded_outlives_the_file_and_can_be_changed() -> None:
+    tensor, array = there_and_back((torch.zeros(5000), np.zeros(5000)))
+    tensor += 1
+    array += 1
+    assert (tensor.sum(), array.sum()) == (5000, 5000)
+
+
+def test_functions_and_classes_of_a_notebook_go_by_value() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(
+        "factor = 3\nclass Net:\n    size = factor\ndef train(x):\n    return Net.size * x * factor",
+        namespace,
+    )
+    assert there_and_back(namespace["train"])(2) == 18
+
+
+def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
+    class Unreadable:
+        def __reduce__(self) -> Any:
+            return int, ("not a number",)
+
+    weights = {
+        0: {"w": torch.ones(3)},
+        2: {"w": torch.zeros(2), "extra": threading.Lock()},
+        3: {"x": Unreadable()},
+    }
+    contents = outbox.write(file, {"fine": 1, "bad": [threading.Lock()]}, weights)
+    assert contents.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
+    assert contents.lost_weights[2].startswith("args[2].state_dict()['extra'] (TypeError: ")
+    outcome = outbox.read(file, contents)
+    assert outcome.value["fine"] == 1
+    assert outcome.value["bad"][0].why.startswith("TypeError")
+    assert outcome.weights[0]["w"].sum() == 3
+    assert list(outcome.weights[2]) == ["w"]
+    assert "not a number" in outcome.weights_errors[3]
+    unreadable = outbox.read(file, outbox.write(file, Unreadable(), {}))
+    assert (unreadable.value, "ValueError" in unreadable.value_error) == (None, True)
