@@ -56,6 +56,7 @@ class RendezvousHost:
         """Start the store behind the socket.
 
         Raises:
+            LaunchError: the store can't be started.
             OSError: there are not enough descriptors for it. (The store itself would try again for minutes.)
         """
         if self._socket is None:
@@ -65,9 +66,15 @@ class RendezvousHost:
         descriptors.check_room(_STORE_DESCRIPTORS)
         fd = self._socket.detach()  # the store owns and closes it from here on
         self._socket = None
-        self._store = TCPStore(
-            self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd
-        )
+        try:
+            self._store = TCPStore(
+                self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd
+            )
+        except RuntimeError as error:  # a thread was refused, most likely
+            raise LaunchError(
+                f"the rendezvous store could not be started: {error}. If a limit on processes is reached (ulimit -u, "
+                "or the pids limit of the container), use fewer processes, or end others."
+            ) from error
 
     def close(self) -> None:
         """Stop listening."""

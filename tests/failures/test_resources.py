@@ -176,6 +176,7 @@ def test_a_limit_on_processes_is_named(pids_group: Path, tmp_path: Path, method:
             )
             assert cell.error is not None
             assert "the system refused" in cell.error.value or "could not be started" in cell.error.value
+            assert "ulimit -u" in cell.error.value
             assert "Resource temporarily unavailable" in cell.error.value
             assert len(cell.error.lines) <= 25, cell.describe()
             kernel.wait_for_no_processes(3.0)

@@ -1,0 +1,106 @@
+"""Memory runs out: in workers, under a limit; the kernel survives and says what happened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.failures.conftest import assert_as_before, start_kernel, value_of
+from tests.kernels import Kernel
+
+CGROUP = Path("/sys/fs/cgroup")
+LIMIT = 1400 << 20
+
+BUILD = """
+def train():
+    print("building")
+    layers = [torch.nn.Linear(4096, 4096) for _ in range(6)]     # 400 MB
+    print("built")
+    time.sleep(3600)
+"""
+
+
+def _limited_folder() -> tuple[Path, str] | None:
+    """A new control group with a limit on memory, and the name of its limit."""
+    for parent, name in ((CGROUP / "memory", "memory.limit_in_bytes"), (CGROUP, "memory.max")):
+        folder = parent / f"nblaunch-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / name).exists():
+            return folder, name
+        folder.rmdir()
+    return None
+
+
+@pytest.fixture
+def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
+    """A kernel in a control group of limited memory."""
+    found = _limited_folder()
+    if found is None:
+        pytest.skip("no control group with a limit on memory can be made here")
+    folder, name = found
+    try:
+        with start_kernel(tmp_path / "logs") as kernel:
+            (folder / "cgroup.procs").write_text(str(kernel.pid))
+            (folder / name).write_text(str(LIMIT))
+            yield kernel
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), 9)
+        folder.rmdir()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> None:
+    cell = limited.run(
+        BUILD + f"notebook_launcher(train, num_processes=6, start_method={method!r})",
+        raises="WorkerDied",
+        timeout_s=60,
+    )
+    assert cell.error is not None
+    told = cell.error.value
+    assert "was killed by SIGKILL" in told, cell.describe()
+    assert "Memory ran out: the system killed" in told, cell.describe()
+    assert "Each process took (most seen): rank 0 " in told, cell.describe()
+    assert "each built a model of " in told, cell.describe()
+    assert "notebook_launcher(train, (model,))" in told, cell.describe()
+    assert "limit 1.5 GB" in told, cell.describe()
+    assert len(cell.error.lines) <= 25, cell.describe()
+    assert limited.is_alive
+    assert_as_before(limited)
+
+
+@pytest.mark.timeout(60)
+def test_a_refused_allocation_has_the_same_evidence(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    used = psutil.Process().memory_info().vms
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    layers = []
+    for _ in range(8):
+        layers.append(torch.nn.Linear(4096, 4096))               # 67 MB each
+    return len(layers)
+notebook_launcher(train, num_processes=2, start_method={method!r})
+""",
+        raises="RuntimeError",
+    )
+    assert cell.error is not None
+    assert "can't allocate memory" in cell.error.value
+    for text in (
+        "Memory ran out: an allocation was refused.",
+        "Each process took",
+        "built a model of",
+        "rank 1 (pid ",
+    ):
+        assert text in cell.error.text, cell.describe()
+    assert len(cell.error.lines) <= 25, cell.describe()
+    assert value_of(shared, "'Memory ran out: an allocation was refused.' in sys.last_value.__notes__")
+    assert_as_before(shared)

@@ -1,0 +1,203 @@
+"""Who is blamed, restarts, stopping on request, and what a kept error keeps."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.failures.conftest import assert_as_before, value_of
+from tests.kernels import Kernel
+
+
+@pytest.mark.timeout(60)
+def test_the_error_is_blamed_and_not_its_consequences(shared: Kernel, method: str) -> None:
+    shared.run(
+        """
+def train():
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(2))
+    if rank() == 1:
+        print("raised at", time.time(), flush=True)
+        raise ValueError("on rank 1")
+    dist.all_reduce(torch.ones(2))
+"""
+    )
+    for _ in range(5 if method == "fork" else 2):
+        cell = shared.run(
+            f"""
+try:
+    notebook_launcher(train, num_processes=4, start_method={method!r})
+except ValueError as error:
+    print("caught", error, time.time() - float(nblaunch.last_job().logs(1).split()[-1]))
+"""
+        )
+        *_, told, delay_s = cell.stdout.splitlines()[-1].rpartition(" ")[0], cell.stdout.split()[-1]
+        assert told == "caught on rank 1"
+        assert float(delay_s) < 1.5
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, method: str, tmp_path: Path) -> None:
+    cell = shared.run(
+        f"""
+def train(folder):
+    if rank() == 2:
+        open(folder + "/raised", "w").close()
+        raise LookupError("the first")
+    while not os.path.exists(folder + "/raised"):
+        time.sleep(0.001)
+    time.sleep(0.05 * (1 + rank()))
+    raise ValueError(f"{{rank()}} is later")
+notebook_launcher(train, ({str(tmp_path)!r},), 3, start_method={method!r})
+""",
+        raises="LookupError",
+    )
+    assert cell.error is not None
+    assert cell.error.value == "the first"
+    assert "rank 0: ValueError: 0 is later; rank 1: ValueError: 1 is later" in cell.error.lines
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_two_failures_then_success(shared: Kernel, method: str, tmp_path: Path) -> None:
+    cell = shared.run(
+        f"""
+def train(folder):
+    dist.init_process_group()
+    attempt = nblaunch.context.current().attempt
+    print("attempt", attempt)
+    if rank() == 0 and attempt < 2:
+        raise ValueError(f"flaky {{attempt}}")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item(), attempt
+import nblaunch.context
+print(notebook_launcher(train, ({str(tmp_path)!r},), 2, start_method={method!r}, max_restarts=3))
+job = nblaunch.last_job()
+print([job.logs(0, attempt) for attempt in range(3)], job.status)
+""",
+        timeout_s=50,
+    )
+    assert cell.stdout.splitlines()[-2:] == [
+        "(2.0, 2)",
+        "['attempt 0\\n', 'attempt 1\\n', 'attempt 2\\n'] done",
+    ]
+    shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
+    assert "rank 0 raised ValueError: flaky 0" in shown
+    assert "restart 2 of at most 3" in shown
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_giving_up_names_all_failures(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    attempt = nblaunch.context.current().attempt
+    if rank() == 1:
+        if attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(f"flaky {{attempt}}")
+    time.sleep(3600)
+import nblaunch.context
+notebook_launcher(train, num_processes=2, start_method={method!r}, max_restarts=2)
+""",
+        raises="ValueError",
+        timeout_s=50,
+    )
+    assert cell.error is not None
+    assert cell.error.value == "flaky 2"
+    assert "attempt 0: rank 1 raised ValueError: flaky 0" in cell.error.text, cell.describe()
+    assert "attempt 1: rank 1 (pid " in cell.error.text, cell.describe()
+    assert "was killed by SIGKILL" in cell.error.text, cell.describe()
+    assert len(cell.error.lines) <= 25
+    assert_as_before(shared)
+
+
+STOPPABLE = """
+from nblaunch import Accelerator
+from nblaunch.wire import stopping
+import nblaunch.context
+
+def with_accelerator():
+    accelerator = Accelerator()
+    step = 0
+    while not accelerator.should_stop:
+        dist.all_reduce(torch.ones(2))
+        step += 1
+        if step == 20:
+            print("under way", flush=True)
+    return step
+
+def with_slot():
+    dist.init_process_group()
+    slot = nblaunch.context.current().slot
+    step = 0
+    while not stopping.should_stop(slot):
+        time.sleep(0.01 * (1 + rank()))          # ranks of unequal pace
+        dist.all_reduce(torch.ones(2))
+        step += 1
+        if step == 5:
+            print("under way", flush=True)
+    return step
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("function", ["with_accelerator", "with_slot"])
+def test_stop_ends_loops_at_the_same_step(shared: Kernel, method: str, function: str) -> None:
+    shared.run(
+        STOPPABLE
+        + f"job = notebook_launcher({function}, (), 3, start_method={method!r}, background=True, return_all=True)"
+    )
+    shared.wait_until(lambda: "under way" in value_of(shared, "job.logs(2)"), 30, "the loop")
+    begun_s = time.monotonic()
+    cell = shared.run("job.stop()\njob.result(), job.status")
+    assert time.monotonic() - begun_s < 5
+    steps, status = ast.literal_eval(cell.result or "")
+    assert status == "done"
+    assert len(set(steps)) == 1
+    assert steps[0] >= 5
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> None:
+    shared.run(
+        f"""
+import gc, weakref
+from nblaunch.launch.supervisor import Supervisor
+from nblaunch.launch.attempt import Attempt
+from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.wire.board import Board
+model = torch.nn.Linear(64, 64)
+alive = weakref.ref(model)
+def train(model):
+    dist.init_process_group()
+    raise ValueError("with the model in reach")
+notebook_launcher(train, (model,), 2, start_method={method!r})
+""",
+        raises="ValueError",
+    )
+    shared.run("kept = (sys.last_value, sys.last_traceback, sys.last_value.__cause__)")
+    left = value_of(
+        shared,
+        "(gc.collect(), [type(o).__name__ for o in gc.get_objects() "
+        "if isinstance(o, (Supervisor, Attempt, RendezvousHost, Board))])[1]",
+    )
+    assert left == []
+    # With its job and its error forgotten, nothing of the launcher holds the model.
+    shared.run(
+        """
+notebook_launcher(add_up, num_processes=2)
+del kept, model, sys.last_value, sys.last_traceback, sys.last_type
+getattr(sys, "last_exc", None) and delattr(sys, "last_exc")
+get_ipython().InteractiveTB.tb = get_ipython().InteractiveTB.etype = None
+"""
+    )
+    assert value_of(shared, "(gc.collect(), alive() is None)[1]")
+    assert_as_before(shared)
