@@ -32,7 +32,7 @@ from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
-from nblaunch.worker import guard, inherited, shell, stdio
+from nblaunch.worker import guard, imports, inherited, shell, stdio
 from nblaunch.worker.failure import describe_failure
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -171,15 +171,15 @@ def _weights(args: tuple[Any, ...], positions: tuple[int, ...]) -> dict[int, dic
 
 def _count_built_parameters(slot: Slot) -> None:
     """Count the bytes of parameters that this worker builds by itself: what passing the model would have saved."""
-    module: Any = sys.modules.get("torch.nn.modules.module")
-    if module is None:
-        return
 
     def count(owner: Any, name: str, parameter: Any) -> None:
         if parameter is not None:
             slot.add_built_bytes(parameter.numel() * parameter.element_size())
 
-    module.register_module_parameter_registration_hook(count)
+    def register(module: Any) -> None:
+        module.register_module_parameter_registration_hook(count)
+
+    imports.when_imported("torch.nn.modules.module", register)
 
 
 def _limit_threads(num_threads: int) -> None:

@@ -112,8 +112,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, max_restarts=
     assert cell.error is not None
     assert cell.error.value == "flaky 2"
     assert "attempt 0: rank 1 raised ValueError: flaky 0" in cell.error.text, cell.describe()
-    assert "attempt 1: rank 1 (pid " in cell.error.text, cell.describe()
-    assert "was killed by SIGKILL" in cell.error.text, cell.describe()
+    assert "attempt 1: rank 1 was killed by SIGKILL" in cell.error.text, cell.describe()
     assert len(cell.error.lines) <= 25
     assert_as_before(shared)
 
@@ -144,6 +143,8 @@ def with_slot():
         if step == 5:
             print("under way", flush=True)
     return step
+
+before = traces()      # the training modules set variables of torch's compiler when they are imported first
 """
 
 
