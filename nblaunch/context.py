@@ -57,7 +57,7 @@ def current() -> WorkerContext:
     if _current is None:
         _current = WorkerContext(
             topology=Topology.from_env(env.snapshot()),
-            backend=backends.choose("auto"),
+            backend=backends.choose("cpu" if env.read("ACCELERATE_USE_CPU") else "auto"),
         )
     return _current
 

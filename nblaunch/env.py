@@ -7,7 +7,7 @@ nblaunch to another (those travel typed, in the payload of a launch).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,19 @@ class Variable:
     """One row of the table: ``kind`` turns the text into a value."""
 
     name: str
-    kind: type
+    kind: Callable[[str], Any]
     default: Any
     meaning: str
+
+
+def as_flag(text: str) -> bool:
+    """A truth value in the words that people use; ValueError for any other."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "y", "t", "on"):
+        return True
+    if word in ("", "0", "false", "no", "n", "f", "off", "none"):
+        return False
+    raise ValueError(text)
 
 
 TABLE = {
@@ -31,6 +41,15 @@ TABLE = {
         Variable("OMP_NUM_THREADS", int, 0, "threads per worker for CPU operations; default: usable cores / workers"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),
         Variable("ACCELERATE_MIXED_PRECISION", str, "", "mixed precision where neither script nor launcher sets it"),
+        Variable("ACCELERATE_USE_CPU", as_flag, False, "compute on the CPU, in processes that nblaunch did not launch"),
+        Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int, 1, "micro-steps per step where the script sets none"),
+        Variable("ACCELERATE_DEBUG_MODE", as_flag, False, "compare the shapes of collectives over ranks"),
+        Variable("ACCELERATE_LOG_LEVEL", str, "", "level of loggers from get_logger where the script sets none"),
+        Variable("ACCELERATE_DYNAMO_BACKEND", str, "no", "compile models with this backend of torch.compile"),
+        Variable("ACCELERATE_DYNAMO_MODE", str, "", "mode of torch.compile"),
+        Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag, False, "compile models in one piece"),
+        Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag, None, "compile for changing shapes"),
+        Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag, False, "compile repeated blocks only"),
         Variable("MPLBACKEND", str, "", "matplotlib backend; fresh workers get the kernel's"),
     )
 }  # fmt: skip
@@ -50,7 +69,8 @@ def read(name: str) -> Any:
     try:
         return row.kind(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not a valid {row.kind.__name__}") from None
+        kind = getattr(row.kind, "__name__", str(row.kind)).removeprefix("as_")
+        raise ValueError(f"environment variable {name}={text!r} is not a valid {kind}") from None
 
 
 def snapshot() -> dict[str, str]:

@@ -12,7 +12,7 @@ A new device family is one file in this folder with a ``BACKEND`` instance; ``ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,21 @@ class Backend(ABC):
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
         """Put back what :meth:`rng_state` returned."""
+
+    def downcast_to_bf16(self) -> None:
+        """Represent fp32 numbers as bf16 everywhere; called before the device is first used.
+
+        Raises:
+            ValueError: the device has no such mode.
+        """
+        raise ValueError(
+            f"downcast_bf16=True is for XLA devices and can't be used on {self.name}; there, mixed_precision='bf16' "
+            "computes in bf16 and keeps weights in fp32"
+        )
+
+    def wrap_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a prepared loader on their way: a device that compiles for every shape may complete them."""
+        return batches
 
     def empty_cache(self) -> None:
         """Give cached device memory back."""

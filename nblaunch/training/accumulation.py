@@ -5,6 +5,8 @@ strategy's ``no_sync`` and the optimizer wrapper act on what it decides.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
+    divisor           4   4   4   4   4   4      of the losses; with average_tail the tail ends as a mean of 2:
+                      4   4   4   4   4   2      what 5 left is multiplied by 4 / 2 before 6 is added
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from nblaunch import context
 from nblaunch.training.options import GradientAccumulationPlugin
 
 
 class GradientSync:
     """The accumulation window of one process, and the stack of prepared loaders that it is reading.
 
-    ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps of
-    the current window.
+    ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
+    since the last window that the end of a loader closed. ``rescale`` is what gradients that are there already are to
+    be multiplied by before the current micro-step adds its own.
     """
 
     def __init__(self) -> None:
@@ -27,6 +31,8 @@ class GradientSync:
         self.num_steps = 1
         self.step = 0
         self.sync_gradients = True
+        self.rescale = 1.0
+        self._tail: int | None = None
         # Weak: a loader that the user drops in the middle of an epoch must go, with the data it holds.
         self._loaders: list[weakref.ref[Any]] = []
 
@@ -45,14 +51,27 @@ class GradientSync:
         GradientAccumulationPlugin(num_steps=num_steps)
         self.num_steps = num_steps
 
+    @property
+    def divisor(self) -> int:
+        """What losses of the current micro-step are divided by, so that a window yields the mean of its losses."""
+        return self._tail or self.num_steps
+
     def advance(self) -> None:
         """One more micro-step begins: decide whether it ends in an optimizer step."""
+        self._tail, self.rescale = None, 1.0
         if self.plugin.sync_with_dataloader and self.end_of_dataloader:
+            micro_steps = self.step % self.num_steps + 1
+            if self.plugin.average_tail and micro_steps < self.num_steps:
+                self._tail, self.rescale = micro_steps, self.num_steps / micro_steps
             self.step = 0  # the next epoch starts a fresh window
             self.sync_gradients = True
         else:
             self.step += 1
             self.sync_gradients = self.step % self.num_steps == 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is pickled with an optimizer finds the window of the process that it arrives in.
+        return _of_this_process, ()
 
     # --- loaders being read --------------------------------------------------------------------------------------
 
@@ -93,3 +112,8 @@ class GradientSync:
         """Real rows in the last global batch of the active loader: 0 = all of them, -1 = not known."""
         loader = self.active_loader
         return -1 if loader is None else int(loader.remainder)
+
+
+def _of_this_process() -> GradientSync:
+    session = context.current().training
+    return GradientSync() if session is None else session.gradients

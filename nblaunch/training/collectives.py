@@ -36,6 +36,11 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def rank() -> int:
+    """Rank in the process group; 0 without one."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 def gather(data: Any) -> Any:
     """Concatenate every tensor of ``data`` over ranks on dim 0, in rank order, on every rank.
 
@@ -123,6 +128,11 @@ def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
     return items
 
 
+def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor:
+    """As :func:`broadcast`, for one contiguous tensor that is known to have the same shape and type on all ranks."""
+    return _send_tensor(tensor, from_process) if world_size() > 1 else tensor
+
+
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     def checked(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
@@ -187,6 +197,10 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     _check_alike("broadcast", tensor)
+    return _send_tensor(tensor, from_process)
+
+
+def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     dense = tensor.detach().contiguous()
     sent = _as_bytes(dense)
     with waiting():

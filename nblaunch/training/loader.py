@@ -1,7 +1,7 @@
-"""Prepared data loaders: a rank's share of the data, on its device, one batch ahead, with progress on the board.
+"""Prepared data loaders: a rank's part of the data, on its device, one batch ahead, with progress on the board.
 
-:func:`prepare_data_loader` turns a person's loader into a :class:`DataLoaderShard`. Which samples a rank gets is
-decided in ``sharding.py``; here random orders are made equal over ranks, once per epoch, and batches are handed out.
+:class:`PreparedLoader` is what all of them do; :class:`DataLoaderShard` reads the rank's own share. Which samples that
+is, is decided in ``sharding.py``; from a person's loader to a prepared one, see ``loading.py``.
 
     rank 0 ── generator state ──> all ranks     start of an epoch: the only communication
     read b0 │ read b1, hand out b0 │ read b2, hand out b1 │ end seen: hand out b2 with end_of_dataloader = True
@@ -9,45 +9,29 @@ decided in ``sharding.py``; here random orders are made equal over ranks, once p
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from nblaunch.events import WorkerState
-from nblaunch.training import advice, collectives, nested, rng
+from nblaunch.training import nested, rng
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.passes import Pass
-from nblaunch.training.process import Member
 from nblaunch.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
-    SeedableRandomSampler,
+    SkipBatchSampler,
     sampler_of,
 )
 from nblaunch.training.state import Session, open_session
 
-_ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
-# What says how data is read, not which: taken over from the person's loader. Not every torch has all of them.
-_READING_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
-
-class DataLoaderShard(DataLoader):
-    """A rank's share of a data loader.
+class PreparedLoader(DataLoader):
+    """A data loader that knows its place in the job. Final classes say how batches come to this rank.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
@@ -56,9 +40,12 @@ class DataLoaderShard(DataLoader):
         num_processes: ranks that share the data.
         rng_types: generators that are made equal at the start of every epoch.
         shard: what knows how many rows of the last global batch are real; None where nothing is ever added.
+        skip_batches: of this rank, left out of the first epoch that is read.
+        slice_fn: cuts a rank's part out of a global batch, see :class:`DataLoaderDispatcher`.
 
     ``end_of_dataloader`` is True while the last batch is in the user's hands; ``remainder`` is the number of real rows
-    in the last global batch (0 = all of them, -1 = not known); ``iteration`` the number of completed epochs.
+    in the last global batch (0 = all of them, -1 = not known); ``iteration`` the number of completed epochs;
+    ``epoch_start`` has the states, at the start of the epoch, of the generators that decide its order.
     """
 
     def __init__(
@@ -70,6 +57,8 @@ class DataLoaderShard(DataLoader):
         num_processes: int = 1,
         rng_types: Sequence[str] = ("generator",),
         shard: BatchSamplerShard | IterableDatasetShard | None = None,
+        skip_batches: int = 0,
+        slice_fn: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
@@ -82,9 +71,19 @@ class DataLoaderShard(DataLoader):
         self.num_processes = num_processes
         self.rng_types = tuple(rng_types)
         self.shard = shard
+        self.skip_batches = skip_batches
+        self.slice_fn = slice_fn
         self.iteration = 0
         self.end_of_dataloader = False
         self.remainder = -1
+        self._is_accelerate_prepared = True
+        self._follower: PreparedLoader | None = None
+        self._stateful: Any = (
+            _stateful_twin(dataset, options) if self.config.use_stateful_dataloader else None
+        )
+        self._position: dict[str, Any] | None = None
+        self.epoch_start: list[torch.Tensor] = []
+        self._resumed_start: list[torch.Tensor] = []
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -93,31 +92,28 @@ class DataLoaderShard(DataLoader):
         self._start_epoch(session)
         one = self._begin_pass(session)
         try:
-            yield from self._hand_out(session, one, super().__iter__())
+            yield from self._hand_out(session, one)
             self.iteration += 1
+            if self._follower is not None:
+                self._follower.iteration = self.iteration
             if one.state is WorkerState.TRAINING:
                 session.passes.epoch = self.iteration
         finally:
             session.gradients.leave(self)
+            session.losses.flush()
             session.passes.end(one)
 
-    def _hand_out(self, session: Session, one: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        """All batches, the next one always read before the current one is handed out."""
-        nothing = object()
-        current = next(batches, nothing)
-        if current is nothing:
-            return
-        advance = session.passes.advance
-        while True:
-            current = self._place(current)
-            upcoming = next(batches, nothing)
-            if upcoming is nothing:
-                self._finish_epoch()
-            advance(one, nested.count_rows(current))
-            yield current
-            if upcoming is nothing:
-                return
-            current = upcoming
+    @abstractmethod
+    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+        """This rank's batches, each once ``end_of_dataloader`` is right for it, with every step told to the board."""
+
+    def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
+        """Batches as they are read here, behind those that are skipped."""
+        with rng.untouched(session.take_resuming()):  # making an iterator draws a number; it was drawn before
+            batches = super().__iter__() if self._stateful is None else iter(self._stateful)
+        if num_skipped and not self._skips_indices:
+            batches = islice(batches, num_skipped, None)
+        return session.member.backend.wrap_batches(batches)
 
     def _place(self, batch: Any) -> Any:
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
@@ -127,24 +123,45 @@ class DataLoaderShard(DataLoader):
 
     def _start_epoch(self, session: Session) -> None:
         self._hand_epoch(self.iteration)
-        generators = self._generators()
-        for rng_type in self.rng_types:
-            for generator in generators if rng_type == "generator" else [None]:
-                rng.synchronize_rng_state(rng_type, generator)
+        self._agree_on_order()
         self.end_of_dataloader = False
         self.remainder = self._expected_remainder()
         session.gradients.enter(self)
 
-    def _finish_epoch(self) -> None:
-        if self.shard is not None and self._is_shard_read_here:
-            self.remainder = self.shard.tail_rows
-        self.end_of_dataloader = True
+    def _agree_on_order(self) -> None:
+        """Make the generators that decide the order those of rank 0, or those that a saved state speaks of."""
+        generators = self._generators()
+        for rng_type in self.rng_types:
+            for generator in generators if rng_type == "generator" else [None]:
+                rng.synchronize_rng_state(rng_type, generator)
+        self._resume_order(generators)
+
+    def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
+        """Begin an epoch in the order that a saved state speaks of, and note it for the next state."""
+        for generator, state in zip(generators, self._resumed_start, strict=False):
+            generator.set_state(state)
+        self._resumed_start = []
+        self.epoch_start = [generator.get_state() for generator in generators]
 
     def _begin_pass(self, session: Session) -> Pass:
         is_training = session.is_training
         epoch = self.iteration if is_training else session.passes.epoch
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
-        return session.passes.begin(self._length_or_unknown(), epoch, state)
+        skipped = self.skip_batches
+        length = self._length_or_unknown()
+        if length >= 0 and self._skips_indices:
+            length += skipped  # the bar is that of the whole epoch, and begins in the middle
+        return session.passes.begin(length, epoch, state, skipped)
+
+    @property
+    def _skips_indices(self) -> bool:
+        """Whether batches are skipped by their indices, so that none of them is read."""
+        return isinstance(self.batch_sampler or self.sampler, SkipBatchSampler)
+
+    def _take_skip(self) -> int:
+        """How many batches to leave out now; none from the next time on."""
+        skipped, self.skip_batches = self.skip_batches, 0
+        return skipped
 
     @property
     def _is_shard_read_here(self) -> bool:
@@ -182,12 +199,56 @@ class DataLoaderShard(DataLoader):
         unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         return list(unique.values())
 
+    # --- saving where it is --------------------------------------------------------------------------------------
+
+    def _note_position(self, is_end: bool = False) -> None:
+        """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
+        if self._stateful is not None:
+            starts = [g.get_state() for g in self._generators()] if is_end else self.epoch_start
+            self._position = {
+                "loader": self._stateful.state_dict(),
+                "iteration": self.iteration + is_end,
+                "generators": starts,
+            }
+
+    @property
+    def state_dict(self) -> Callable[[], dict[str, Any]]:
+        """Where in its epoch the loader is; a batch that was read ahead does not count.
+
+        Raises:
+            AttributeError: the loader was prepared without ``use_stateful_dataloader=True``.
+        """
+        self._check_stateful("state_dict")
+        return self._get_state
+
+    @property
+    def load_state_dict(self) -> Callable[[dict[str, Any]], None]:
+        """Go on, in the next iteration, behind the batch at which :attr:`state_dict` was taken."""
+        self._check_stateful("load_state_dict")
+        return self._set_state
+
+    def _check_stateful(self, name: str) -> None:
+        if self._stateful is None:
+            raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
+
+    def _get_state(self) -> dict[str, Any]:
+        if self._position is None:
+            starts = [generator.get_state() for generator in self._generators()]
+            return {"loader": self._stateful.state_dict(), "iteration": self.iteration, "generators": starts}
+        return self._position
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        self._stateful.load_state_dict(state["loader"])
+        self.iteration = state["iteration"]
+        self._resumed_start = state["generators"]
+        self._position = state
+
     # --- what people ask of it -----------------------------------------------------------------------------------
 
     @property
     def base_dataloader(self) -> DataLoader:
-        """This loader itself: there is no other one inside."""
-        return self
+        """What reads: torchdata's stateful loader, or this loader itself."""
+        return self if self._stateful is None else self._stateful
 
     @property
     def total_batch_size(self) -> int:
@@ -215,6 +276,14 @@ class DataLoaderShard(DataLoader):
                 part.set_epoch(epoch)
                 told.append(part)
 
+    def follow(self, loader: Any) -> None:
+        """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
+        self.iteration = loader.iteration
+        self._follower = loader
+
+    batches_per_round = 1
+    """Batches of the underlying order that make one of this rank's."""
+
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of indices below the batch samplers."""
         batch_sampler: Any = self.batch_sampler
@@ -228,123 +297,38 @@ class DataLoaderShard(DataLoader):
         self.__dict__["sampler"] = sampler
 
 
-def prepare_data_loader(
-    loader: DataLoader,
-    member: Member,
-    config: DataLoaderConfiguration,
-    rng_types: Sequence[str],
-    put_on_device: bool,
-) -> DataLoaderShard:
-    """This rank's share of ``loader``, as a new loader; the given one is not read any more.
+class DataLoaderShard(PreparedLoader):
+    """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
 
-    A sampler with a random generator of its own choice is given one, so that all ranks can be given the same.
+    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+        """All batches, the next one always read before the current one is handed out."""
+        nothing = object()
+        batches = self._read(session, self._take_skip())
+        current = next(batches, nothing)
+        if current is nothing:
+            return
+        advance = session.passes.advance
+        while True:
+            current = self._place(current)
+            self._note_position()
+            upcoming = next(batches, nothing)
+            if upcoming is nothing:
+                self._finish_epoch()
+            advance(one, nested.count_rows(current))
+            yield current
+            if upcoming is nothing:
+                return
+            current = upcoming
 
-    Raises:
-        ValueError: the data can't be shared as ``config`` says, with the reason.
-    """
-    _check_plain(loader)
-    common = _reading_options(loader)
-    topology = member.topology
-    common.update(
-        device=member.device if put_on_device else None,
-        config=config,
-        num_processes=topology.world_size,
-        rng_types=rng_types,
-    )
-    if isinstance(loader.dataset, IterableDataset):
-        return _share_iterable(loader, member, config, common)
-    batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
-    _settle_order(batch_sampler, config)
-    shard = None
-    if topology.world_size > 1:
-        shard = BatchSamplerShard(
-            batch_sampler, topology.world_size, topology.rank, config.split_batches, config.even_batches
-        )
-    sampling: dict[str, Any] = {"sampler": shard or batch_sampler, "batch_size": None}
-    if not is_passed_as_sampler:
-        sampling = {"batch_sampler": shard or batch_sampler}
-    return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
+    def _finish_epoch(self) -> None:
+        if self.shard is not None and self._is_shard_read_here:
+            self.remainder = self.shard.tail_rows
+        self.end_of_dataloader = True
+        self._note_position(is_end=True)
 
 
-def _check_plain(loader: DataLoader) -> None:
-    """Refuse what would be shared twice; warn about what a new loader can't take over."""
-    sampler = sampler_of(loader.batch_sampler) or loader.sampler
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ValueError(
-            f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare would "
-            "share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True if it "
-            "shuffles)."
-        )
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        advice.warn(
-            f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
-            "dataset and the sampler itself. Put what it does into the collate_fn."
-        )
+def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
+    """torchdata's loader with the same arguments: it is the one that reads."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
-
-def _share_iterable(
-    loader: DataLoader, member: Member, config: DataLoaderConfiguration, common: dict[str, Any]
-) -> DataLoaderShard:
-    world_size, rank = member.topology.world_size, member.topology.rank
-    batch_size, drop_last = loader.batch_size, loader.drop_last
-    if world_size == 1:
-        return DataLoaderShard(loader.dataset, batch_size=batch_size, drop_last=drop_last, **common)
-    # Without a batch size the stream yields whole batches, which are shared as single items are.
-    unit = batch_size or 1
-    shard = IterableDatasetShard(
-        loader.dataset, unit, drop_last, world_size, rank, config.split_batches and batch_size is not None
-    )
-    own_size = unit // world_size if shard.split_batches else batch_size
-    return DataLoaderShard(shard, shard=shard, batch_size=own_size, drop_last=drop_last, **common)
-
-
-def _batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
-    """The loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``."""
-    if loader.batch_sampler is not None:
-        return loader.batch_sampler, False
-    if isinstance(loader.sampler, BatchSampler):
-        return loader.sampler, True
-    raise ValueError(
-        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, "
-        "which can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
-    )
-
-
-def _reading_options(loader: DataLoader) -> dict[str, Any]:
-    options = {
-        name: getattr(loader, name)
-        for name in _READING_OPTIONS
-        if name in _ACCEPTED and hasattr(loader, name)
-    }
-    if not options["num_workers"]:
-        # torch refuses these two without reading workers, even at their defaults.
-        options.pop("prefetch_factor", None)
-        options.pop("multiprocessing_context", None)
-    return options
-
-
-def _settle_order(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """See that a random order is one that all ranks can be given."""
-    sampler = sampler_of(batch_sampler)
-    if config.use_seedable_sampler and type(sampler) is RandomSampler:
-        batch_sampler.sampler = SeedableRandomSampler(
-            sampler.data_source,
-            _agree_on_seed(config.data_seed),
-            replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
-        )
-        return
-    for part in (batch_sampler, sampler):
-        if hasattr(part, "generator") and part.generator is None:
-            part.generator = torch.Generator()
-            part.generator.manual_seed(_draw_seed())
-
-
-def _draw_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().item())
-
-
-def _agree_on_seed(seed: int | None) -> int:
-    if seed is not None:
-        return seed
-    return int(collectives.broadcast(torch.tensor(_draw_seed() % 2**62)).item())
+    return StatefulDataLoader(dataset, **options)

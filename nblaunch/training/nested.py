@@ -5,7 +5,8 @@ Structure and types are kept; leaves are replaced. Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,29 +44,105 @@ def leaves(data: Any) -> Iterator[Any]:
         yield data
 
 
-def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """``data`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
+def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Replace every tensor of ``data`` by ``function(tensor)``; other leaves stay."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether ``data`` is an instance of a named tuple's class."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def is_torch_tensor(data: Any) -> bool:
+    """Whether ``data`` is a tensor."""
+    return isinstance(data, torch.Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``data`` with ``func(leaf, *args, **kwargs)`` in place of its leaves.
+
+    Args:
+        func: gets one leaf.
+        data: nested lists, tuples and mappings.
+        test_type: which leaves are replaced; by default tensors.
+        error_on_other_type: whether another leaf is an error.
+
+    Raises:
+        TypeError: there is another leaf, and it is an error.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            name = getattr(func, "__name__", repr(func))
+            raise TypeError(
+                f"{name} can't be applied to a {type(leaf).__name__} in nested data: it wants {test_type.__name__}"
+            )
+        return leaf
+
+    return map_leaves(apply, data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """``tensor`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
 
     An object with its own ``to`` (a tokenizer's batch, a graph) is moved by it as a whole, even if it is a mapping.
+
+    Args:
+        tensor: tensor or nested structure.
+        device: where to.
+        non_blocking: copy asynchronously, where memory is pinned.
+        skip_keys: keys of mappings whose values stay where they are.
     """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return to_device(tensor, device, non_blocking, skipped)
+
+
+def to_device(
+    data: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: Sequence[str] = ()
+) -> Any:
+    """As :func:`send_to_device`, which takes more forms of arguments."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if hasattr(data, "to") and not isinstance(data, (list, tuple)):
+    is_mapping = isinstance(data, Mapping)
+    if hasattr(data, "to") and not isinstance(data, (list, tuple)) and not (is_mapping and skip_keys):
         try:
             return data.to(device, non_blocking=non_blocking)
         except TypeError:  # a ``to`` that knows no ``non_blocking``
             return data.to(device)
     if isinstance(data, (list, tuple)):
-        return rebuild(data, [to_device(item, device, non_blocking) for item in data])
-    if isinstance(data, Mapping):
-        moved = {key: to_device(value, device, non_blocking) for key, value in data.items()}
-        return type(data)(moved)  # type: ignore[call-arg]
+        return rebuild(data, [to_device(item, device, non_blocking, skip_keys) for item in data])
+    if is_mapping:
+        moved = {
+            key: value if key in skip_keys else to_device(value, device, non_blocking, skip_keys)
+            for key, value in data.items()
+        }
+        return type(data)(moved)
     return data
 
 
 def to_fp32(data: Any) -> Any:
     """``data`` with fp16 and bf16 tensors converted to fp32; everything else as it is."""
     return map_leaves(_leaf_to_fp32, data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Another name of :func:`to_fp32`."""
+    return to_fp32(tensor)
 
 
 def _leaf_to_fp32(leaf: Any) -> Any:
@@ -88,3 +165,105 @@ def count_rows(batch: Any) -> int:
             batch = batch[0]
         else:
             return 0
+
+
+# --- several batches, parts of batches -------------------------------------------------------------------------------
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Batches of one structure as a single batch, tensors joined in dimension ``dim``. A lone batch stays as it is.
+
+    Raises:
+        TypeError: a leaf that is not a tensor would have to be joined.
+        RuntimeError: shapes don't fit.
+    """
+    first = data[0]
+    if len(data) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, (list, tuple)):
+        return rebuild(first, [concatenate([one[i] for one in data], dim) for i in range(len(first))])
+    if isinstance(first, Mapping):
+        joined = {key: concatenate([one[key] for one in data], dim) for key in first}
+        return type(first)(joined)  # type: ignore[call-arg]
+    raise TypeError(f"only tensors in lists, tuples and mappings can be joined, not a {type(first).__name__}")
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """``tensor[tensor_slice]`` of every tensor. The rank is there for functions that cut in another way."""
+    return map_tensors(lambda tensor: tensor[tensor_slice], data)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors with zeros added in dimension ``dim`` until ``num_processes`` divide its size.
+
+    Args:
+        tensor: tensor or nested structure of tensors.
+        batch_size: their size in ``dim``; tensors of another size there stay as they are.
+        num_processes: the divisor.
+        dim: the dimension.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(one: torch.Tensor) -> torch.Tensor:
+        if not missing or one.ndim <= dim or one.shape[dim] != batch_size:
+            return one
+        shape = [*one.shape[:dim], missing, *one.shape[dim + 1 :]]
+        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+
+    return map_tensors(pad, tensor)
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The first dimension of the first tensor; None where there is no tensor that has one."""
+    return next(
+        (leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, torch.Tensor) and leaf.ndim), None
+    )
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor; None where there is no tensor."""
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def listify(data: Any) -> Any:
+    """Tensors as lists of Python numbers; bf16, which NumPy doesn't know, by way of fp32."""
+    return map_tensors(lambda tensor: tensor.detach().tolist(), data)
+
+
+# --- structure without contents --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorInformation:
+    """What it takes to make a tensor that another process will fill."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorInformation:
+        """That of ``tensor``."""
+        return cls(tensor.shape, tensor.dtype)
+
+    def empty(self, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor of this kind with arbitrary contents."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def is_tensor_information(data: Any) -> bool:
+    """Whether ``data`` is a :class:`TensorInformation`."""
+    return isinstance(data, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """``data`` with a :class:`TensorInformation` in place of every tensor."""
+    return map_tensors(TensorInformation.of, data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The reverse of :func:`get_data_structure`, with arbitrary contents."""
+    return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)

@@ -6,7 +6,7 @@ out the calls that gradient accumulation or an overflow makes void.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._gradients = gradients
         self._precision = precision
         self._backend = backend
-        self._step_was_skipped = False
+        self._is_overflow = False
+        self._is_reduced = False
         self._is_accelerate_prepared = True
         if place_state and _has_misplaced_state(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
@@ -107,14 +108,29 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; nothing in the middle of an accumulation window."""
         if self._gradients.sync_gradients:
-            self._backend.reduce_gradients(self.optimizer)
-            self._step_was_skipped = self._precision.step(self.optimizer, closure)
+            self.reduce_gradients()
+            self._is_reduced = False
+            self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
+
+    def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
+        """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
+
+        Args:
+            wanted: ids of parameters; nothing is done where this optimizer has none of them. None: for certain.
+        """
+        if self._is_reduced or (wanted is not None and not self._has_any(wanted)):
+            return
+        self._backend.reduce_gradients(self.optimizer)
+        self._is_reduced = True
+
+    def _has_any(self, wanted: Container[int]) -> bool:
+        return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because fp16 gradients overflowed."""
-        return self._step_was_skipped
+        return self._is_overflow
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

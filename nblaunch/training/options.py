@@ -7,7 +7,10 @@ listed here is not supported yet, and Python refuses it by name.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import enum
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,26 +27,64 @@ class KwargsHandler:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            if getattr(self, field.name) != _default_of(field)
         }
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+class DDPCommunicationHookType(str, enum.Enum):
+    """What ranks do to gradients on their way, by name. POWER_SGD and BATCHED_POWER_SGD approximate them."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments for :class:`torch.nn.parallel.DistributedDataParallel`, described there.
+    """Arguments for :class:`torch.nn.parallel.DistributedDataParallel`, described there, and its communication hook.
 
     Args:
         bucket_cap_mb: size of a gradient bucket in MiB; one bucket is reduced while the next is computed.
         find_unused_parameters: True where some parameters take no part in some forward passes.
+        check_reduction: accepted and without effect, as in torch.
         static_graph: promise that every step uses the same parameters in the same order.
+        comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
+        comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
+        comm_state_option: for the POWER_SGD hooks, arguments of torch's ``PowerSGDState``.
+
+    Raises:
+        ValueError: there is no such hook.
     """
 
     dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = tuple(kind.value for kind in DDPCommunicationHookType)
+        check_choice("comm_hook", str(self.comm_hook), names)
+        check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
+
+    def to_ddp_kwargs(self) -> dict[str, Any]:
+        """What differs from torch's defaults, for DDP's constructor."""
+        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in self.to_kwargs().items() if name not in own}
 
 
 @dataclass(frozen=True)
@@ -67,9 +108,129 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
-    """How to join the process group. ``timeout``: how long a collective may wait; None: torch's default."""
+    """How to join the process group.
 
+    Args:
+        backend: torch's name of the group's kind, as ``"gloo"``; None: the one that suits the device.
+        init_method: where ranks meet, as ``torch.distributed.init_process_group`` takes it; None: as the launcher says.
+        timeout: how long a collective may wait; None: torch's default.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
     timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class ProfileKwargs(KwargsHandler):
+    """What ``accelerator.profile`` records.
+
+    Args:
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``; None: all that are there.
+        schedule_option: arguments of :func:`torch.profiler.schedule` (``wait``, ``warmup``, ``active``, ``repeat``,
+            ``skip_first``); None: everything is recorded.
+        on_trace_ready: called with the profiler when a recording is complete.
+        record_shapes: also the shapes of inputs.
+        profile_memory: also what is allocated and freed.
+        with_stack: also source lines.
+        with_flops: also an estimate of floating point operations.
+        with_modules: also the module hierarchy.
+        output_trace_dir: folder where each rank writes ``profile_<rank>.json`` for chrome://tracing.
+
+    Raises:
+        ValueError: an activity is unknown.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for activity in self.activities or ():
+            check_choice("activities item", activity, ("cpu", "cuda", "xpu", "mtia"))
+
+    def build(self) -> Any:
+        """The :class:`torch.profiler.profile` that these settings describe."""
+        from torch import profiler
+
+        kinds = None
+        if self.activities is not None:
+            kinds = [getattr(profiler.ProfilerActivity, activity.upper()) for activity in self.activities]
+        return profiler.profile(
+            activities=kinds,
+            schedule=profiler.schedule(**self.schedule_option) if self.schedule_option else None,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+class DynamoBackend(str, enum.Enum):
+    """Well-known backends of :func:`torch.compile`; any other name that torch knows may be given as a string."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    IPEX = "IPEX"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+
+
+@dataclass(frozen=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """How ``prepare`` compiles models, with the arguments of :func:`torch.compile`.
+
+    Args:
+        backend: name of torch's compiler, in any case; ``"no"``: models are not compiled.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
+        fullgraph: an error where a model can't be compiled in one piece.
+        dynamic: whether shapes may change; None: torch finds out.
+        options: for the compiler.
+        disable: leave models as they are, for trying out.
+        use_regional_compilation: compile the repeated blocks of a model, once for all of them, instead of the whole.
+    """
+
+    backend: DynamoBackend | str = DynamoBackend.NO
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether models are compiled."""
+        return self._name != "no"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.backend, "value", self.backend)).lower()
+
+    def to_compile_kwargs(self) -> dict[str, Any]:
+        """What differs from torch's defaults, for :func:`torch.compile`."""
+        kwargs = self.to_kwargs() | {"backend": self._name}
+        kwargs.pop("use_regional_compilation", None)
+        return kwargs
 
 
 @dataclass(frozen=True)
@@ -81,6 +242,8 @@ class GradientAccumulationPlugin:
         adjust_scheduler: keep torch's warning about the order of scheduler and optimizer quiet in between.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks at every micro-step: more traffic, less memory in sharded models.
+        average_tail: the window that a loader's end cuts short averages over the micro-steps that it had. False: it
+            divides by ``num_steps`` like the others, which makes its step smaller.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -91,6 +254,7 @@ class GradientAccumulationPlugin:
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    average_tail: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
@@ -106,16 +270,20 @@ class DataLoaderConfiguration:
     Args:
         split_batches: False: each rank gets whole batches, the global batch is ``batch_size`` x ranks. True: a batch is
             cut into one part per rank, and ``batch_size`` is the global one.
-        dispatch_batches: True would let rank 0 read for all; not supported yet. None and False: each reads its own.
+        dispatch_batches: True: rank 0 reads for all and hands every rank its part, for data that only one process can
+            read, or whose order differs from process to process. False: each reads its own share. None: True for
+            iterable datasets whose batches go to the device, False for all others.
         even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
             batches of equal size. ``gather_for_metrics`` drops what was added.
         use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.
         data_seed: the seed for that; None: drawn once from torch's global generator on rank 0.
         non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.
-        use_stateful_dataloader: not supported yet.
+        use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, so that ``state_dict`` of a loader says
+            where in an epoch it is.
 
     Raises:
-        NotImplementedError: an option that is not supported yet was asked for.
+        ValueError: ``data_seed`` is negative.
+        ImportError: ``use_stateful_dataloader`` without torchdata.
     """
 
     split_batches: bool = False
@@ -127,20 +295,12 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def __post_init__(self) -> None:
-        if self.dispatch_batches:
-            raise NotImplementedError(
-                "DataLoaderConfiguration(dispatch_batches=True) is not supported yet: rank 0 does not read for the "
-                "other ranks. Use dispatch_batches=False (or None): every rank reads its own share."
-            )
-        if self.use_stateful_dataloader:
-            raise NotImplementedError(
-                "DataLoaderConfiguration(use_stateful_dataloader=True) is not supported yet: the position inside an "
-                "epoch can't be saved."
-            )
-        if self.data_seed is not None and not self.use_seedable_sampler:
-            raise ValueError(
-                f"data_seed={self.data_seed} needs use_seedable_sampler=True; without it the order comes from the "
-                "sampler's generator"
+        if self.data_seed is not None and self.data_seed < 0:
+            raise ValueError(f"data_seed={self.data_seed} is negative")
+        if self.use_stateful_dataloader and importlib.util.find_spec("torchdata") is None:
+            raise ImportError(
+                "DataLoaderConfiguration(use_stateful_dataloader=True) reads with torchdata, which is not installed: "
+                "pip install torchdata"
             )
 
 

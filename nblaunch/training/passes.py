@@ -35,11 +35,12 @@ class PassStack:
         self._shown: Pass | None = None
         self._outside = WorkerState.RUNNING
 
-    def begin(self, total: int, epoch: int, state: WorkerState) -> Pass:
-        """A pass begins inside those that run."""
+    def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Pass:
+        """A pass begins inside those that run; ``step`` batches of it are behind us already."""
         if not self._stack:
             self._outside = self._slot.state
         begun = Pass(total, epoch, state)
+        begun.step = step
         self._stack.append(begun)
         self._show(begun)
         return begun

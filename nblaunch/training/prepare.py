@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch.training.loader import DataLoaderShard, prepare_data_loader
+from nblaunch.training import compiling, precision
+from nblaunch.training.loader import PreparedLoader
+from nblaunch.training.loading import Share, share_loader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import Strategy, unwrap
@@ -31,6 +33,7 @@ class Preparer:
         rng_types: generators that loaders make equal at the start of every epoch.
         device_placement: whether models and batches go to the device.
         step_scheduler_with_optimizer: as in ``Accelerator``.
+        dynamo: how models are compiled.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Preparer:
         rng_types: Sequence[str],
         device_placement: bool,
         step_scheduler_with_optimizer: bool,
+        dynamo: TorchDynamoPlugin,
     ) -> None:
         self.session = session
         self.precision = precision
@@ -50,10 +54,11 @@ class Preparer:
         self.rng_types = rng_types
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.dynamo = dynamo
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[DataLoaderShard] = []
+        self.loaders: list[PreparedLoader] = []
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
@@ -86,14 +91,25 @@ class Preparer:
         if any(model is known for known in self.models):
             return model
         inner = unwrap(model)
+        self._check_new(inner)
         self.precision.prepare_forward(inner)
         if self._places(placement):
             with self.session.member.backend.transfer_lock():
                 inner.to(self.session.member.device)
         prepared = model if evaluation_mode else self.strategy.wrap(model, self.session.member)
+        prepared = compiling.compile_model(prepared, self.dynamo)
+        prepared._is_accelerate_prepared = True
         self.models.append(prepared)
         self.session.models.add(prepared)
         return prepared
+
+    def _check_new(self, inner: torch.nn.Module) -> None:
+        for position, known in enumerate(self.models):
+            if extract_model_from_parallel(known, keep_torch_compile=False) is inner:
+                raise ValueError(
+                    f"this {type(inner).__name__} was prepared before, as model {position} of this Accelerator; "
+                    "use what prepare returned then, or call free_memory() first"
+                )
 
     def optimizer(
         self, optimizer: torch.optim.Optimizer, placement: bool | None = None
@@ -131,12 +147,20 @@ class Preparer:
             self.schedulers.append(scheduler)
         return scheduler
 
-    def loader(self, loader: DataLoader, placement: bool | None = None) -> DataLoaderShard:
-        """This rank's share of ``loader``."""
-        if not isinstance(loader, DataLoaderShard):
-            loader = prepare_data_loader(
-                loader, self.session.member, self.data, self.rng_types, self._places(placement)
+    def loader(
+        self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
+    ) -> PreparedLoader:
+        """This rank's part of ``loader``."""
+        if not isinstance(loader, PreparedLoader):
+            member = self.session.member
+            share = Share(
+                rank=member.topology.rank,
+                world_size=member.topology.world_size,
+                device=member.device if self._places(placement) else None,
+                rng_types=self.rng_types,
+                slice_fn=slice_fn,
             )
+            loader = share_loader(loader, share, self.data)
         if not any(loader is known for known in self.loaders):
             self.loaders.append(loader)
         return loader
@@ -145,3 +169,25 @@ class Preparer:
         """Forget everything that was prepared."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
             prepared.clear()
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """The user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
+
+    Args:
+        recursive: also take submodules out of their wrappers, in place.
+    """
+    wrapped = unwrap(model)
+    compiled = wrapped if compiling.is_compiled(wrapped) else None
+    module = unwrap(compiling.inner_of(wrapped))
+    if compiled is None and compiling.is_compiled(module):
+        compiled, module = module, unwrap(compiling.inner_of(module))
+    if recursive:
+        for name, child in list(module.named_children()):
+            setattr(module, name, extract_model_from_parallel(child, True, True, recursive=True))
+    if not keep_fp32_wrapper:
+        for one in (wrapped, module):
+            precision.restore_forward(one)
+    return compiling.around(compiled, module) if keep_torch_compile and compiled is not None else module

@@ -58,6 +58,15 @@ class BatchSamplerShard(BatchSampler):
         self.tail_rows = 0
         self._check()
 
+    def set_even_batches(self, even_batches: bool) -> None:
+        """Change the setting, for iterations that begin from now on. ValueError as in the constructor."""
+        before, self.even_batches = self.even_batches, even_batches
+        try:
+            self._check()
+        except ValueError:
+            self.even_batches = before
+            raise
+
     def _check(self) -> None:
         if self.batch_size is None and (self.split_batches or self.even_batches):
             option = "split_batches=True" if self.split_batches else "even_batches=True"
@@ -164,6 +173,47 @@ class BatchSamplerShard(BatchSampler):
         for part in (self.batch_sampler, self.sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, once: later iterations are whole.
+
+    Args:
+        batch_sampler: kept as ``.batch_sampler``.
+        skip_batches: how many.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below the batch sampler; None where it has none."""
+        return sampler_of(self.batch_sampler)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skipped, self.skip_batches = self.skip_batches, 0
+        return islice(iter(self.batch_sampler), skipped, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Hand the epoch to the batch sampler, where it wants it."""
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
 
 
 class IterableDatasetShard(IterableDataset):

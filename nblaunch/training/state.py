@@ -17,6 +17,7 @@ import torch
 from nblaunch import context
 from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.losses import LossReport
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.passes import PassStack
 from nblaunch.training.precision import Precision
@@ -45,15 +46,24 @@ class Session:
         member: its place in the job.
         gradients: its accumulation window and active loaders.
         passes: what it shows on the board.
+        losses: the loss that it shows there.
         models: prepared models, to tell training from evaluating.
         precision: of the first Accelerator; None before there is one.
+        is_resuming: the middle of an epoch was loaded, and is not read yet.
     """
 
     member: Member
     gradients: GradientSync
     passes: PassStack
+    losses: LossReport
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
+    is_resuming: bool = False
+
+    def take_resuming(self) -> bool:
+        """Whether the middle of an epoch was loaded that now begins to be read; True once."""
+        is_resuming, self.is_resuming = self.is_resuming, False
+        return is_resuming
 
     @property
     def is_training(self) -> bool:
@@ -73,7 +83,7 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
         advice.warn(f"timeout={timeout} has no effect: this process has joined its process group already")
     if ctx.training is None:
         member = process.join(cpu, timeout.total_seconds() if timeout is not None else None)
-        ctx.training = Session(member, GradientSync(), PassStack(member.slot))
+        ctx.training = Session(member, GradientSync(), PassStack(member.slot), LossReport(member.slot))
     session: Session = ctx.training
     if cpu and session.member.device.type != "cpu":
         raise ValueError(

@@ -115,7 +115,7 @@ class _Numbers(IterableDataset):
 
 
 def _read_stream(count: int, num_workers: int) -> tuple[list[int], list[str]]:
-    accelerator = Accelerator()
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     loader = accelerator.prepare(DataLoader(_Numbers(count), batch_size=2, num_workers=num_workers))
     seen: list[int] = []
     with warnings.catch_warnings(record=True) as caught:

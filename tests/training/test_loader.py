@@ -23,11 +23,10 @@ from torch.utils.data import (
 
 from nblaunch import Accelerator, context
 from nblaunch.events import WorkerState
-from nblaunch.topology import Topology
 from nblaunch.training import nested
-from nblaunch.training.loader import DataLoaderShard, prepare_data_loader
+from nblaunch.training.loader import PreparedLoader
+from nblaunch.training.loading import Share, share_loader
 from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.process import Member
 from nblaunch.training.sharding import BatchSamplerShard, SeedableRandomSampler
 from nblaunch.wire.board import Sample
 
@@ -40,16 +39,10 @@ def _board() -> Sample:
     return context.current().slot.read(0)
 
 
-def _second_of_two(loader: DataLoader, **options: Any) -> DataLoaderShard:
+def _second_of_two(loader: DataLoader, **options: Any) -> PreparedLoader:
     """As prepared on rank 1 of 2; can't be iterated here where it would communicate."""
-    ctx = context.current()
-    member = Member(
-        Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
-        ctx.backend,
-        torch.device("cpu"),
-        ctx.slot,
-    )
-    return prepare_data_loader(loader, member, DataLoaderConfiguration(**options), ["generator"], True)
+    share = Share(rank=1, world_size=2, device=torch.device("cpu"))
+    return share_loader(loader, share, DataLoaderConfiguration(dispatch_batches=False, **options))
 
 
 class _Stream(IterableDataset):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.ddp import DdpStrategy, sync_in_backward
 from nblaunch.training.strategies.single import SingleStrategy
 
-__all__ = ["Strategy", "choose", "unwrap"]
+__all__ = ["Strategy", "choose", "sync_in_backward", "unwrap"]
 
 
 def choose(member: Member, ddp: DistributedDataParallelKwargs | None = None) -> Strategy:

@@ -7,7 +7,8 @@ one file in this folder.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ class Strategy(ABC):
     @abstractmethod
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """While it lasts, ``backward`` through ``model`` leaves gradients unreduced."""
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """While it lasts, ranks that are through with their data answer for the others' steps."""
+        return nullcontext()
 
 
 def unwrap(model: Any) -> Any:

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from nblaunch.training import advice
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member, Waiting
 from nblaunch.training.strategies.base import Strategy
+
+_HOOKS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "power_sgd": powerSGD_hook.powerSGD_hook,
+    "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+}
+_HOOK_WRAPPERS: dict[str, Any] = {
+    "fp16": default_hooks.fp16_compress_wrapper,
+    "bf16": default_hooks.bf16_compress_wrapper,
+}
 
 
 class DdpStrategy(Strategy):
@@ -32,9 +47,56 @@ class DdpStrategy(Strategy):
             return model  # nothing to average, and DDP refuses such a model
         devices = None if member.device.type == "cpu" else [member.device]
         with Waiting(member.slot):  # it compares and copies weights over ranks
-            return DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
+            spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_ddp_kwargs())
+        _register_comm_hook(spread, self.options)
+        return spread
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return nullcontext()
+        spread = _own(model)
+        return spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext()
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        models = [_own(one) for one in joinables]
+        answering = [one for one in models if isinstance(one, Joinable)]
+        if not answering:
+            advice.warn(
+                "join_uneven_inputs has no effect: none of what it was given communicates, as a model that was "
+                f"prepared for training does. It was given {', '.join(type(one).__name__ for one in models) or 'nothing'}."
+            )
+            return nullcontext()
+        return Join(answering)
+
+
+def _register_comm_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+    name, wrapper = str(options.comm_hook), _HOOK_WRAPPERS.get(str(options.comm_wrapper))
+    if name == "no":
+        return
+    is_approximate = name.endswith("power_sgd")
+    state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if is_approximate else None
+    model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])
+
+
+@contextmanager
+def sync_in_backward(model: Any) -> Iterator[None]:
+    """The next ``backward`` through ``model`` reduces gradients, though its forwards ran under ``no_sync``.
+
+    DDP decides at each forward whether the backward that follows reduces; this makes up for a forward that decided
+    otherwise. Does nothing for other models.
+    """
+    model = _own(model)
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # As DDP's forward does with find_unused_parameters=False: every parameter is waited for.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def _own(prepared: Any) -> Any:
+    """What communicates in a prepared object: below the wrapper of a compiled model, or of a prepared optimizer."""
+    return getattr(prepared, "_orig_mod", None) or getattr(prepared, "optimizer", None) or prepared

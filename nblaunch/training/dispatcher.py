@@ -1,0 +1,181 @@
+"""A prepared loader whose data one process reads for all.
+
+    rank 0    reads a round of batches │ joins them │ broadcasts [kind, rows, is_last], structure if new, tensors
+    all       take their part of the rows
+
+Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. What goes wrong
+while it reads is told to the others, who would wait for ever.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nblaunch.training import collectives, nested
+from nblaunch.training.loader import PreparedLoader
+from nblaunch.training.nested import TensorInformation
+from nblaunch.training.passes import Pass
+from nblaunch.training.state import Session
+
+_END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """Rank 0 reads the data and hands every rank its part. Arguments as for :class:`PreparedLoader`.
+
+    A round is one batch per rank, joined; with ``split_batches`` one batch. The last one, if it can't be cut evenly,
+    is completed from the first. ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; by
+    default the slice ``rows`` of every tensor.
+
+    Raises:
+        RuntimeError: while it is read: batches of a round can't be joined or cut evenly. On all ranks.
+    """
+
+    @property
+    def batches_per_round(self) -> int:  # type: ignore[override]
+        """Batches of the underlying order that make one of this rank's."""
+        return 1 if self.config.split_batches else self.num_processes
+
+    def __len__(self) -> int:
+        batches = super().__len__()
+        whole, rest = divmod(batches, self.batches_per_round)
+        return whole + (1 if rest and not self._drops_last else 0)
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(self.drop_last or getattr(self.batch_sampler, "drop_last", False))
+
+    def _agree_on_order(self) -> None:
+        if self._is_reader:  # the others don't read: there is nothing to agree on
+            self._resume_order(self._generators())
+
+    @property
+    def _is_reader(self) -> bool:
+        return collectives.rank() == 0
+
+    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+        rank, size = collectives.rank(), self.num_processes
+        skipped = self._take_skip() * self.batches_per_round
+        slice_fn = self.slice_fn or nested.slice_tensors
+        for whole, num_rows, is_last in self._send(session, skipped) if self._is_reader else self._receive():
+            rows = nested.count_rows(whole) // size
+            part = slice_fn(
+                whole, slice(rank * rows, (rank + 1) * rows), process_index=rank, num_processes=size
+            )
+            if is_last:
+                self.remainder = num_rows
+                self.end_of_dataloader = True
+            session.passes.advance(one, rows)
+            yield part
+
+    # --- rank 0 --------------------------------------------------------------------------------------------------
+
+    def _send(self, session: Session, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+        """Joined rounds, with the number of real rows and whether it is the last one; each once it was sent."""
+        structure = b""
+        rounds = self._rounds(session, skipped)
+        while True:
+            try:
+                found = next(rounds, None)
+            except Exception as error:
+                _tell(_FAILED)
+                collectives.broadcast_object_list([f"{type(error).__name__}: {error}"])
+                raise
+            if found is None:
+                _tell(_END)
+                return
+            whole, num_rows, is_last = found
+            whole = nested.map_tensors(torch.Tensor.contiguous, self._place(whole))
+            described = pickle.dumps(nested.map_tensors(TensorInformation.of, whole))
+            is_same = described == structure
+            _tell(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
+            if not is_same:
+                collectives.broadcast_object_list([described])
+                structure = described
+            nested.map_tensors(collectives.broadcast_alike, whole)
+            yield whole, num_rows, is_last
+            if is_last:
+                return
+
+    def _rounds(self, session: Session, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+        batches = self._read(session, skipped)
+        head: Any = None
+        current = self._join(list(islice(batches, self.batches_per_round)))
+        while current is not None:
+            self._note_position()
+            upcoming = self._join(list(islice(batches, self.batches_per_round)))
+            head = current if head is None else head
+            num_rows = nested.count_rows(current)
+            missing = -num_rows % self.num_processes
+            if missing and upcoming is not None:
+                raise RuntimeError(
+                    f"dispatch_batches=True cuts a round of batches into {self.num_processes} equal parts, but one in "
+                    f"the middle of the epoch has {num_rows} rows. Let all batches have the same number of rows, "
+                    "or use dispatch_batches=False."
+                )
+            if missing:
+                current = nested.concatenate([current, _first_rows(head, missing)])
+            if upcoming is None:
+                self._note_position(is_end=True)
+            yield current, num_rows, upcoming is None
+            current = upcoming
+
+    def _join(self, batches: list[Any]) -> Any:
+        """One round as one batch; None where there is none, or only a part of one that is dropped."""
+        if not batches or (self._drops_last and len(batches) < self.batches_per_round):
+            return None
+        if nested.count_rows(batches[0]) == 0:
+            raise RuntimeError(
+                f"dispatch_batches=True sends tensors, and found none in a batch of type {type(batches[0]).__name__}"
+            )
+        try:
+            return nested.concatenate(batches)
+        except (RuntimeError, TypeError) as error:
+            raise RuntimeError(
+                f"dispatch_batches=True joins the batches of {len(batches)} ranks, and these can't be joined: {error}. "
+                "Let the collate_fn make batches of one shape (padded to a fixed length), or use "
+                "split_batches=True, which cuts single batches, or dispatch_batches=False."
+            ) from error
+
+    # --- the others ----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> Iterator[tuple[Any, int, bool]]:
+        described = b""
+        while True:
+            kind, num_rows, is_last = _hear()
+            if kind == _END:
+                return
+            if kind == _FAILED:
+                raise RuntimeError(
+                    f"rank 0, which reads the data for all, failed: {collectives.broadcast_object_list([None])[0]}"
+                )
+            if kind == _NEW_STRUCTURE:
+                described = collectives.broadcast_object_list([None])[0]
+            device = self.device
+            whole = nested.map_leaves(
+                lambda leaf: leaf.empty(device) if isinstance(leaf, TensorInformation) else leaf,  # noqa: B023
+                pickle.loads(described),
+            )
+            nested.map_tensors(collectives.broadcast_alike, whole)
+            yield whole, num_rows, bool(is_last)
+            if is_last:
+                return
+
+
+def _tell(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
+    collectives.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
+
+
+def _hear() -> list[int]:
+    return collectives.broadcast_alike(torch.zeros(3, dtype=torch.int64)).tolist()
+
+
+def _first_rows(batch: Any, count: int) -> Any:
+    """``count`` rows from the start of a batch, again and again if it has fewer."""
+    indices = torch.arange(count) % nested.count_rows(batch)
+    return nested.map_tensors(lambda tensor: tensor[indices.to(tensor.device)], batch)

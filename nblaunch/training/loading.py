@@ -1,0 +1,337 @@
+"""From a person's loader to a prepared one, and to one that begins further on.
+
+:func:`share_loader` decides who reads, :func:`prepare_data_loader` does the same for people who call it by hand, and
+:func:`skip_first_batches` leaves out what a resumed epoch has seen already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from nblaunch import context
+from nblaunch.training import advice, collectives
+from nblaunch.training.dispatcher import DataLoaderDispatcher
+from nblaunch.training.loader import DataLoaderShard, PreparedLoader
+from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    sampler_of,
+)
+
+_ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
+# What says how data is read, not which: taken over from the person's loader. Not every torch has all of them.
+_READING_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Whose part of a loader is wanted.
+
+    Args:
+        rank: of the process.
+        world_size: processes that share the data.
+        device: where batches go; None: they stay where they are.
+        rng_types: generators that are made equal at the start of every epoch.
+        slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | None = None
+    rng_types: Sequence[str] = ("generator",)
+    slice_fn: Callable[..., Any] | None = None
+
+
+def prepare_data_loader(
+    dataloader: DataLoader,
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+) -> PreparedLoader:
+    """A rank's part of ``dataloader``, without an Accelerator.
+
+    Args:
+        dataloader: it is not read any more.
+        device: where batches go with ``put_on_device``.
+        num_processes: ranks that share the data; None: those of the job.
+        process_index: this rank; None: that of the process.
+        put_on_device: move batches to ``device``.
+        rng_types: generators made equal over ranks at the start of every epoch; None: none.
+        slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
+            use_stateful_dataloader: see :class:`DataLoaderConfiguration`.
+
+    Raises:
+        ValueError: the data can't be shared like that, with the reason.
+    """
+    topology = context.current().topology
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+    )
+    share = Share(
+        rank=topology.rank if process_index is None else process_index,
+        world_size=topology.world_size if num_processes is None else num_processes,
+        device=device if put_on_device else None,
+        rng_types=tuple(rng_types or ()),
+        slice_fn=slice_fn_for_dispatch,
+    )
+    return share_loader(dataloader, share, config)
+
+
+def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfiguration) -> PreparedLoader:
+    """A rank's part of ``loader``, as a new loader; the given one is not read any more.
+
+    A sampler with a random generator of its own choice is given one, so that all ranks can be given the same.
+
+    Raises:
+        ValueError: the data can't be shared as ``config`` says, with the reason.
+    """
+    _check_plain(loader)
+    common = _reading_options(loader)
+    common.update(
+        device=share.device, config=config, num_processes=share.world_size, rng_types=share.rng_types
+    )
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if share.world_size > 1 and _is_dispatched(config, share, is_iterable):
+        return _dispatch(loader, share, config, common)
+    if is_iterable:
+        return _share_iterable(loader, share, config, common)
+    batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
+    _settle_order(batch_sampler, config)
+    shard = None
+    if share.world_size > 1:
+        shard = BatchSamplerShard(
+            batch_sampler, share.world_size, share.rank, config.split_batches, config.even_batches
+        )
+    sampling = _sampling(shard or batch_sampler, is_passed_as_sampler)
+    return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
+
+
+def _is_dispatched(config: DataLoaderConfiguration, share: Share, is_iterable: bool) -> bool:
+    if config.dispatch_batches and share.device is None:
+        raise ValueError(
+            "dispatch_batches=True sends batches to the device of each rank, and device_placement=False wants them "
+            "where they are. Set one of them otherwise."
+        )
+    if config.dispatch_batches is None:
+        return is_iterable and share.device is not None
+    return config.dispatch_batches
+
+
+def _sampling(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str, Any]:
+    if is_passed_as_sampler:
+        return {"sampler": batch_sampler, "batch_size": None}
+    return {"batch_sampler": batch_sampler}
+
+
+def _check_plain(loader: DataLoader) -> None:
+    """Refuse what would be shared twice; warn about what a new loader can't take over."""
+    sampler = sampler_of(loader.batch_sampler) or loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise ValueError(
+            f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare would "
+            "share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True if it "
+            "shuffles)."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        advice.warn(
+            f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
+            "dataset and the sampler itself. Put what it does into the collate_fn."
+        )
+
+
+def _dispatch(
+    loader: DataLoader, share: Share, config: DataLoaderConfiguration, common: dict[str, Any]
+) -> PreparedLoader:
+    if config.split_batches and (loader.batch_size or 0) % share.world_size:
+        raise ValueError(
+            f"split_batches=True cuts each batch into {share.world_size} equal parts, but batch_size="
+            f"{loader.batch_size} is not a multiple of {share.world_size}"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    else:
+        batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
+        _settle_order(batch_sampler, config)
+        sampling = _sampling(batch_sampler, is_passed_as_sampler)
+    return DataLoaderDispatcher(loader.dataset, slice_fn=share.slice_fn, **sampling, **common)
+
+
+def _share_iterable(
+    loader: DataLoader, share: Share, config: DataLoaderConfiguration, common: dict[str, Any]
+) -> PreparedLoader:
+    batch_size, drop_last = loader.batch_size, loader.drop_last
+    dataset, world_size = loader.dataset, share.world_size
+    if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
+        # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
+        dataset = dataset.shard(num_shards=world_size, index=share.rank)  # type: ignore[attr-defined]
+        world_size = 1
+    if world_size == 1:
+        return DataLoaderShard(dataset, batch_size=batch_size, drop_last=drop_last, **common)
+    # Without a batch size the stream yields whole batches, which are shared as single items are.
+    unit = batch_size or 1
+    is_split = config.split_batches and batch_size is not None
+    shard = IterableDatasetShard(dataset, unit, drop_last, world_size, share.rank, is_split)
+    own_size = unit // world_size if shard.split_batches else batch_size
+    return DataLoaderShard(shard, shard=shard, batch_size=own_size, drop_last=drop_last, **common)
+
+
+def _num_shards(dataset: Any) -> int:
+    """Into how many parts an iterable dataset can divide itself; 0 where it can't."""
+    return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
+
+
+def _batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
+    """The loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``."""
+    if loader.batch_sampler is not None:
+        return loader.batch_sampler, False
+    if isinstance(loader.sampler, BatchSampler):
+        return loader.sampler, True
+    raise ValueError(
+        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, "
+        "which can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
+    )
+
+
+def _reading_options(loader: DataLoader) -> dict[str, Any]:
+    options = {
+        name: getattr(loader, name)
+        for name in _READING_OPTIONS
+        if name in _ACCEPTED and hasattr(loader, name)
+    }
+    if not options["num_workers"]:
+        # torch refuses these two without reading workers, even at their defaults.
+        options.pop("prefetch_factor", None)
+        options.pop("multiprocessing_context", None)
+    return options
+
+
+def _settle_order(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
+    """See that a random order is one that all ranks can be given."""
+    sampler = sampler_of(batch_sampler)
+    if config.use_seedable_sampler and type(sampler) is RandomSampler:
+        batch_sampler.sampler = SeedableRandomSampler(
+            sampler.data_source,
+            _agree_on_seed(config.data_seed),
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+        )
+        return
+    for part in (batch_sampler, sampler):
+        if hasattr(part, "generator") and part.generator is None:
+            part.generator = torch.Generator()
+            part.generator.manual_seed(_draw_seed())
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def _agree_on_seed(seed: int | None) -> int:
+    if seed is not None:
+        return seed
+    return int(collectives.broadcast(torch.tensor(_draw_seed() % 2**62)).item())
+
+
+# --- beginning further on --------------------------------------------------------------------------------------------
+
+
+class SkipDataLoader(DataLoader):
+    """A plain data loader without its first batches, once: they are read and dropped.
+
+    Args:
+        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
+        skip_batches: how many.
+    """
+
+    def __init__(self, dataset: Any, skip_batches: int = 0, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skipped, self.skip_batches = self.skip_batches, 0
+        return islice(super().__iter__(), skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+
+def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+    """A loader that goes on behind the first batches of ``dataloader``, for an epoch that was interrupted.
+
+    Args:
+        dataloader: prepared or not; it keeps its place, and later epochs may be read from either.
+        num_batches: how many are left out of the first epoch that the new loader reads, counted as this rank gets
+            them. Over indexed datasets nothing is loaded for them; streams are read and dropped.
+
+    Raises:
+        ValueError: ``num_batches`` is negative.
+    """
+    if num_batches < 0:
+        raise ValueError(f"num_batches={num_batches} is negative")
+    options = _reading_options(dataloader)
+    per_batch = 1
+    if isinstance(dataloader, PreparedLoader):
+        options.update(
+            device=dataloader.device,
+            config=dataloader.config,
+            num_processes=dataloader.num_processes,
+            rng_types=dataloader.rng_types,
+            shard=dataloader.shard,
+            slice_fn=dataloader.slice_fn,
+            skip_batches=num_batches,
+        )
+        per_batch = dataloader.batches_per_round
+    if isinstance(dataloader.dataset, IterableDataset):
+        options.update(
+            batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, skip_batches=num_batches
+        )
+        kind: Any = type(dataloader) if isinstance(dataloader, PreparedLoader) else SkipDataLoader
+    else:
+        batch_sampler, is_passed_as_sampler = _batch_sampler_of(dataloader)
+        options.update(
+            _sampling(SkipBatchSampler(batch_sampler, num_batches * per_batch), is_passed_as_sampler)
+        )
+        kind = type(dataloader) if isinstance(dataloader, PreparedLoader) else DataLoader
+    skipping: DataLoader = kind(dataloader.dataset, **options)
+    if isinstance(skipping, PreparedLoader):
+        skipping.follow(dataloader)
+    return skipping

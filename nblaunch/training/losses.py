@@ -1,0 +1,48 @@
+"""The loss on the dashboard: sampled while training runs, exact when a pass ends."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from nblaunch.wire.board import Slot
+
+_INTERVAL_S = 0.5
+
+
+class LossReport:
+    """Shows the loss of a process on its slot of the board, at most twice a second.
+
+    Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a pass is
+    read when the pass ends.
+
+    Args:
+        slot: where it is shown.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._next_s = 0.0
+        self._unread: torch.Tensor | None = None
+
+    def note(self, loss: torch.Tensor) -> None:
+        """``loss`` is the latest one. Called at every micro-step; anything but a single number is left out."""
+        if loss.numel() != 1:
+            return
+        self._unread = loss.detach()  # the graph behind it goes as soon as the caller drops it
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + _INTERVAL_S
+            self.flush()
+
+    def flush(self) -> None:
+        """Show the latest loss now."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        try:
+            value = float(unread)
+        except RuntimeError:
+            return  # the device failed; the error that the user sees is the one of their own call
+        self._slot.set_loss(value)

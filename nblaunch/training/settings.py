@@ -1,0 +1,142 @@
+"""What an ``Accelerator`` was asked for: arguments sorted, checked and completed, refusals with a way out.
+
+Settings come from arguments, then from the launcher, then from the environment. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nblaunch import context, env
+from nblaunch.training import precision
+from nblaunch.training.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from nblaunch.training.state import Session
+
+HANDLERS = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    AutocastKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+
+# Arguments of the reference's Accelerator that are not supported yet, with what to do instead.
+REFUSED_ARGUMENTS = {
+    "deepspeed_plugin": "models are spread with DistributedDataParallel",
+    "deepspeed_plugins": "models are spread with DistributedDataParallel",
+    "fsdp_plugin": "models are spread with DistributedDataParallel",
+    "megatron_lm_plugin": "models are spread with DistributedDataParallel",
+    "parallelism_config": "models are spread with DistributedDataParallel",
+}
+
+# Members of the reference's Accelerator that are not offered yet.
+REFUSED_MEMBERS = {
+}
+
+
+def refuse(unsupported: dict[str, Any]) -> None:
+    """Raise for arguments that nobody knows, and for those that are not supported."""
+    for name, value in unsupported.items():
+        if name not in REFUSED_ARGUMENTS:
+            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+        if value is not None:  # None is the reference's default, passed on by many trainers
+            raise NotImplementedError(
+                f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {REFUSED_ARGUMENTS[name]}"
+            )
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    """``kwargs_handlers`` by their type, at most one of each.
+
+    Raises:
+        ValueError: one is of no known type, or there are two of the same.
+    """
+    by_type: dict[type, Any] = {}
+    for handler in handlers:
+        if not isinstance(handler, HANDLERS):
+            valid = ", ".join(kind.__name__ for kind in HANDLERS)
+            raise ValueError(f"kwargs_handlers has {handler!r:.80}, which is none of {valid}")
+        if type(handler) in by_type:
+            raise ValueError(f"kwargs_handlers has more than one {type(handler).__name__}")
+        by_type[type(handler)] = handler
+    return by_type
+
+
+def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """Gradient accumulation from the two arguments that may set it; ValueError where both do."""
+    if plugin is None:
+        if num_steps == 1:
+            num_steps = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+        return GradientAccumulationPlugin(num_steps=num_steps)
+    if num_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin were both given; set "
+            "num_steps in the plugin"
+        )
+    return plugin
+
+
+def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """How loaders share data, from the two arguments that may say so; ValueError where they differ."""
+    if config is None:
+        return DataLoaderConfiguration(split_batches=bool(split_batches))
+    if split_batches is not None and split_batches != config.split_batches:
+        raise ValueError(
+            f"split_batches={split_batches}, but dataloader_config has split_batches={config.split_batches}; "
+            "set it in one place"
+        )
+    return config
+
+
+def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How models are compiled, from the two arguments that may say so, else from the environment.
+
+    Raises:
+        ValueError: both say so.
+    """
+    if backend is not None and plugin is not None:
+        raise ValueError(
+            f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
+        )
+    if plugin is not None:
+        return plugin
+    return TorchDynamoPlugin(
+        backend=backend or env.read("ACCELERATE_DYNAMO_BACKEND"),
+        mode=env.read("ACCELERATE_DYNAMO_MODE") or None,
+        fullgraph=env.read("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+        dynamic=env.read("ACCELERATE_DYNAMO_USE_DYNAMIC"),
+        use_regional_compilation=env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
+    )
+
+
+def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:
+    """The precision of this process: the first Accelerator decides, later ones agree or don't care."""
+    existing = session.precision
+    backend = session.member.backend
+    scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
+    if existing is not None and asked is None:
+        asked = existing.name
+    default = context.current().defaults.get("mixed_precision")
+    name = precision.resolve(asked or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend)
+    if existing is None:
+        session.precision = precision.make(name, backend, autocast, scaling)
+        return session.precision
+    if existing.name != name:
+        raise ValueError(
+            f"mixed_precision={name!r}, but an earlier Accelerator of this process uses {existing.name!r}. Use one "
+            "precision per process, or AcceleratorState._reset_state() in between."
+        )
+    return precision.make(name, backend, autocast, scaling) if autocast or scaling else existing
