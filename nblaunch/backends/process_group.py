@@ -41,13 +41,15 @@ def leave() -> None:
 def leave_at_exit() -> None:
     """Destroy the groups of a process that is about to end, where its end alone would not do.
 
-    A device's groups want to be destroyed before the process ends. Gloo's own nothing that outlives the process, and
+    NCCL and the like want their groups destroyed before the process ends. Gloo's own nothing that outlives the process, and
     taking one down waits 10 to 20 ms for threads that the end stops anyway.
     """
     if not is_joined():
         return
-    groups = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map
-    if any(device.type != "cpu" for group in groups for device in group._device_types):
+    dist: Any = sys.modules["torch.distributed"]
+    groups = dist.distributed_c10d._world.pg_map
+    configs = [dist.get_backend_config(group) for group in groups]  # each as "cpu:gloo,cuda:nccl"
+    if any(not part.endswith(":gloo") for config in configs for part in config.split(",")):
         leave()
 
 
