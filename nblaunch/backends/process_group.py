@@ -41,8 +41,8 @@ def leave() -> None:
 def leave_at_exit() -> None:
     """Destroy the groups of a process that is about to end, where its end alone would not do.
 
-    NCCL and the like want their groups destroyed before the process ends. Gloo's own nothing that outlives the process, and
-    taking one down waits 10 to 20 ms for threads that the end stops anyway.
+    NCCL and the like want their groups destroyed before the process ends. Gloo's own nothing that outlives the
+    process, and taking one down waits 10 to 20 ms for threads that the end stops anyway.
     """
     if not is_joined():
         return
