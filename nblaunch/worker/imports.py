@@ -22,36 +22,47 @@ def when_imported(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, through the other finders, and wraps its loader."""
+    """Finds one module, through the other finders, and wraps its loader. Goes when the module is loaded."""
 
     def __init__(self, name: str, change: Change) -> None:
         self._name = name
         self._change = change
+        self._is_searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._is_searching:
             return None
-        sys.meta_path.remove(self)  # before the search, which would come here again
-        spec = importlib.util.find_spec(fullname)
+        self._is_searching = True  # the search of all finders comes here again
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._change)
+            spec.loader = _Loader(spec.loader, self)
         return spec
+
+    def finish(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._change(module)
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, with a change to the module once its code has run."""
+    """Another loader, which tells the finder when the module's code has run."""
 
-    def __init__(self, inner: importlib.abc.Loader, change: Change) -> None:
+    def __init__(self, inner: importlib.abc.Loader, finder: _Finder) -> None:
         self._inner = inner
-        self._change = change
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # importlib.resources and others ask the loader that the module was made by.
+        module.__loader__ = self._inner
         if module.__spec__ is not None:
-            module.__spec__.loader = self._inner  # as importlib.resources and others expect it
+            module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        self._change(module)
+        self._finder.finish(module)

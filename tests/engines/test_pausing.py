@@ -1,0 +1,63 @@
+"""Pausing OpenMP before a fork: children keep their threads, and where it can not be done that is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nblaunch.engines import openmp
+
+# A parallel operation, a fork, and a parallel operation in the child, which must end by itself.
+FORK = """
+import os, signal, sys, torch
+from nblaunch.engines.openmp import pause_pools
+torch.set_num_threads(2)
+big = torch.randn(1500, 1500)
+(big @ big).sum(); torch.empty(1 << 20).normal_()
+for _ in range(3):
+    paused = pause_pools()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        torch.empty(1 << 20).normal_(); (big @ big).sum()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, "the child hung"
+    torch.empty(1 << 20).normal_()
+print(paused)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_children_of_a_paused_process_use_their_threads() -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=90, capture_output=True, text=True
+    )
+    assert result.stdout == "True\n"
+
+
+def test_a_process_without_openmp_needs_no_pause() -> None:
+    program = "from nblaunch.engines.openmp import pause_pools; assert pause_pools() is True"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_openmp"),
+    [
+        ("/env/lib/python3.11/site-packages/torch/lib/libgomp.so.1", True),
+        ("/env/site-packages/scikit_learn.libs/libgomp-d22c30c5.so.1.0.0", True),
+        ("/usr/lib/x86_64-linux-gnu/libomp.so.5", True),
+        ("/opt/intel/libiomp5.so", True),
+        ("/env/lib/libcompress.so.1", False),
+        ("/env/lib/libgompers.txt", False),
+    ],
+)
+def test_openmp_libraries_are_told_by_their_names(path: str, is_openmp: bool) -> None:
+    assert bool(openmp._LIBRARY.search(path)) is is_openmp
+
+
+def test_a_library_without_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
+    assert openmp.pause_pools() is False
