@@ -19,6 +19,7 @@ _PUBLIC = {
     "Accelerator": "nblaunch.training.accelerator",
     "AcceleratorState": "nblaunch.training.state",
     "AutocastKwargs": "nblaunch.training.options",
+    "CheckpointError": "nblaunch.errors",
     "DataLoaderConfiguration": "nblaunch.training.options",
     "DistributedDataParallelKwargs": "nblaunch.training.options",
     "DistributedType": "nblaunch.training.state",
@@ -33,6 +34,7 @@ _PUBLIC = {
     "NblaunchError": "nblaunch.errors",
     "PartialState": "nblaunch.training.state",
     "PayloadError": "nblaunch.errors",
+    "ProjectConfiguration": "nblaunch.training.project",
     "ResultError": "nblaunch.errors",
     "WorkerDied": "nblaunch.errors",
     "WorkerError": "nblaunch.errors",
@@ -47,6 +49,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "CheckpointError",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
@@ -61,6 +64,7 @@ __all__ = [
     "NblaunchError",
     "PartialState",
     "PayloadError",
+    "ProjectConfiguration",
     "ResultError",
     "WorkerDied",
     "WorkerError",
@@ -74,6 +78,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from nblaunch.errors import (
+        CheckpointError,
         JobCancelled,
         JobHung,
         LaunchError,
@@ -95,6 +100,7 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
+    from nblaunch.training.project import ProjectConfiguration
     from nblaunch.training.rng import set_seed
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 

@@ -152,13 +152,6 @@ class Accelerator(ProcessControl, GradientControl, GatherControl, Checkpointing,
     def _tracking(self) -> TrackerHub:
         return self._trackers
 
-    def __getattr__(self, name: str) -> Any:
-        if name in settings.REFUSED_MEMBERS:
-            raise AttributeError(
-                f"Accelerator.{name} is not supported by nblaunch yet; use {settings.REFUSED_MEMBERS[name]}"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one process, one place in the job: trainers that copy their settings go on sharing it
 
@@ -346,7 +339,7 @@ class Accelerator(ProcessControl, GradientControl, GatherControl, Checkpointing,
         return profiling.record(options, self.process_index, self.wait_for_everyone)
 
     def end_training(self) -> None:
-        """Wait for a checkpoint that is being written, end trackers, leave the process group. Call it last, on all ranks.
+        """Wait for a checkpoint that is being written, end trackers, leave the process group. Call it last, everywhere.
 
         Raises:
             CheckpointError: the checkpoint could not be written.

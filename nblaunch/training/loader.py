@@ -9,6 +9,7 @@ is, is decided in ``sharding.py``; from a person's loader to a prepared one, see
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -331,4 +332,7 @@ def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
     """torchdata's loader with the same arguments: it is the one that reads."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader(dataset, **options)
+    with warnings.catch_warnings():
+        # torchdata 0.11 is the last one and calls functions that torch 2.13 deprecates; users can't help it.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+        return StatefulDataLoader(dataset, **options)

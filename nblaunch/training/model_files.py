@@ -36,16 +36,16 @@ def bare_module(model: torch.nn.Module) -> torch.nn.Module:
     return unwrap(getattr(module, "_orig_mod", module))
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_weights(weights: Mapping[str, Any], path: Path) -> None:
-    """Write a state dict to one file, in the format that the end of ``path``'s name says.
+def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
+    """Write a state dict to one file, in safetensors' format or in torch's.
 
     Raises:
         CheckpointError: safetensors was asked for, but an entry is no tensor.
     """
-    if path.suffix != ".safetensors":
+    if not safe_serialization:
         with path.open("wb") as file:
             torch.save(dict(weights), file)
         return
@@ -65,20 +65,22 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
                 f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, and safetensors files hold "
                 "tensors only; use safe_serialization=False"
             )
-        view, storage = _view_of(tensor)
+        view, storage = view_of(tensor)
         if view is not None and view in seen:
             aliases[name] = seen[view]
             continue
         overlaps = storage in storages
         tensor = tensor.detach()
-        tensors[name] = tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor.contiguous()
+        tensors[name] = (
+            tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor.contiguous()
+        )
         if view is not None:
             seen[view] = name
             storages.add(storage)
     return tensors, aliases
 
 
-def _view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
+def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none."""
     if tensor.numel() == 0:
         return None, 0
@@ -87,7 +89,10 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
 
 
 def save_sharded(
-    weights: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    weights: Mapping[str, Any],
+    folder: Path,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
 ) -> None:
     """Write a state dict to ``folder`` as one file, or as several of limited size and an index.
 
@@ -116,7 +121,7 @@ def save_sharded(
     try:
         staging.create()
         for name, shard in zip(names, shards, strict=True):
-            write_weights(shard, staging.folder / name)
+            write_weights(shard, staging.folder / name, safe_serialization)
         if len(shards) > 1:
             names.append(f"{stem}.{suffix}.index.json")
             (staging.folder / names[-1]).write_text(_index(names, shards))
@@ -134,7 +139,7 @@ def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
-        storage = _view_of(value)[1] if isinstance(value, torch.Tensor) else 0
+        storage = view_of(value)[1] if isinstance(value, torch.Tensor) else 0
         groups.setdefault(storage or name, {})[name] = value
     shard: dict[str, Any] = {}
     size = 0
@@ -169,12 +174,14 @@ def parse_size(size: int | str) -> int:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'")
+        raise ValueError(
+            f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'"
+        )
     base = 1024 if match[3] else 1000
     return max(1, int(float(match[1]) * base ** _EXPONENTS[match[2].upper()]))
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -197,7 +204,9 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
     return weights
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], source: Path, strict: bool = True) -> None:
+def load_weights(
+    model: torch.nn.Module, weights: Mapping[str, Any], source: Path, strict: bool = True
+) -> None:
     """Load a state dict into the module inside ``model``, also one whose names begin with ``module.``.
 
     Raises:
@@ -208,10 +217,12 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], source: Pat
     if weights and all(name.startswith("module.") for name in weights) and not own.keys() & weights.keys():
         weights = {name.removeprefix("module."): value for name, value in weights.items()}
     weights = dict(weights)
-    held = {_view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
-    for name in own.keys() - weights.keys():  # tied to a tensor that the file has, written by a library that drops it
-        twin = held.get(_view_of(own[name])[0]) if isinstance(own[name], torch.Tensor) else None
-        if twin is not None and _view_of(own[name])[0] is not None:
+    held = {view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
+    for name in (
+        own.keys() - weights.keys()
+    ):  # tied to a tensor that the file has, written by a library that drops it
+        twin = held.get(view_of(own[name])[0]) if isinstance(own[name], torch.Tensor) else None
+        if twin is not None and view_of(own[name])[0] is not None:
             weights[name] = weights[twin]
     try:
         module.load_state_dict(weights, strict=strict)
@@ -220,7 +231,11 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], source: Pat
 
 
 def load_checkpoint_in_model(
-    model: torch.nn.Module, checkpoint: str | Path, *, strict: bool = False, device: str | torch.device = "cpu"
+    model: torch.nn.Module,
+    checkpoint: str | Path,
+    *,
+    strict: bool = False,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
 

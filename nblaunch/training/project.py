@@ -34,7 +34,9 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ValueError(f"total_limit={self.total_limit} would keep no checkpoint; give at least 1, or None")
+            raise ValueError(
+                f"total_limit={self.total_limit} would keep no checkpoint; give at least 1, or None"
+            )
         if self.iteration < 0:
             raise ValueError(f"iteration={self.iteration} is negative")
         self.set_directories(self.project_dir)

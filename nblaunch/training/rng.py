@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,6 +36,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
+
+
+@contextmanager
+def untouched(is_wanted: bool = True) -> Iterator[None]:
+    """Context manager: torch's global generator leaves it in the state that it entered in. False: does nothing."""
+    state = torch.get_rng_state() if is_wanted else None
+    yield
+    if state is not None:
+        torch.set_rng_state(state)
 
 
 def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = None) -> None:

@@ -42,10 +42,6 @@ REFUSED_ARGUMENTS = {
     "parallelism_config": "models are spread with DistributedDataParallel",
 }
 
-# Members of the reference's Accelerator that are not offered yet.
-REFUSED_MEMBERS = {
-}
-
 
 def refuse(unsupported: dict[str, Any]) -> None:
     """Raise for arguments that nobody knows, and for those that are not supported."""

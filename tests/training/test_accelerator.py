@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.training.settings import REFUSED_ARGUMENTS, REFUSED_MEMBERS
+from nblaunch.training.settings import REFUSED_ARGUMENTS
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -45,12 +45,6 @@ def test_arguments_that_are_not_supported_are_refused_by_name(name: str) -> None
     with pytest.raises(NotImplementedError, match=rf"Accelerator\({name}='x'\) is not supported"):
         Accelerator(**{name: "x"})
     Accelerator(**{name: None})
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED_MEMBERS))
-def test_members_that_are_not_offered_say_what_to_use(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"Accelerator.{name} is not supported by nblaunch yet; use "):
-        getattr(Accelerator(), name)
 
 
 def test_unknown_arguments_and_members() -> None:

@@ -1,0 +1,207 @@
+"""What lies in a checkpoint folder: names, contents, and whether it is whole.
+
+``nblaunch_checkpoint.json`` lists every file with its size, so that a folder that was cut short is known before
+anything of it is loaded. Checkpoints of other tools with the same file names have none; they are read on trust.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training import model_files, safe_save
+
+CONTENTS = "nblaunch_checkpoint.json"
+SCALER = "scaler.pt"
+SAMPLER = "sampler.bin"
+LOADER = "dl_state_dict.bin"
+OPTIMIZER = "optimizer.bin"
+SCHEDULER = "scheduler.bin"
+
+_VERSION = 1
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_MAX_NAMED = 8  # files in one message
+
+
+def numbered(name: str, index: int) -> str:
+    """``name`` of the n-th object of its kind: ``optimizer.bin``, ``optimizer_1.bin``."""
+    stem, dot, suffix = name.rpartition(".")
+    return name if index == 0 else f"{stem}_{index}{dot}{suffix}"
+
+
+def custom(index: int) -> str:
+    """Name of the file of the n-th registered object."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def random_states(rank: int) -> str:
+    """Name of the file with a rank's random states."""
+    return f"random_states_{rank}.pkl"
+
+
+def folder_name(iteration: int) -> str:
+    """Name of an automatically named checkpoint."""
+    return f"checkpoint_{iteration}"
+
+
+def iteration_of(folder: Path) -> int | None:
+    """The number in an automatic name; None where the name is none."""
+    match = _NUMBERED.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def in_order(checkpoints: Path) -> list[Path]:
+    """The automatically named checkpoints of a folder, oldest first."""
+    found = {
+        number: path
+        for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+        if (number := iteration_of(path)) is not None and path.is_dir()
+    }
+    return [path for _, path in sorted(found.items())]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Args:
+        world_size: ranks of the job that wrote it.
+        models: how many files of weights; 0 where a hook saved models in its own way.
+        optimizers: how many.
+        schedulers: how many.
+        loaders: how many.
+        custom: how many registered objects.
+        files: size in bytes of every file, by its path in the folder.
+    """
+
+    world_size: int
+    models: int = 0
+    optimizers: int = 0
+    schedulers: int = 0
+    loaders: int = 0
+    custom: int = 0
+    files: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it down, last of all files of ``folder``."""
+        text = json.dumps({"version": _VERSION, **asdict(self)}, indent=2) + "\n"
+        (folder / CONTENTS).write_text(text)
+
+
+def contents_of(folder: Path) -> Contents | None:
+    """What is in the checkpoint; None where it does not say.
+
+    Raises:
+        CheckpointError: it says something that can't be read, or a newer version than this one wrote it.
+    """
+    path = folder / CONTENTS
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        version = values.pop("version")
+        if version > _VERSION:
+            raise CheckpointError(
+                f"{folder} was written by a newer nblaunch (format {version}, known is {_VERSION})"
+            )
+        return Contents(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged: {CONTENTS} can't be read ({error!r})"
+        ) from error
+
+
+def check_whole(folder: Path, contents: Contents) -> None:
+    """Raise CheckpointError where files are missing or have another size than was written, naming them."""
+    found = safe_save.files_below(folder)
+    wrong = []
+    for name, size in contents.files.items():
+        if name not in found:
+            wrong.append(f"{name} is missing")
+        elif found[name] != size:
+            wrong.append(f"{name} has {found[name]:,} bytes of {size:,}")
+    if wrong:
+        more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(wrong[:_MAX_NAMED])}{more}")
+
+
+def latest(checkpoints: Path) -> Path:
+    """The automatically named checkpoint with the highest number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = in_order(checkpoints)
+    if not found:
+        raise ValueError(f"{checkpoints} has no checkpoints (folders named checkpoint_<number>)")
+    return found[-1]
+
+
+def weights_file(folder: Path, index: int) -> Path:
+    """The file with the weights of the n-th model.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    names = [numbered(model_files.SAFE_NAME, index), numbered(model_files.TORCH_NAME, index)]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(
+        f"checkpoint {folder} has no weights for model {index}: there is no {' and no '.join(names)}"
+    )
+
+
+def write_object(state: Any, path: Path) -> None:
+    """Write a state dict, or bytes that are one already."""
+    with path.open("wb") as file:
+        if isinstance(state, bytes):
+            file.write(state)
+        else:
+            torch.save(state, file)
+
+
+def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True) -> Any:
+    """Read a state dict.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or holds objects that are only made by executing what the file
+            says, which is not done unless it is asked for.
+    """
+    read: Callable[..., Any] = functools.partial(torch.load, path, map_location=map_location)
+    try:
+        if not weights_only:
+            return read(weights_only=False)
+        with torch.serialization.safe_globals(_numpy_types()):
+            return read(weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
+    except Exception as error:
+        if weights_only and "weights_only" in str(error):
+            reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{path} holds more than tensors, numbers, texts and their containers ({reason or error}). If you "
+                'trust where it comes from: load_state(..., load_kwargs={"weights_only": False})'
+            ) from error
+        raise CheckpointError(
+            f"{path} can't be read; is it damaged? ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _numpy_types() -> list[Any]:
+    """What a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    core: Any = getattr(numpy, "_core", None) or numpy.core
+    dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
+    return [core.multiarray._reconstruct, core.multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]

@@ -1,0 +1,267 @@
+"""Metrics on their way to trackers and to the launcher: ``log_with``, ``init_trackers``, ``log``.
+
+    accelerator.log ──> every tracker (main process)
+                    └─> events.Metric ──> dashboards, job.metrics
+
+:class:`Tracking` is what an ``Accelerator`` offers; it needs one attribute, a :class:`TrackerHub`. What a tracker is,
+and those that come along, is in ``trackers/``.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import importlib.util
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from nblaunch import context
+from nblaunch.events import Metric
+from nblaunch.training import advice
+from nblaunch.training.process import Member
+from nblaunch.training.project import ProjectConfiguration
+from nblaunch.training.trackers import BUILT_IN, GeneralTracker
+from nblaunch.training.trackers.base import flat
+
+_MAX_TEXT = 200  # characters of a text that travels to the launcher
+
+_known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
+
+
+class LoggerType(str, enum.Enum):
+    """Names for ``log_with``."""
+
+    ALL = "all"
+    JSONL = "jsonl"
+    MLFLOW = "mlflow"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def register_tracker_class(kind: type[GeneralTracker]) -> None:
+    """Let ``log_with`` find a tracker class by its ``name``. Replacing one warns.
+
+    Raises:
+        TypeError: it is no subclass of ``GeneralTracker``.
+        ValueError: it has no ``name``.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
+        raise TypeError(f"{kind!r} is no subclass of GeneralTracker")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"tracker class {kind.__name__} has no name")
+    if _known.get(name, kind) is not kind:
+        advice.warn(
+            f"tracker {name!r} was {_known[name].__qualname__}, and is {kind.__qualname__} from now on"
+        )
+    _known[name] = kind
+
+
+class TrackerHub:
+    """The trackers of one Accelerator.
+
+    Args:
+        log_with: a name, a ``LoggerType``, a tracker, a list of these; ``"all"``: all that are installed and have what
+            they need; None: none.
+        project: has the folder of logs.
+        member: this process's place.
+
+    Raises:
+        ValueError: a name is unknown, or a tracker needs a folder and there is none.
+    """
+
+    def __init__(self, log_with: Any, project: ProjectConfiguration, member: Member) -> None:
+        self.project = project
+        self.member = member
+        self.chosen = _chosen(log_with, project.logging_dir)
+        self.trackers: list[GeneralTracker] = []
+
+    def start(
+        self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Make and start the trackers that run on this rank."""
+        for one in self.chosen:
+            if one.main_process_only and self.member.topology.rank != 0:
+                continue
+            tracker = one
+            if isinstance(one, type):
+                where = (self.project.logging_dir,) if _needs_folder(one) else ()
+                tracker = one(project_name, *where, **options.get(one.name, {}))  # type: ignore[attr-defined]
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(copy.copy(dict(config)))
+            self.trackers.append(tracker)
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Hand ``values`` to the trackers, and their plain part to the launcher."""
+        for tracker in self.trackers:
+            tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
+        if self.member.topology.rank == 0:
+            told = {
+                name: _told(value) for name, value in flat(values) if isinstance(value, (int, float, str))
+            }
+            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=told))
+
+    def get(self, name: str, unwrap: bool) -> Any:
+        """The tracker called ``name``; one that does nothing on ranks where it does not run."""
+        for tracker in self.trackers:
+            if tracker.name == name:  # type: ignore[attr-defined]
+                return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
+        names = [one.name for one in self.chosen]
+        if name in names and self.member.topology.rank != 0:
+            return GeneralTracker(_blank=True)
+        if name in names:
+            raise ValueError(
+                f"tracker {name!r} is not started; call accelerator.init_trackers(project_name) first"
+            )
+        raise ValueError(
+            f"{name!r} is no tracker of this Accelerator; there are {', '.join(names) or 'none'}"
+        )
+
+    def finish(self) -> None:
+        """End all runs. If some fail, the first error is raised once all were asked."""
+        trackers, self.trackers = self.trackers, []
+        first: Exception | None = None
+        for tracker in trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class Tracking(ABC):
+    """Logging of metrics. The final class gives it its ``_tracking``."""
+
+    @property
+    @abstractmethod
+    def _tracking(self) -> TrackerHub:
+        """What does the work."""
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run in this process, once ``init_trackers`` was called."""
+        return self._tracking.trackers
+
+    @property
+    def log_with(self) -> list[Any]:
+        """What was chosen: tracker classes and trackers."""
+        return self._tracking.chosen
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers chosen by ``log_with``. They run on the main process, unless they say otherwise.
+
+        Args:
+            project_name: what runs are filed under.
+            config: settings to keep with the run, as learning rate and seed. Not changed.
+            init_kwargs: further arguments by tracker name, as ``{"wandb": {"tags": ["a"]}}``.
+        """
+        self._tracking.start(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
+
+        Works without any tracker, too. Numbers and short texts reach the dashboard; other objects only those trackers
+        that know them. A tensor makes the process wait for its device.
+
+        Args:
+            values: by name; nested mappings get names such as ``loss/train``.
+            step: what they belong to; None: not said.
+            log_kwargs: further arguments by tracker name.
+        """
+        self._tracking.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker called ``name``; one that does nothing on ranks where it does not run.
+
+        Args:
+            name: as in ``log_with``.
+            unwrap: the library's own run object instead.
+
+        Raises:
+            ValueError: there is none, or it is not started.
+        """
+        return self._tracking.get(name, unwrap)
+
+
+def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
+    """Tracker classes and trackers that ``log_with`` means, each once, those that are not installed left out."""
+    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    asked = [str(one) if isinstance(one, (str, enum.Enum)) else one for one in asked if one is not None]
+    chosen: list[Any] = []
+    missing: list[str] = []
+    for one in asked:
+        if one == "all":
+            for kind in _known.values():
+                if _is_installed(kind) and (logging_dir is not None or not _needs_folder(kind)):
+                    _add(chosen, kind)
+            continue
+        kind = _resolve(one)
+        if not _is_installed(kind):
+            missing.append(f"{one!r} (pip install {kind.library})")
+            continue
+        if isinstance(kind, type) and _needs_folder(kind) and logging_dir is None:
+            raise ValueError(
+                f"log_with={one!r} writes files; say where: Accelerator(project_dir=...) or "
+                "ProjectConfiguration(logging_dir=...)"
+            )
+        _add(chosen, kind)
+    if missing:
+        advice.warn(f"not installed, so nothing is logged there: {', '.join(missing)}")
+    return chosen
+
+
+def _resolve(one: Any) -> Any:
+    if isinstance(one, GeneralTracker):
+        return one
+    if isinstance(one, str) and one.lower() in _known:
+        return _known[one.lower()]
+    if isinstance(one, type) and issubclass(one, GeneralTracker):
+        return one
+    valid = ", ".join(map(repr, ("all", *sorted(_known))))
+    raise ValueError(
+        f"log_with={one!r} is unknown; valid are {valid}, a GeneralTracker of your own, and lists of these"
+    )
+
+
+def _add(chosen: list[Any], one: Any) -> None:
+    if not any(one is other for other in chosen):
+        chosen.append(one)
+
+
+def _needs_folder(kind: Any) -> bool:
+    return bool(getattr(kind, "requires_logging_directory", False))
+
+
+def _is_installed(kind: Any) -> bool:
+    library = getattr(kind, "library", None)
+    return library is None or _has_module(library)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:  # a module in sys.modules that was made by hand has no spec, but is there
+        return True
+
+
+def _told(value: int | float | str) -> int | float | str:
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
