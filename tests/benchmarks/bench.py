@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -95,6 +96,13 @@ def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:
     )
     assert cell.result is not None, cell.describe()
     return json.loads(ast.literal_eval(cell.result))
+
+
+def free_port() -> int:
+    """For launchers that would all take the same one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _module_of(function: Callable[..., Any]) -> str:

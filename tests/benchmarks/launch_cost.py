@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
 
-from tests.benchmarks.bench import ROOT, Row, alternate, at_most, call, kernel, show
+from tests.benchmarks.bench import ROOT, Row, alternate, at_most, call, free_port, kernel, show
 
 SIZES = (2, 4, 8)
 NUM_PAIRS = {"nblaunch": 25, "accelerate": 9}
@@ -69,16 +68,19 @@ def in_kernel_first_launch() -> list[float]:
 
 
 def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -> dict[str, float]:
-    launch: Any
+    function = _meet if has_group else _nothing
     if launcher == "nblaunch":
-        from nblaunch import notebook_launcher as launch
+        from nblaunch import notebook_launcher
+
+        def launch() -> None:
+            notebook_launcher(function, num_processes=size)
     else:
-        from accelerate import notebook_launcher as launch
-    if has_group:
-        return asdict(
-            alternate(lambda: launch(_meet, (), num_processes=size), lambda: _bare_group(size), num_pairs)
-        )
-    return asdict(alternate(lambda: launch(_nothing, (), num_processes=size), lambda: _bare(size), num_pairs))
+        from accelerate import notebook_launcher as peer
+
+        def launch() -> None:
+            peer(function, (), num_processes=size, use_port=str(free_port()))
+
+    return asdict(alternate(launch, lambda: (_bare_group if has_group else _bare)(size), num_pairs))
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.bench import Row, count, kernel, show
+from tests.benchmarks.bench import Row, count, free_port, kernel, show
 from tests.kernels import Cell, Kernel, LeftBehind
 
 LAUNCHERS = ("nblaunch", "accelerate", "torch.multiprocessing")
@@ -53,7 +53,6 @@ def measure(
 ) -> Iterator[Row]:
     for launcher in LAUNCHERS:
         is_ours = launcher == "nblaunch"
-        jobs = 1 if launcher == "accelerate" else jobs  # one port for all: two notebooks at once collide
         yield from _failures(launcher, "error", errors if is_ours else min(peers, errors), jobs)
         yield from _failures(launcher, "kill", kills if is_ours else min(peers, kills), jobs)
         yield from _interrupts(launcher, interrupts if is_ours else min(peers, interrupts), jobs)
@@ -183,20 +182,18 @@ def in_kernel_launch(launcher: str, name: str, folder: str) -> None:
     function = {"error": _error, "kill": _kill, "quick": _quick, "wait": _wait_for_ever}.get(name, _loop)
     args = (folder, name)
     if launcher == "torch.multiprocessing":
-        import socket
-
         from torch.multiprocessing import start_processes
 
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        start_processes(_as_rank, (function, args, port), nprocs=2, start_method="fork")
+        start_processes(_as_rank, (function, args, free_port()), nprocs=2, start_method="fork")
         return
-    launch: Any
-    if launcher == "nblaunch":
-        from nblaunch import notebook_launcher as launch
-    else:
-        from accelerate import notebook_launcher as launch
-    launch(function, args, num_processes=2)
+    if launcher == "accelerate":
+        from accelerate import notebook_launcher as peer
+
+        peer(function, args, num_processes=2, use_port=str(free_port()))
+        return
+    from nblaunch import notebook_launcher
+
+    notebook_launcher(function, args, num_processes=2)
 
 
 def _as_rank(rank: int, function: Callable[..., None], args: Sequence[Any], port: int) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, call, count, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, call, count, free_port, kernel, show
 from tests.kernels import Cell
 
 NUM_WORKERS = 4
@@ -63,8 +62,7 @@ def in_kernel_nblaunch(folder: str, num_prints: int) -> None:
 def in_kernel_accelerate(folder: str, num_prints: int) -> None:
     from accelerate import notebook_launcher
 
-    launch: Callable[..., Any] = notebook_launcher
-    launch(_print, (folder, num_prints), num_processes=NUM_WORKERS)
+    notebook_launcher(_print, (folder, num_prints), num_processes=NUM_WORKERS, use_port=str(free_port()))
 
 
 def in_kernel_logged_lines() -> int:
