@@ -46,22 +46,25 @@ class Watchdog:
     def observe(self, now_s: float, marks: Mapping[int, Mark]) -> bool:
         """Take in the marks of the ranks that run; True if one of them has just been quiet for too long."""
         for rank, mark in marks.items():
-            if rank not in self._last or self._last[rank][0].progress != mark.progress:
+            if rank not in self._last or self._has_moved(rank, mark, now_s):
                 self._last[rank] = (mark, now_s)
                 self._reported.discard(rank)
-        quiet = {rank for rank, mark in marks.items() if self._is_quiet(rank, mark, now_s)}
+        quiet = {rank for rank in marks if now_s - self._last[rank][1] >= self.timeout_s}
         is_new = bool(quiet - self._reported)
         self._reported |= quiet
         return is_new
 
-    def _is_quiet(self, rank: int, mark: Mark, now_s: float) -> bool:
+    def _has_moved(self, rank: int, mark: Mark, now_s: float) -> bool:
+        """Whether it told of progress, or has computed more since than a rank does that only waits.
+
+        The work before a standstill must not hide it: once it amounts to enough, counting starts again.
+        """
         since, since_s = self._last[rank]
-        quiet_s = now_s - since_s
-        if quiet_s < self.timeout_s:
-            return False
-        if mark.cpu_s is None or since.cpu_s is None:
+        if mark.progress != since.progress:
             return True
-        return mark.cpu_s - since.cpu_s < _IDLE_SHARE * quiet_s
+        if mark.cpu_s is None or since.cpu_s is None:
+            return False
+        return mark.cpu_s - since.cpu_s >= _IDLE_SHARE * max(self.timeout_s, now_s - since_s)
 
 
 @dataclass(frozen=True)

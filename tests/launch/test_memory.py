@@ -1,0 +1,125 @@
+"""Whether memory ran out, judged from the evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nblaunch.launch.memory import MemoryFacts, MemoryVerdict, judge, read_facts, shm_line, size
+
+GB = 1_000_000_000
+BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)
+
+
+def verdict(
+    *, kills: int = 0, lowest: int | None = 5 * GB, is_killed: bool = True, message: str = "", built: int = 0
+) -> MemoryVerdict | None:
+    return judge(
+        before=BEFORE,
+        after=dataclasses.replace(BEFORE, oom_kills=2 + kills),
+        lowest_available=lowest,
+        own_bytes={1: 2 * GB, 0: 3 * GB},
+        built_bytes={0: built, 1: built},
+        is_killed=is_killed,
+        message=message,
+    )
+
+
+def test_nothing_speaks_for_memory() -> None:
+    assert verdict() is None
+    assert verdict(lowest=None) is None
+    assert verdict(is_killed=False, message="ValueError: the loss is nan", lowest=0) is None
+
+
+def test_the_system_counted_a_kill() -> None:
+    found = verdict(kills=2)
+    assert found is not None
+    assert found.is_certain
+    assert found.lines[0] == "Memory ran out: the system killed 2 processes of this job for it."
+    assert (
+        found.lines[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.0 GB."
+    )
+    assert found.lines[2] == "Each process took (most seen): rank 0 3.0 GB, rank 1 2.0 GB."
+    assert "Use fewer processes" in found.lines[3]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "MemoryError: ",
+        "RuntimeError: std::bad_alloc",
+    ],
+)
+def test_an_allocator_said_so(message: str) -> None:
+    found = verdict(is_killed=False, message=message)
+    assert found is not None
+    assert found.is_certain
+    assert found.lines[0] == "Memory ran out: an allocation was refused."
+
+
+def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
+    found = verdict(lowest=GB // 10)
+    assert found is not None
+    assert not found.is_certain
+    assert found.lines[0].startswith("Memory most likely ran out")
+    assert verdict(lowest=GB // 10, is_killed=False) is None
+
+
+def test_models_built_in_workers_lead_to_the_remedy() -> None:
+    found = verdict(kills=1, built=1_200_000_000)
+    assert found is not None
+    assert found.lines[-1] == (
+        "2 processes each built a model of 1.2 GB on a host with 16.0 GB: build it once in a cell and pass it, "
+        "notebook_launcher(train, (model,)), so that it is held in memory once."
+    )
+    small = verdict(kills=1, built=1000)
+    assert small is not None
+    assert "built a model" not in small.lines[-1]
+
+
+def test_many_ranks_stay_one_line() -> None:
+    found = judge(
+        before=BEFORE,
+        after=dataclasses.replace(BEFORE, oom_kills=3),
+        lowest_available=None,
+        own_bytes=dict.fromkeys(range(11), GB),
+        built_bytes={},
+        is_killed=True,
+    )
+    assert found is not None
+    assert found.lines[2].endswith("rank 7 1.0 GB, and 3 more.")
+
+
+def test_a_full_shm_is_named() -> None:
+    assert shm_line(dataclasses.replace(BEFORE, shm_used=63_000_000)).startswith(
+        "/dev/shm is full (63 MB of 64 MB)"
+    )
+    assert shm_line(dataclasses.replace(BEFORE, shm_used=10_000_000)) == ""
+    assert shm_line(dataclasses.replace(BEFORE, shm_size=0)) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (67_108_864, "67 MB"),
+        (2.5e9, "2.5 GB"),
+        (3e12, "3000.0 GB"),
+    ],
+)
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_the_facts_of_this_machine_are_plausible() -> None:
+    facts = read_facts()
+    assert facts.limit is not None
+    assert facts.available is not None
+    assert 0 < facts.available <= facts.limit
+    assert 0 <= facts.shm_used <= facts.shm_size
