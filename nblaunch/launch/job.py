@@ -128,7 +128,10 @@ class Job:
         return read_log(self._log.log_path(rank, self.attempt if attempt is None else attempt))
 
     def weights(self) -> dict[int, dict[str, Any]]:
-        """Position in ``args`` -> trained state dict of that module, also where it did not fit the kernel's."""
+        """Position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
+
+        Those that did are in the kernel's own modules.
+        """
         return dict(self._weights)
 
     def stop(self) -> None:
@@ -275,8 +278,13 @@ class Job:
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
         if 0 not in outcomes:
             return
-        self._weights = {position: dict(state) for position, state in outcomes[0].weights.items()}
-        for line in weights.load_back(self.spec.args, self._weights, outcomes[0].weights_errors):
+        back = outcomes[0]
+        lines, loaded = weights.load_back(self.spec.args, back.weights, back.weights_errors)
+        # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
+        self._weights = {
+            position: dict(state) for position, state in back.weights.items() if position not in loaded
+        }
+        for line in lines:
             self._tell(Note(rank=-1, time_s=time.time(), text=line))
 
     def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:

@@ -28,24 +28,27 @@ def trainable_bytes(module: Any) -> int:
 
 def load_back(
     args: tuple[Any, ...], weights: Mapping[int, Mapping[str, Any]], lost: Mapping[int, str]
-) -> list[str]:
-    """Load state dicts into the modules they belong to; returns one line for the person about each.
+) -> tuple[list[str], set[int]]:
+    """Load state dicts into the modules they belong to; returns a line for the person about each, and which are in.
 
     Args:
         args: with the modules.
         weights: position in ``args`` -> state dict.
         lost: position -> what of the state dict did not come through, or why none of it did.
     """
-    return [
-        _load_one(args[position], position, weights.get(position), lost.get(position, ""))
-        for position in sorted({*weights, *lost})
-    ]
+    lines, loaded = [], set()
+    for position in sorted({*weights, *lost}):
+        line, is_loaded = _load_one(args[position], position, weights.get(position), lost.get(position, ""))
+        lines.append(line)
+        if is_loaded:
+            loaded.add(position)
+    return lines, loaded
 
 
-def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost: str) -> str:
+def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost: str) -> tuple[str, bool]:
     name = f"args[{position}] ({type(module).__name__})"
     if state is None:
-        return f"the trained weights of {name} can't be had in the kernel: {lost}"
+        return f"the trained weights of {name} can't be had in the kernel: {lost}", False
     misfit = _misfit(module, state, is_whole=not lost)
     if not misfit:
         try:
@@ -56,12 +59,12 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost:
         return (
             f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
             f"they are in job.weights()[{position}]"
-        )
+        ), False
     num_bytes = sum(
         tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
     )
     without = f", without what can't be pickled: {lost}" if lost else ""
-    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)}{without})"
+    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)}{without})", True
 
 
 def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:

@@ -270,6 +270,22 @@ all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items
     assert "weights" not in cell.stdout
 
 
+def test_loaded_weights_are_not_held_once_more(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def held():
+    sizes = (line.split()[0].split("-") for line in open("/proc/self/maps") if "nblaunch-outbox" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in sizes)
+import gc
+model, before = nn.Linear(2000, 2000), held()
+notebook_launcher(lambda model: None, (model,), 2)
+gc.collect()
+nblaunch.last_job().weights(), held() - before < 1 << 20
+"""
+    )
+    assert cell.result == "({}, True)"
+
+
 def test_weights_that_no_longer_fit_are_kept_and_named(shared: Kernel) -> None:
     cell = shared.run(
         """

@@ -30,9 +30,10 @@ def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor |
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = {name: tensor for name, tensor in (ones_like(model) | change).items() if tensor is not None}
-    (line,) = load_back((None, model), {1: state}, {})
+    (line,), loaded = load_back((None, model), {1: state}, {})
     assert "args[1] (Sequential)" in line
     assert "not loaded" in line
+    assert loaded == set()
     assert reason in line
     assert "job.weights()[1]" in line
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -42,17 +43,19 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     model = net()
     state = ones_like(model)
     del state["1.bias"]
-    (line,) = load_back((model,), {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
+    (line,), loaded = load_back((model,), {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
     assert "are back" in line
+    assert loaded == {0}
     assert "['1.bias'] (TypeError: no)" in line
     assert model[0].weight.unique().tolist() == [1.0]
-    (line,) = load_back((model,), {}, {0: "OSError: gone"})
+    (line,), loaded = load_back((model,), {}, {0: "OSError: gone"})
+    assert loaded == set()
     assert "OSError: gone" in line
 
 
 def test_a_lazy_module_is_filled() -> None:
     lazy = nn.LazyLinear(3)
-    (line,) = load_back((lazy,), {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {})
+    (line,), _ = load_back((lazy,), {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {})
     assert "are back" in line
     assert lazy.weight.shape == (3, 4)
 
