@@ -1,0 +1,173 @@
+"""Exceptions on their way: type, message, attributes, notes, causes; and those that can't go."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from nblaunch.errors import WorkerDied
+from nblaunch.wire import exceptions
+
+
+class Custom(Exception):
+    pass
+
+
+class Required(Exception):
+    def __init__(self, status: int, *, reason: str) -> None:
+        super().__init__(f"status {status}: {reason}")
+        self.status = status
+        self.reason = reason
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Outer:
+    class Inner(Exception):
+        pass
+
+
+class Once(Exception):
+    made = False
+
+    def __new__(cls, *args: Any) -> Once:
+        if cls.made:
+            raise RuntimeError("only one of these may exist")
+        cls.made = True
+        return super().__new__(cls, *args)
+
+
+class Liar(Exception):
+    def __reduce__(self) -> Any:
+        return (ValueError, ("something else",))
+
+
+def there_and_back(error: BaseException) -> BaseException:
+    body = exceptions.dump(error)
+    assert body is not None
+    return exceptions.load(body)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("the loss is nan"),
+        KeyError("lr"),
+        KeyboardInterrupt("by hand"),
+        SystemExit(3),
+        FileNotFoundError(2, "No such file", "data.csv"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        StopIteration(5),
+        Custom("mine", 3),
+        Outer.Inner("mine"),
+        WorkerDied("rank 1 died", rank=1, exitcode=-9),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_type_arguments_and_text_arrive(error: BaseException) -> None:
+    arrived = there_and_back(error)
+    assert type(arrived) is type(error)
+    assert (arrived.args, str(arrived)) == (error.args, str(error))
+    assert vars(arrived) == vars(error)
+
+
+def test_required_constructor_arguments() -> None:
+    arrived = there_and_back(Required(503, reason="busy"))
+    assert isinstance(arrived, Required)
+    assert (str(arrived), arrived.status, arrived.reason) == ("status 503: busy", 503, "busy")
+
+
+def test_a_text_that_can_not_be_made_is_no_obstacle() -> None:
+    arrived = there_and_back(Mute(3))
+    assert type(arrived) is Mute
+    assert arrived.args == (3,)
+
+
+def test_a_class_that_forbids_attributes_keeps_its_chain() -> None:
+    error = Frozen(5)
+    try:
+        raise error from Frozen(4)
+    except Frozen:
+        arrived = there_and_back(error)
+    assert arrived == Frozen(5)
+    assert arrived.__cause__ == Frozen(4)
+    exceptions.set_attribute(arrived, "__notes__", ["a note"])
+    assert arrived.__notes__ == ["a note"]  # type: ignore[attr-defined]
+
+
+def test_the_whole_chain_arrives_whatever_its_links_are_made_of() -> None:
+    try:
+        try:
+            try:
+                raise KeyError("lr")
+            except KeyError as missing:
+                raise Required(1, reason="config") from missing
+        except Required:
+            raise ValueError("while handling", threading.Lock())  # noqa: B904 - a context is wanted
+    except ValueError as error:
+        arrived = there_and_back(error)
+    assert arrived.args[0] == "while handling"
+    assert isinstance(arrived.__context__, Required)
+    assert isinstance(arrived.__context__.__cause__, KeyError)
+    assert not arrived.__suppress_context__
+
+
+def test_a_suppressed_context_stays_suppressed() -> None:
+    try:
+        try:
+            raise KeyError("lr")
+        except KeyError:
+            raise ValueError("clean") from None
+    except ValueError as error:
+        arrived = there_and_back(error)
+    assert arrived.__suppress_context__
+    assert arrived.__cause__ is None
+
+
+def test_an_endless_chain_ends() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert str(there_and_back(first)) == "first"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups and notes are of Python 3.11")
+def test_groups_and_notes() -> None:
+    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("inner", [TypeError("b")])])  # noqa: F821
+    group.add_note("by the user")
+    arrived: Any = there_and_back(group)
+    assert [str(e) for e in arrived.exceptions] == ["a", "inner (1 sub-exception)"]
+    assert arrived.subgroup(TypeError) is not None
+    assert arrived.__notes__ == ["by the user"]
+
+
+def test_what_can_not_be_pickled_stays_behind_and_the_rest_goes() -> None:
+    error = Custom("kept", threading.Lock())
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    error.step = 3  # type: ignore[attr-defined]
+    arrived = there_and_back(error)
+    assert arrived.args[0] == "kept"
+    assert "lock" in arrived.args[1]
+    assert vars(arrived) == {"step": 3}
+
+
+@pytest.mark.parametrize("make", [lambda: Once(3), lambda: Liar("x")], ids=["Once", "Liar"])
+def test_what_does_not_come_back_as_itself_goes_as_text_or_in_parts(make: Any) -> None:
+    error = make()
+    body = exceptions.dump(error)
+    assert body is None or type(exceptions.load(body)) is type(error)
+
+
+def test_a_message_beyond_all_bounds_goes_as_text() -> None:
+    assert exceptions.dump(ValueError("x" * (65 << 20))) is None
