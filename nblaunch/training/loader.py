@@ -157,7 +157,7 @@ class PreparedLoader(DataLoader):
     @property
     def _skips_indices(self) -> bool:
         """Whether batches are skipped by their indices, so that none of them is read."""
-        return isinstance(self.batch_sampler or self.sampler, SkipBatchSampler)
+        return isinstance(self.batch_sampler, SkipBatchSampler) or isinstance(self.sampler, SkipBatchSampler)
 
     def _take_skip(self) -> int:
         """How many batches to leave out now; none from the next time on."""
@@ -207,7 +207,8 @@ class PreparedLoader(DataLoader):
         if self._stateful is not None:
             starts = [g.get_state() for g in self._generators()] if is_end else self.epoch_start
             self._position = {
-                "loader": self._stateful.state_dict(),
+                # Without one, the next epoch starts afresh; torchdata would draw its order twice to find that out.
+                "loader": None if is_end else self._stateful.state_dict(),
                 "iteration": self.iteration + is_end,
                 "generators": starts,
             }
@@ -235,11 +236,12 @@ class PreparedLoader(DataLoader):
     def _get_state(self) -> dict[str, Any]:
         if self._position is None:
             starts = [generator.get_state() for generator in self._generators()]
-            return {"loader": self._stateful.state_dict(), "iteration": self.iteration, "generators": starts}
+            return {"loader": None, "iteration": self.iteration, "generators": starts}
         return self._position
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        self._stateful.load_state_dict(state["loader"])
+        if state["loader"] is not None:
+            self._stateful.load_state_dict(state["loader"])
         self.iteration = state["iteration"]
         self._resumed_start = state["generators"]
         self._position = state

@@ -1,0 +1,221 @@
+"""Loaders whose data rank 0 reads for all, on real ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from nblaunch import Accelerator
+from nblaunch.training.dispatcher import DataLoaderDispatcher
+from nblaunch.training.loader import DataLoaderShard
+from nblaunch.training.options import DataLoaderConfiguration
+from tests.training import ranks
+
+
+class _Stream(IterableDataset):
+    """Numbers that only rank 0 may read."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        assert Accelerator().is_main_process
+        return iter(range(self.count))
+
+
+class _Words(IterableDataset):
+    def __iter__(self) -> Any:
+        for row in range(8):
+            yield UserDict(number=torch.tensor(row), flag=torch.tensor(row % 2 == 0), word=f"word {row}")
+
+
+def _accelerator(**options: Any) -> Accelerator:
+    return Accelerator(dataloader_config=DataLoaderConfiguration(**{"dispatch_batches": True, **options}))
+
+
+Epoch = tuple[list[list[int]], list[bool], list[int], list[int], int]
+
+
+def _read(count: int, batch_size: int, options: dict[str, Any], is_stream: bool, drop_last: bool) -> Epoch:
+    accelerator = _accelerator(**options)
+    data: Any = _Stream(count) if is_stream else list(range(count))
+    loader = accelerator.prepare(DataLoader(data, batch_size=batch_size, drop_last=drop_last))
+    assert isinstance(loader, DataLoaderDispatcher)
+    batches, ends, remainders, gathered = [], [], [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        ends.append(loader.end_of_dataloader)
+        remainders.append(loader.remainder)
+        gathered += accelerator.gather_for_metrics(batch).tolist()
+    length = -1 if is_stream else len(loader)
+    assert length in (-1, len(batches))
+    return batches, ends, remainders, gathered, loader.iteration
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_every_rank_gets_its_part_of_what_rank_0_reads(is_stream: bool) -> None:
+    zero, one = ranks.run(_read, 2, 11, 2, {}, is_stream, False)
+    assert zero[0] == [[0, 1], [4, 5], [8, 9]]
+    assert one[0] == [[2, 3], [6, 7], [10, 0]]
+    for _, ends, remainders, gathered, iteration in (zero, one):
+        assert ends == [False, False, True]
+        assert remainders[-1] == 3
+        assert gathered == list(range(11))
+        assert iteration == 1
+
+
+def _read_many(cases: list[tuple[int, int, bool, bool]]) -> list[Epoch]:
+    return [
+        _read(count, size, {"split_batches": split}, True, drop_last)
+        for count, size, split, drop_last in cases
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_sample_is_seen_as_promised(world_size: int) -> None:
+    """Many cases in one job: a job of its own for each would take longer than all of them."""
+    cases: list[tuple[int, int, bool, bool]] = []
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @given(st.integers(0, 25), st.integers(1, 4), st.booleans(), st.booleans())
+    def collect(count: int, size: int, split: bool, drop_last: bool) -> None:
+        cases.append((count, size * (world_size if split else 1), split, drop_last))
+
+    collect()
+    answers = ranks.run(_read_many, world_size, cases)
+    for number, (count, batch_size, split, drop_last) in enumerate(cases):
+        epochs = [answers[rank][number] for rank in range(world_size)]
+        round_size = batch_size if split else batch_size * world_size
+        whole, rest = divmod(count, round_size)
+        num_seen = whole * round_size if drop_last else count
+        for batches, _ends, _remainders, gathered, _ in epochs:
+            assert gathered == list(range(num_seen))
+            assert len(batches) == whole + (1 if rest and not drop_last else 0)
+        sizes = [[len(batch) for batch in epoch[0]] for epoch in epochs]
+        assert all(one == sizes[0] for one in sizes), "ranks get batches of equal size"
+        if rest and not drop_last:
+            assert sizes[0][-1] == math.ceil(rest / world_size)
+
+
+def _default_kind() -> tuple[bool, bool, bool]:
+    accelerator = Accelerator()
+    stream, rows = accelerator.prepare(DataLoader(_Stream(4)), DataLoader(range(4)))
+    stays = accelerator.prepare_data_loader(DataLoader(_Stream(4)), device_placement=False)
+    return tuple(isinstance(one, DataLoaderDispatcher) for one in (stream, rows, stays))  # type: ignore[return-value]
+
+
+def test_streams_are_dispatched_unless_told_otherwise() -> None:
+    assert ranks.run(_default_kind, 2) == [(True, False, False)] * 2
+    assert isinstance(_accelerator().prepare(DataLoader(range(4))), DataLoaderShard)
+
+
+def _structures() -> list[Any]:
+    accelerator = _accelerator(split_batches=True)
+    loader = accelerator.prepare(DataLoader(_Words(), batch_size=4, collate_fn=_collate))
+    return [
+        (type(batch).__name__, batch["number"].tolist(), batch["flag"].tolist(), batch["words"])
+        for batch in loader
+    ]
+
+
+def _collate(rows: list[Any]) -> Any:
+    flags = torch.stack([row["flag"] for row in rows])
+    return UserDict(
+        number=torch.stack([row["number"] for row in rows]), flag=flags, words=tuple(r["word"] for r in rows)
+    )
+
+
+def test_structures_types_and_other_leaves_arrive() -> None:
+    words = [tuple(f"word {i}" for i in range(start, start + 4)) for start in (0, 4)]
+    assert ranks.run(_structures, 2) == [
+        [("UserDict", [0, 1], [True, False], words[0]), ("UserDict", [4, 5], [True, False], words[1])],
+        [("UserDict", [2, 3], [True, False], words[0]), ("UserDict", [6, 7], [True, False], words[1])],
+    ]
+
+
+def _own_slices() -> list[list[int]]:
+    def every_other(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
+        return batch[process_index::num_processes]
+
+    accelerator = _accelerator()
+    loader = accelerator.prepare_data_loader(
+        DataLoader(range(8), batch_size=2), slice_fn_for_dispatch=every_other
+    )
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_function_of_the_user_cuts() -> None:
+    assert ranks.run(_own_slices, 2) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+def _fail(kind: str) -> tuple[str, str]:
+    accelerator = _accelerator()
+    try:
+        list(accelerator.prepare(_failing_loader(kind)))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _failing_loader(kind: str) -> DataLoader:
+    if kind == "uneven in the middle":
+        return DataLoader(range(7), batch_sampler=[[0, 1], [2], [3, 4], [5, 6]])
+    if kind == "different shapes":
+        return DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=1)
+    if kind == "words":
+        return DataLoader(["a", "b"], batch_size=1)
+    return DataLoader([1, 2, 3, None], batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("uneven in the middle", "one in the middle of the epoch has 3 rows"),
+        ("different shapes", "these can't be joined"),
+        ("words", "sends tensors, and found none in a batch of type list"),
+        ("the collate_fn fails", "found <class 'NoneType'>"),
+    ],
+)
+def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str) -> None:
+    zero, one = ranks.run(_fail, 2, kind)
+    assert message in zero[1]
+    assert one[0] == "RuntimeError"
+    assert one[1].startswith(f"rank 0, which reads the data for all, failed: {zero[0]}: ")
+    assert message in one[1]
+
+
+def test_what_can_not_be_dispatched() -> None:
+    from nblaunch.training.loading import Share, share_loader
+
+    share = Share(rank=0, world_size=2, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="batch_size=3 is not a multiple of 2"):
+        share_loader(
+            DataLoader(range(6), batch_size=3),
+            share,
+            DataLoaderConfiguration(dispatch_batches=True, split_batches=True),
+        )
+    with pytest.raises(ValueError, match="device_placement=False wants them where they are"):
+        share_loader(DataLoader(range(6)), Share(0, 2, None), DataLoaderConfiguration(dispatch_batches=True))
+
+
+def _break_and_go_on() -> tuple[list[list[int]], list[list[int]]]:
+    accelerator = _accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+    for _ in loader:
+        break
+    accelerator.wait_for_everyone()
+    first = [batch.tolist() for (batch,) in loader]
+    return first, [batch.tolist() for (batch,) in accelerator.skip_first_batches(loader, 1)]
+
+
+def test_an_epoch_may_be_left_and_others_begun() -> None:
+    zero, one = ranks.run(_break_and_go_on, 2)
+    assert sorted(sum(zero[0] + one[0], [])) == list(range(8))
+    assert len(zero[1]) == len(one[1]) == 1

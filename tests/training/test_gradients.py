@@ -1,0 +1,446 @@
+"""Gradients over ranks and micro-steps: uneven data, tails, triggers, hooks, local steps, compiled models."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from nblaunch import Accelerator, context
+from nblaunch.training.local_sgd import LocalSGD
+from nblaunch.training.options import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
+from nblaunch.training.precision import Fp16Precision
+from tests.training import ranks
+
+
+def _data(count: int) -> TensorDataset:
+    inputs = torch.randn(count, 3, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(inputs, inputs.prod(dim=1, keepdim=True))
+
+
+def _model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+# --- tails -----------------------------------------------------------------------------------------------------------
+
+
+def _train_tail(world_batch: int, rows: int, average_tail: bool, num_models: int = 1) -> list[torch.Tensor]:
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(4, average_tail=average_tail),
+        split_batches=True,
+    )
+    modules = [_model() for _ in range(num_models)]
+    models = [accelerator.prepare(module) for module in modules]
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.3)
+    optimizer, loader = accelerator.prepare(optimizer, DataLoader(_data(rows), batch_size=world_batch))
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(*models):
+                for model in models:
+                    accelerator.backward((model(inputs) - targets).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach() for module in modules for p in module.parameters()]
+
+
+def _train_whole(batch: int, rows: int, window: int) -> list[torch.Tensor]:
+    """Plain PyTorch, one step per window with the mean over its samples."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    inputs, targets = _data(rows).tensors
+    for _ in range(2):
+        for start in range(0, rows, batch * window):
+            part = slice(start, start + batch * window)
+            (model(inputs[part]) - targets[part]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_models", [1, 2])
+@pytest.mark.parametrize("batches", [8, 9, 10, 11, 2])
+def test_a_tail_averages_over_the_micro_steps_that_it_has(
+    world_size: int, num_models: int, batches: int
+) -> None:
+    expected = _train_whole(2, 2 * batches, 4) * num_models
+    for weights in ranks.run(_train_tail, world_size, 2, 2 * batches, True, num_models):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tail_divides_by_the_whole_window_by_default() -> None:
+    weights = ranks.run(_train_tail, 2, 2, 10, False)[0]
+    assert not torch.allclose(weights[0], _train_whole(2, 10, 4)[0])
+
+
+# --- uneven data -----------------------------------------------------------------------------------------------------
+
+
+def _join(rows: int, even_batches: bool | None) -> tuple[int, list[bool], float]:
+    accelerator = Accelerator()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(rows), batch_size=2))
+    settings = []
+    batches = 0
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        settings.append(loader.shard.even_batches)
+        for inputs, targets in loader:
+            batches += 1
+            accelerator.backward((model(inputs) - targets).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    settings.append(loader.shard.even_batches)
+    return batches, settings, accelerator.gather(model.module[0].weight.sum()).diff().item()
+
+
+def test_ranks_with_unequal_data_join() -> None:
+    zero, one = ranks.run(_join, 2, 6, False)
+    assert (zero[0], one[0]) == (2, 1)
+    assert zero[1] == [False, True]
+    assert zero[2] == one[2] == 0, "weights are equal on all ranks"
+
+
+def test_joining_leaves_even_batches_alone_unless_told() -> None:
+    assert [answer[:2] for answer in ranks.run(_join, 2, 6, None)] == [(2, [True, True])] * 2
+
+
+class _Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+def _join_warnings() -> list[str]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(_model())
+    accelerator.prepare(DataLoader(_Stream()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
+        with accelerator.join_uneven_inputs([nn.Linear(1, 1)]):
+            pass
+    return [str(one.message) for one in caught]
+
+
+def test_joining_says_what_it_can_not_do() -> None:
+    for first, second in ranks.run(_join_warnings, 2):
+        assert "1 of the 1 prepared loaders are of another kind" in first
+        assert "has no effect: none of what it was given communicates" in second
+        assert "It was given Linear." in second
+
+
+def test_joining_does_nothing_in_a_lone_process() -> None:
+    accelerator = Accelerator()
+    with accelerator.join_uneven_inputs([accelerator.prepare(_model())], even_batches=False):
+        pass
+
+
+# --- synchronising by hand -------------------------------------------------------------------------------------------
+
+
+def _sync_late(is_triggered: bool) -> list[bool]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    mine = torch.full((1, 1), 1.0 + accelerator.process_index)
+    with accelerator.no_sync(model):
+        loss = model(mine).sum() + model(2 * mine).sum()
+    if is_triggered:
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+    else:
+        accelerator.backward(loss)
+    gradients = accelerator.gather(accelerator.unwrap_model(model).weight.grad)
+    before = bool(gradients[0] == gradients[1])
+    # What comes after is as ever.
+    accelerator.backward(model(mine).sum())
+    gradients = accelerator.gather(accelerator.unwrap_model(model).weight.grad)
+    return [before, bool(gradients[0] == gradients[1])]
+
+
+def test_a_backward_after_forwards_without_sync_can_be_made_to_sync() -> None:
+    assert ranks.run(_sync_late, 2, True) == [[True, True]] * 2
+    assert ranks.run(_sync_late, 2, False)[0][0] is False
+    with Accelerator.trigger_sync_in_backward(nn.Linear(1, 1)):
+        pass
+
+
+def _trigger() -> list[bool]:
+    accelerator = Accelerator()
+    checks = [accelerator.check_trigger()]
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    return [*checks, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def test_any_rank_may_raise_the_flag_for_all() -> None:
+    assert ranks.run(_trigger, 2) == [[False, True, False]] * 2
+    accelerator = Accelerator()
+    accelerator.set_trigger()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+
+
+def _hooked(hook: str, wrapper: str) -> bool:
+    options = {"matrix_approximation_rank": 1} if "sgd" in hook else {}
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType(hook),
+        comm_wrapper=DDPCommunicationHookType(wrapper),
+        comm_state_option=options,
+    )
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    model = accelerator.prepare(_model())
+    accelerator.backward(model(torch.ones(2, 3) + accelerator.process_index).sum())
+    gradients = accelerator.gather(model.module[0].weight.grad.reshape(1, -1))
+    return bool(torch.equal(gradients[0], gradients[1]))
+
+
+@pytest.mark.parametrize(("hook", "wrapper"), [("fp16", "no"), ("power_sgd", "fp16")])
+def test_gradients_travel_as_a_hook_says(hook: str, wrapper: str) -> None:
+    assert ranks.run(_hooked, 2, hook, wrapper) == [True, True]
+
+
+def test_unknown_hooks_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="comm_wrapper='power_sgd' is unknown; valid are 'no', 'fp16', 'bf16'"
+    ):
+        DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD)
+
+
+def _twice() -> str:
+    accelerator = Accelerator()
+    module = _model()
+    accelerator.prepare(module)
+    try:
+        accelerator.prepare(module)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_model_is_not_spread_twice() -> None:
+    for message in ranks.run(_twice, 2):
+        assert message.startswith(
+            "this Sequential was prepared before, as model 0 of this Accelerator; use what"
+        )
+
+
+# --- local steps -----------------------------------------------------------------------------------------------------
+
+
+def _local_steps(steps: int, enabled: bool) -> list[bool]:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    equal = []
+
+    def note() -> None:
+        weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
+        equal.append(bool(weights[0] == weights[1]))
+
+    with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=enabled) as local:
+        for _ in range(steps):
+            accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            note()
+    note()
+    return equal
+
+
+def test_weights_are_averaged_now_and_then() -> None:
+    assert ranks.run(_local_steps, 2, 3, True) == [[False, True, False, True]] * 2
+    assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
+    with pytest.raises(ValueError, match="local_sgd_steps=0 is less than 1"):
+        LocalSGD(Accelerator(), _model(), 0)
+
+
+# --- clipping --------------------------------------------------------------------------------------------------------
+
+
+def _clip(precision: str) -> tuple[float, float, float]:
+    accelerator = Accelerator(mixed_precision=precision)
+    model = accelerator.prepare(nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        accelerator.unwrap_model(model).weight.fill_(1.0)
+    # Gradients of the ranks are [2, 0] and [4, 8], their mean [3, 4].
+    inputs = torch.tensor([[2.0, 0.0], [4.0, 8.0]])[accelerator.process_index : accelerator.process_index + 1]
+    accelerator.backward(model(inputs).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+    weight = accelerator.unwrap_model(model).weight
+    clipped = weight.grad.norm().item()
+    accelerator.clip_grad_value_(model.parameters(), 0.25)
+    return norm, clipped, weight.grad.abs().max().item()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_clipping_sees_the_gradient_of_all_ranks(precision: str) -> None:
+    for norm, clipped, largest in ranks.run(_clip, 2, precision):
+        assert (norm, clipped, largest) == pytest.approx((5.0, 1.0, 0.25), abs=1e-4)
+
+
+def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
+    accelerator = Accelerator()
+    precision = Fp16Precision(context.current().backend)
+    accelerator._precision = accelerator._preparer.precision = precision
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    accelerator.backward((weight * torch.tensor([3.0, 4.0])).sum())
+    assert accelerator.clip_grad_norm_(weight, 1.0).item() == pytest.approx(5.0)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([0.4, 0.2])
+    assert not accelerator.optimizer_step_was_skipped
+
+
+class _Reducing:
+    """A device whose models leave the averaging of gradients to the step."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.reduced: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def reduce_gradients(self, optimizer: Any) -> None:
+        self.reduced.append(optimizer)
+
+
+def test_clipping_reduces_once_and_only_what_it_clips() -> None:
+    accelerator = Accelerator()
+    first, second = _model(), _model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    prepared = accelerator.prepare(*optimizers)
+    backend = _Reducing(context.current().backend)
+    for one in prepared:
+        one._backend = backend
+    (first(torch.ones(1, 3)).sum() + second(torch.ones(1, 3)).sum()).backward()
+    accelerator.clip_grad_norm_(first.parameters(), 1.0)
+    accelerator.clip_grad_norm_(first.parameters(), 1.0)
+    assert backend.reduced == [optimizers[0]]
+    for one in prepared:
+        one.step()
+    assert backend.reduced == optimizers
+    prepared[0].step()
+    assert backend.reduced == [*optimizers, optimizers[0]]
+
+
+# --- compiled models, profiles ---------------------------------------------------------------------------------------
+
+
+def _compiled(as_plugin: bool) -> dict[str, bool]:
+    options: dict[str, Any] = {"dynamo_backend": "eager"}
+    if as_plugin:
+        options = {"dynamo_plugin": TorchDynamoPlugin(backend="EAGER", fullgraph=False)}
+    accelerator = Accelerator(**options)
+    module = nn.Linear(2, 1)
+    model = accelerator.prepare(module)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    kept = accelerator.unwrap_model(model)
+    return {
+        "compiled": type(model).__name__ == "OptimizedModule",
+        "again": accelerator.prepare(model) is model,
+        "kept compiled": type(kept).__name__ == "OptimizedModule" and kept._orig_mod is module,
+        "bare": accelerator.unwrap_model(model, keep_torch_compile=False) is module,
+        "same weights": next(kept.parameters()) is module.weight,
+        "gradient": module.weight.grad is not None,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("as_plugin", [False, True])
+def test_models_are_compiled(world_size: int, as_plugin: bool) -> None:
+    for answers in ranks.run(_compiled, world_size, as_plugin):
+        assert all(answers.values()), answers
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.heads = nn.ModuleList([nn.Linear(2, 1), nn.Identity()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_repeated_blocks_can_be_compiled_alone() -> None:
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    module = _Blocks()
+    expected = copy.deepcopy(module)(torch.ones(1, 2))
+    model = Accelerator(dynamo_plugin=plugin).prepare(module)
+    assert model is module
+    assert [block._compiled_call_impl is not None for block in model.blocks] == [True] * 3
+    assert model.heads[0]._compiled_call_impl is None
+    torch.testing.assert_close(model(torch.ones(1, 2)), expected)
+
+
+def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(1, 1)
+    assert Accelerator().prepare(module) is module
+    with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin were both given"):
+        Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    model = Accelerator().prepare(nn.Linear(1, 1))
+    assert type(model).__name__ == "OptimizedModule"
+
+
+def _profile(folder: str) -> list[str]:
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=folder)])
+    with accelerator.profile() as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], record_shapes=True)):
+        pass
+    return [event.key for event in profiler.key_averages()]
+
+
+def test_profiles_of_every_rank_are_written(tmp_path: Any) -> None:
+    for keys in ranks.run(_profile, 2, str(tmp_path / "traces")):
+        assert "aten::matmul" in keys
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        "profile_0.json",
+        "profile_1.json",
+    ]
+
+
+def test_bad_profiles_and_devices_without_downcast() -> None:
+    with pytest.raises(ValueError, match="activities item='gpu' is unknown"):
+        ProfileKwargs(activities=["gpu"])
+    with pytest.raises(ValueError, match="downcast_bf16=True is for XLA devices and can't be used on cpu"):
+        Accelerator(downcast_bf16=True)
+
+
+def test_the_last_loss_of_a_pass_is_shown() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
+    weight = nn.Parameter(torch.ones(1))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5.0))))
+    for (value,) in loader:
+        accelerator.backward((weight * value).sum())
+    assert context.current().slot.read(0).loss == 4.0
+    for (value,) in loader:
+        accelerator.backward((weight * 10 * value).sum())
+        if value == 2:
+            break
+    assert context.current().slot.read(0).loss == 20.0
+    for value in accelerator.progress([7.0, 9.0]):
+        accelerator.backward((weight * value).sum())
+    assert context.current().slot.read(0).loss == 9.0

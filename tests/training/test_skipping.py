@@ -1,0 +1,195 @@
+"""Epochs that begin further on, and loaders that say where they are."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from nblaunch import Accelerator, context
+from nblaunch.training.loader import PreparedLoader
+from nblaunch.training.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
+from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.sharding import BatchSamplerShard, SkipBatchSampler
+from tests.training import ranks
+
+
+class _Noting(torch.utils.data.Dataset):
+    """Notes what is loaded."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class _Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+def _lists(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_skipped_batches_are_not_loaded(is_prepared: bool) -> None:
+    dataset = _Noting(8)
+    given_loader: Any = DataLoader(dataset, batch_size=2)
+    loader = Accelerator().prepare(given_loader) if is_prepared else given_loader
+    rest = skip_first_batches(loader, 2)
+    assert isinstance(rest, PreparedLoader) == is_prepared
+    assert len(rest) == 2
+    assert _lists(rest) == [[4, 5], [6, 7]]
+    assert dataset.loaded == [4, 5, 6, 7]
+    assert len(_lists(rest)) == 4, "skipped once: the next epoch is whole"
+
+
+def test_a_stream_is_read_and_dropped() -> None:
+    assert _lists(skip_first_batches(DataLoader(_Stream(), batch_size=2), 3)) == [[6, 7]]
+    prepared = Accelerator().prepare(DataLoader(_Stream(), batch_size=2))
+    rest = skip_first_batches(prepared, 3)
+    assert _lists(rest) == [[6, 7]]
+    assert len(_lists(rest)) == 4
+    plain = SkipDataLoader(list(range(8)), skip_batches=1, batch_size=4)
+    assert len(plain) == 1
+    assert _lists(plain) == [[4, 5, 6, 7]]
+
+
+def test_a_batch_sampler_given_as_sampler_is_skipped_too() -> None:
+    sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
+    loader = Accelerator().prepare(
+        DataLoader(TensorDataset(torch.arange(8)), sampler=sampler, batch_size=None)
+    )
+    assert [batch.tolist() for (batch,) in skip_first_batches(loader, 3)] == [[6, 7]]
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_batches=-1 is negative"):
+        skip_first_batches(DataLoader(range(4)), -1)
+
+
+def test_the_epoch_goes_on_with_its_own_order() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+    epochs = [_lists(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    rest = accelerator.skip_first_batches(loader, 2)
+    assert rest.iteration == 1
+    assert _lists(rest) == epochs[1][2:]
+    assert (rest.iteration, loader.iteration) == (2, 2)
+    assert _lists(loader) == epochs[2]
+
+
+def test_the_board_goes_on_in_the_middle() -> None:
+    accelerator = Accelerator()
+    rest = accelerator.skip_first_batches(accelerator.prepare(DataLoader(range(8), batch_size=2)), 3)
+    for _ in rest:
+        board = context.current().slot.read(0)
+        assert (board.step, board.total) == (4, 4)
+        assert rest.end_of_dataloader
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 12), st.booleans()
+)
+def test_skipping_and_what_is_skipped_make_the_whole(
+    length: int, batch_size: int, world_size: int, drop_last: bool, skipped: int, even: bool
+) -> None:
+    for rank in range(world_size):
+        shard = BatchSamplerShard(
+            BatchSampler(range(length), batch_size, drop_last), world_size, rank, even_batches=even
+        )
+        whole = list(shard)
+        rest = SkipBatchSampler(shard, skipped)
+        assert len(rest) == len(whole[skipped:])
+        assert list(rest) == whole[skipped:]
+        assert list(rest) == whole
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def _stateful(shuffle: bool = True, num_workers: int = 0) -> PreparedLoader:
+    torch.manual_seed(0)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader = DataLoader(range(20), batch_size=2, shuffle=shuffle, num_workers=num_workers)
+    return accelerator.prepare(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("taken", [1, 4, 10])
+def test_a_loader_goes_on_where_it_was(taken: int, num_workers: int) -> None:
+    loader = _stateful(num_workers=num_workers)
+    epochs: list[list[list[int]]] = [_lists(loader)]
+    state: Any = None
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        seen.append(batch.tolist())
+        if number == taken:
+            state = pickle.loads(pickle.dumps(loader.state_dict()))
+    epochs += [seen, _lists(loader)]
+    resumed = _stateful(num_workers=num_workers)
+    resumed.load_state_dict(state)
+    # At its last batch an epoch is over: what follows is the next one.
+    expected = epochs[1][taken:] or epochs[2]
+    assert _lists(resumed) == expected
+    assert resumed.iteration == (2 if taken < 10 else 3)
+    if taken < 10:
+        assert _lists(resumed) == epochs[2]
+
+
+def test_what_reads_is_torchdata() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    assert isinstance(_stateful().base_dataloader, StatefulDataLoader)
+    plain = prepare_data_loader(DataLoader(range(4)))
+    assert plain.base_dataloader is plain
+    assert not hasattr(plain, "state_dict")
+    with pytest.raises(AttributeError, match="state_dict needs DataLoaderConfiguration"):
+        _ = plain.load_state_dict
+
+
+def test_without_torchdata_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "torchdata", raising=False)
+    with pytest.raises(ImportError, match="pip install torchdata"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+
+
+def _resume_on_ranks(dispatch: bool) -> tuple[list[list[int]], list[list[int]]]:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+
+    def prepared() -> PreparedLoader:
+        return accelerator.prepare(DataLoader(range(20), batch_size=2, shuffle=True))
+
+    loader = prepared()
+    seen, state = [], None
+    for number, batch in enumerate(loader, 1):
+        seen.append(batch.tolist())
+        if number == 2:
+            state = loader.state_dict()
+    resumed = prepared()
+    resumed.load_state_dict(state)
+    return seen[2:], _lists(resumed)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_ranks_go_on_where_they_were(dispatch: bool) -> None:
+    for expected, resumed in ranks.run(_resume_on_ranks, 2, dispatch):
+        assert resumed == expected
+        assert len(expected) == 3
