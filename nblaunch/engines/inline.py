@@ -6,7 +6,7 @@ their ordinary way, and breakpoints work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch import context, env
@@ -14,17 +14,32 @@ from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.engines.base import Call
+from nblaunch.events import Event
 from nblaunch.topology import Topology
 
 
-def run_inline(call: Call, topology: Topology, backend: Backend, defaults: Mapping[str, Any]) -> Any:
-    """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards."""
+def run_inline(
+    call: Call,
+    topology: Topology,
+    backend: Backend,
+    defaults: Mapping[str, Any],
+    emit: Callable[[Event], None],
+) -> Any:
+    """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards.
+
+    Args:
+        call: the function and its arguments.
+        topology: of the lone rank.
+        backend: the device family that it computes on.
+        defaults: as in :class:`nblaunch.context.WorkerContext`.
+        emit: gets the events of the function, as metrics, in the thread that emits them.
+    """
     function, args = call
     before = context.take()
     was_in_group = process_group.is_joined()
     with env.patched(topology.to_env() | backend.worker_env(topology)):
         context.install(
-            WorkerContext(topology=topology, backend=backend, defaults=defaults, is_launched=True)
+            WorkerContext(topology=topology, backend=backend, emit=emit, defaults=defaults, is_launched=True)
         )
         try:
             return function(*args)

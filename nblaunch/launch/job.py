@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nblaunch import engines
 from nblaunch.engines.inline import run_inline
@@ -17,6 +17,7 @@ from nblaunch.launch import weights
 from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.failure import failure_of
 from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.metrics import frame_of, row_of
 from nblaunch.launch.preflight import LaunchPlan
 from nblaunch.launch.rendering import hide_launcher
 from nblaunch.launch.rendezvous import RendezvousHost
@@ -27,6 +28,9 @@ from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 from nblaunch.wire.outbox import Outcome
 from nblaunch.worker.failure import without_own_frames
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Listener(Protocol):
@@ -126,6 +130,17 @@ class Job:
         if not 0 <= rank < self.num_processes:
             raise ValueError(f"rank={rank} is not one of this job's ranks (0 to {self.num_processes - 1})")
         return read_log(self._log.log_path(rank, self.attempt if attempt is None else attempt))
+
+    def metrics_frame(self) -> pandas.DataFrame:
+        """What ``accelerator.log`` has logged by now, as a table: one row per step, one column per value.
+
+        ``job.metrics`` is the same as a list, one dict per call, with ``step``, ``time_s`` (wall clock), ``rank`` and
+        ``attempt``. Both can be looked at while the job runs: ``job.metrics_frame()["loss"].plot()``.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return frame_of(list(self.metrics))
 
     def weights(self) -> dict[int, dict[str, Any]]:
         """Position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
@@ -239,7 +254,7 @@ class Job:
             rendezvous.host()
             topology = Topology(master_addr=self.spec.master_addr, master_port=rendezvous.port)
             call = (self.spec.function, self.spec.args)
-            self._values[0] = run_inline(call, topology, self.plan.backend, self.spec.defaults)
+            self._values[0] = run_inline(call, topology, self.plan.backend, self.spec.defaults, self._tell)
         finally:
             rendezvous.close()
         self._conclude("done")
@@ -329,7 +344,7 @@ class Job:
             self._status = "running"
             self._has_started.set()
         elif isinstance(event, Metric):
-            self.metrics.append({"rank": event.rank, "step": event.step, **event.values})
+            self.metrics.append(row_of(event, self.attempt))
         for listener in self._listeners:
             listener.on_event(event)
 
