@@ -7,8 +7,9 @@
 * interrupt: at a random time while workers compute, sleep, print or wait. The cell should raise KeyboardInterrupt, the
   next launch in the same kernel should work, and no process may be left.
 
-Peers get easier terms: an error counts where its message stands anywhere in what the cell shows, and each interrupt has
-a kernel of its own, since one that does not come back would end the series.
+Peers get easier terms: an error counts where its message stands anywhere in what the cell shows, any error will do for
+an interrupt, and each has a port and each interrupt a kernel of its own, since one that does not come back would end
+the series.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _interrupt(launcher: str, started: Kernel) -> tuple[bool, int]:
         started.interrupt()
         if not _wait(cell, _PEER_TIMEOUT_S):
             return False, 0
-        was_interrupted = cell.error is not None and cell.error.name == "KeyboardInterrupt"
+        name_shown = cell.error.name if cell.error is not None else ""
+        was_interrupted = name_shown == "KeyboardInterrupt" if launcher == "nblaunch" else bool(name_shown)
         again = started.submit(_CELL.format(launcher=launcher, name="quick", folder=folder))
         is_good = _wait(again, _PEER_TIMEOUT_S) and again.error is None
         num_ran = len(list(Path(folder).glob("quick-rank*")))
