@@ -10,6 +10,7 @@
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
     ├── CheckpointError       a checkpoint can't be written, or one that was read is damaged or does not fit
+    ├── DistributedOperationException   ranks called a collective with tensors that don't go together; names each rank's
     └── RemoteTraceback       never raised alone: the ``__cause__`` that shows where in a worker an error arose
 
 A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
@@ -89,6 +90,10 @@ class JobCancelled(NblaunchError):
 
 class CheckpointError(NblaunchError, RuntimeError):
     """A checkpoint could not be written, or one that was read is damaged or does not fit; says what and where."""
+
+
+class DistributedOperationException(NblaunchError, ValueError):
+    """Ranks called a collective with tensors that don't go together; names each rank's."""
 
 
 class RemoteTraceback(NblaunchError):

@@ -21,6 +21,7 @@ from nblaunch.events import WorkerState
 from nblaunch.training import profiling, settings, strategies
 from nblaunch.training.checkpoint import Checkpointing
 from nblaunch.training.checkpointer import Checkpointer
+from nblaunch.training.data_settings import DataSettings
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.gradients import GradientControl
 from nblaunch.training.loader import PreparedLoader
@@ -52,7 +53,7 @@ from nblaunch.training.tracking import TrackerHub, Tracking
 T = TypeVar("T")
 
 
-class Accelerator(ProcessControl, GradientControl, GatherControl, Checkpointing, Tracking):
+class Accelerator(ProcessControl, GradientControl, GatherControl, DataSettings, Checkpointing, Tracking):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
     Args:
@@ -122,7 +123,7 @@ class Accelerator(ProcessControl, GradientControl, GatherControl, Checkpointing,
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
         self._precision = settings.precision_of(self._session, mixed_precision, handlers)
         self._session.gradients.configure(accumulation)
-        self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin)
+        self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
         self._strategy = strategies.choose(self._member, handlers.get(DistributedDataParallelKwargs))
         self._preparer = Preparer(
@@ -184,16 +185,6 @@ class Accelerator(ProcessControl, GradientControl, GatherControl, Checkpointing,
     def gradient_state(self) -> GradientState:
         """Gradient accumulation and the loader being read, as a ``GradientState``."""
         return GradientState()
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all ranks together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the tail of an epoch is completed so that all ranks get equally many batches."""
-        return self.dataloader_config.even_batches
 
     @property
     def _models(self) -> list[torch.nn.Module]:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nblaunch import env
+from nblaunch.errors import DistributedOperationException
 from nblaunch.training import nested
 from nblaunch.training.options import check_choice
 from nblaunch.training.process import is_distributed, waiting
@@ -50,7 +52,8 @@ def gather(data: Any) -> Any:
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: shapes or types differ from rank to rank; on every rank, naming all (gloo only).
+        DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
+            and everywhere with ``ACCELERATE_DEBUG_MODE``).
     """
     if world_size() == 1:
         return data
@@ -72,7 +75,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     return _each_tensor("broadcast", lambda tensor: _broadcast_tensor(tensor, from_process), data)
 
 
-def reduce(data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def reduce(data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine every tensor of ``data`` over ranks, elementwise; the argument is not changed.
 
     Args:
@@ -134,6 +137,9 @@ def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    if env.read("ACCELERATE_DEBUG_MODE"):
+        _compare(operation, data)
+
     def checked(leaf: Any) -> torch.Tensor:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
@@ -145,10 +151,31 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
     return nested.map_leaves(checked, data)
 
 
+def _compare(operation: str, data: Any) -> None:
+    """Debug mode: raise on every rank where ``data`` as a whole is not alike, before anything is sent.
+
+    For padding, sizes may differ, but neither types nor the number of dimensions.
+    """
+    is_size_free = operation == "pad_across_processes"
+
+    def describe(leaf: Any) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf).__name__
+        return f"{leaf.ndim} dimensions {leaf.dtype}" if is_size_free else f"{list(leaf.shape)} {leaf.dtype}"
+
+    mine = repr(nested.map_leaves(describe, data)).replace("'", "")
+    found = gather_object([mine])
+    if len(set(found)) > 1:
+        listing = "".join(f"\n  rank {rank}: {one}" for rank, one in enumerate(found))
+        raise DistributedOperationException(
+            f"{operation} was called with tensors that don't go together on all ranks:{listing}"
+        )
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat bytes, not copied unless the process group needs it elsewhere."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.to(_transport_device(tensor.device))
+    # Moved first: a device need not be able to look at its memory as bytes.
+    return tensor.detach().to(_transport_device(tensor.device)).reshape(-1).view(torch.uint8)
 
 
 def _transport_device(device: torch.device) -> torch.device:
@@ -172,7 +199,7 @@ def _check_alike(operation: str, tensor: torch.Tensor) -> None:
         f"rank {rank}: {list(sizes[:ndim])} {_DTYPES[dtype]}"
         for rank, (dtype, ndim, *sizes) in enumerate(headers.tolist())
     )
-    raise ValueError(
+    raise DistributedOperationException(
         f"{operation} needs tensors of the same shape and type on all ranks, but found {found}. "
         "Use pad_across_processes before, or even_batches=True for loaders."
     )
@@ -192,7 +219,7 @@ def _gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     _check_alike("gather", rows)
     received = _all_gather_bytes(rows)
     shape = (rows.shape[0] * world_size(), *rows.shape[1:])
-    return received.to(tensor.device).view(tensor.dtype).reshape(shape)
+    return received.view(tensor.dtype).reshape(shape).to(tensor.device)
 
 
 def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
@@ -209,7 +236,7 @@ def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
         sent.data_ptr() != tensor.data_ptr()
     ):  # a copy was sent: the tensor is not contiguous, or on another device
         with torch.no_grad():
-            tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
+            tensor.copy_(sent.view(tensor.dtype).reshape(tensor.shape))
     return tensor
 
 

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nblaunch import backends, context
+from nblaunch import backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
 from nblaunch.training import sharding
+from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire import stopping
 from nblaunch.wire.board import Slot
 
@@ -45,12 +46,12 @@ class Member:
     slot: Slot
 
 
-def join(cpu: bool = False, timeout_s: float | None = None) -> Member:
+def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Member:
     """Take this process's place: choose its device and join the process group, unless that was done already.
 
     Args:
         cpu: compute on the CPU even where the context has another backend.
-        timeout_s: how long a collective may wait; None: torch's default.
+        init: how to join the process group.
 
     Raises:
         RuntimeError: the environment speaks of several processes but not of where they meet.
@@ -58,8 +59,24 @@ def join(cpu: bool = False, timeout_s: float | None = None) -> Member:
     ctx = context.current()
     backend = backends.choose("cpu") if cpu else ctx.backend
     device = backend.device(ctx.topology)
-    backend.join(ctx.topology, device, timeout_s)
+    init = init or InitProcessGroupKwargs()
+    if init.backend is not None or init.init_method is not None:
+        _join_by_hand(ctx.topology, backend, init)
+    backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
     return Member(_agreed_topology(ctx.topology), backend, device, ctx.slot)
+
+
+def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKwargs) -> None:
+    """Join a group of the kind, or at the place, that the user names; a lone process needs none."""
+    if is_distributed() or topology.world_size == 1:
+        return
+    dist.init_process_group(
+        init.backend or backend.process_group,
+        init_method=init.init_method,
+        timeout=init.timeout,
+        rank=topology.rank,
+        world_size=topology.world_size,
+    )
 
 
 def is_distributed() -> bool:
@@ -170,6 +187,25 @@ class ProcessControl(ABC):
     def backend(self) -> str | None:
         """Name of the process group's backend, as ``"gloo"``; None for a lone process without a group."""
         return str(dist.get_backend()) if is_distributed() else None
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives compare shapes over ranks (``ACCELERATE_DEBUG_MODE``)."""
+        return bool(env.read("ACCELERATE_DEBUG_MODE"))
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether ``notebook_launcher`` started this process."""
+        return context.is_worker()
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that this process computes on, without a number."""
+        return torch.device(self._member.device.type)
+
+    def set_device(self) -> None:
+        """Make :attr:`device` the current one again, where the script chose another."""
+        self._member.backend.device(self._member.topology)
 
     # --- waiting and taking turns --------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if context.is_worker():  # in the kernel, seeding a device would take it
+        context.current().backend.seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
     return seed
@@ -45,6 +47,12 @@ def untouched(is_wanted: bool = True) -> Iterator[None]:
     yield
     if state is not None:
         torch.set_rng_state(state)
+
+
+def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
+    """:func:`synchronize_rng_state` for each of ``rng_types``."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
 
 
 def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = None) -> None:

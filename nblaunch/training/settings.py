@@ -97,7 +97,9 @@ def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> 
     return config
 
 
-def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+def dynamo(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
+) -> TorchDynamoPlugin:
     """How models are compiled, from the two arguments that may say so, else from the environment.
 
     Raises:
@@ -107,6 +109,7 @@ def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
         raise ValueError(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
         )
+    plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
     if plugin is not None:
         return plugin
     return TorchDynamoPlugin(

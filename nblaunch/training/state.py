@@ -18,7 +18,7 @@ from nblaunch import context
 from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.losses import LossReport
-from nblaunch.training.options import InitProcessGroupKwargs
+from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
 from nblaunch.training.passes import PassStack
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, ProcessControl
@@ -50,6 +50,7 @@ class Session:
         models: prepared models, to tell training from evaluating.
         precision: of the first Accelerator; None before there is one.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
+        attributes: what people set on ``PartialState()`` and the other views, by class.
     """
 
     member: Member
@@ -59,6 +60,13 @@ class Session:
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     is_resuming: bool = False
+    attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (
+            open_session,
+            (),
+        )  # what is pickled with it takes part in the job of the process that it arrives in
 
     def take_resuming(self) -> bool:
         """Whether the middle of an epoch was loaded that now begins to be read; True once."""
@@ -78,11 +86,12 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
         ValueError: ``cpu`` was asked for, but the process computes on another device already.
     """
     ctx = context.current()
-    timeout = init.timeout if init is not None else None
-    if timeout is not None and process.is_distributed():
-        advice.warn(f"timeout={timeout} has no effect: this process has joined its process group already")
+    init = init or InitProcessGroupKwargs()
+    if process.is_distributed() and init.to_kwargs():
+        given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
+        advice.warn(f"{given} has no effect: this process has joined its process group already")
     if ctx.training is None:
-        member = process.join(cpu, timeout.total_seconds() if timeout is not None else None)
+        member = process.join(cpu, init)
         ctx.training = Session(member, GradientSync(), PassStack(member.slot), LossReport(member.slot))
     session: Session = ctx.training
     if cpu and session.member.device.type != "cpu":
@@ -93,10 +102,6 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     return session
 
 
-def _has_session() -> bool:
-    return context.current().training is not None
-
-
 def label(member: Member) -> DistributedType:
     """The ``DistributedType`` of a job."""
     if member.topology.world_size == 1:
@@ -105,19 +110,76 @@ def label(member: Member) -> DistributedType:
     return labels.get(member.device.type, DistributedType.MULTI_CPU)
 
 
-class PartialState(ProcessControl):
+class _SharedState:
+    """``View._shared_state``: what all instances of a view share; empty where the process has no such state (yet)."""
+
+    def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
+        session = context.current().training
+        return {} if session is None else session.attributes.get(cls, {})
+
+
+def _live(cls: type[View]) -> Session:
+    """The session, where the process still has the state that ``cls`` shows; AttributeError where it was reset."""
+    session: Session | None = context.current().training
+    if session is None or cls not in session.attributes:
+        name = cls.__name__
+        raise AttributeError(
+            f"this {name} is of no use any more: {name}._reset_state() was called, and no Accelerator or {name} was "
+            "built since"
+        )
+    return session
+
+
+class View:
+    """A way to look at the session. Attributes that people set on one instance are seen on all of its class."""
+
+    _shared_state = _SharedState()
+
+    def _share(self, session: Session) -> None:
+        session.attributes.setdefault(type(self), {"initialized": True})
+
+    @property
+    def _session(self) -> Session:
+        return _live(type(self))
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the process has this state."""
+        return bool(type(self)._shared_state)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        attributes = _live(type(self)).attributes[type(self)]
+        if name not in attributes:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return attributes[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        declared = getattr(type(self), name, None)
+        if isinstance(declared, property) and declared.fset is not None:
+            declared.fset(self, value)
+        else:
+            self._session.attributes[type(self)][name] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # where it arrives, it shows the process that it arrives in
+
+
+class PartialState(View, ProcessControl):
     """The place of this process in its job, without an Accelerator.
 
     Args:
         cpu: compute on the CPU.
-        timeout: how long a collective may wait, as :class:`datetime.timedelta`; None: torch's default.
+        **kwargs: ``backend``, ``init_method`` and ``timeout`` of :class:`InitProcessGroupKwargs`.
 
     Raises:
         ValueError: ``cpu=True`` where the process computes on another device already.
+        TypeError: an unknown argument.
     """
 
-    def __init__(self, cpu: bool = False, *, timeout: Any = None) -> None:
-        self._session = open_session(cpu, InitProcessGroupKwargs(timeout=timeout))
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self._share(open_session(cpu, InitProcessGroupKwargs(**kwargs)))
 
     @property
     def _member(self) -> Member:
@@ -127,11 +189,6 @@ class PartialState(ProcessControl):
     def distributed_type(self) -> DistributedType:
         """A label for people."""
         return label(self._member)
-
-    @property
-    def initialized(self) -> bool:
-        """True: a state that exists has joined its job."""
-        return True
 
     @staticmethod
     def _reset_state() -> None:
@@ -147,7 +204,7 @@ class PartialState(ProcessControl):
         )
 
 
-class AcceleratorState(ProcessControl):
+class AcceleratorState(View, ProcessControl):
     """What the Accelerator of this process decided.
 
     Args:
@@ -158,7 +215,7 @@ class AcceleratorState(ProcessControl):
     """
 
     def __init__(self, mixed_precision: str | None = None) -> None:
-        session = context.current().training if _has_session() else None
+        session: Session | None = context.current().training
         if session is None or session.precision is None:
             raise ValueError("AcceleratorState() needs an Accelerator; build `Accelerator()` first")
         if mixed_precision is not None and mixed_precision != session.precision.name:
@@ -166,7 +223,7 @@ class AcceleratorState(ProcessControl):
                 f"mixed_precision={mixed_precision!r}, but the Accelerator of this process was built with "
                 f"mixed_precision={session.precision.name!r}"
             )
-        self._session: Session = session
+        self._share(session)
 
     @property
     def _member(self) -> Member:
@@ -180,36 +237,55 @@ class AcceleratorState(ProcessControl):
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"`` or ``"bf16"``."""
-        assert self._session.precision is not None
-        return self._session.precision.name
-
-    @property
-    def initialized(self) -> bool:
-        """True: a state that exists has an Accelerator."""
-        return True
+        precision = self._session.precision
+        if precision is None:
+            raise AttributeError(
+                "AcceleratorState._reset_state() was called, and no Accelerator was built since"
+            )
+        return precision.name
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
+        session: Session | None = context.current().training
+        if session is not None:
+            session.precision = None
+            session.attributes.pop(AcceleratorState, None)
         if reset_partial_state:
             PartialState._reset_state()
-        elif _has_session():
-            context.current().training.precision = None
 
     def __repr__(self) -> str:
         return f"{PartialState()!r}Mixed precision type: {self.mixed_precision}\n"
 
 
-class GradientState:
-    """Gradient accumulation and the loader being read, as users look at them."""
+class GradientState(View):
+    """Gradient accumulation and the loader being read, as users look at them.
+
+    Args:
+        gradient_accumulation_plugin: new settings for gradient accumulation; None: they stay as they are.
+    """
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        session = open_session()
+        self._share(session)
+        if gradient_accumulation_plugin is not None:
+            session.gradients.configure(gradient_accumulation_plugin)
 
     @property
     def _gradients(self) -> GradientSync:
-        return open_session().gradients
+        return self._session.gradients
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-step ends in an optimizer step."""
         return self._gradients.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self._gradients.sync_gradients = sync_gradients
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """As trainers of other libraries call it, that count micro-steps by themselves."""
+        self._gradients.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
@@ -235,6 +311,7 @@ class GradientState:
             "adjust_scheduler": plugin.adjust_scheduler,
             "sync_with_dataloader": plugin.sync_with_dataloader,
             "sync_each_batch": plugin.sync_each_batch,
+            "average_tail": plugin.average_tail,
         }
 
     @property
@@ -264,5 +341,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        if _has_session():
-            context.current().training.gradients = GradientSync()
+        session: Session | None = context.current().training
+        if session is not None:
+            session.gradients = GradientSync()
+            session.attributes.pop(GradientState, None)

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.training.settings import REFUSED_ARGUMENTS
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -27,6 +26,7 @@ from nblaunch.training.options import (
     InitProcessGroupKwargs,
 )
 from nblaunch.training.precision import Fp16Precision
+from nblaunch.training.settings import REFUSED_ARGUMENTS
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 

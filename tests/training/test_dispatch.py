@@ -217,5 +217,5 @@ def _break_and_go_on() -> tuple[list[list[int]], list[list[int]]]:
 
 def test_an_epoch_may_be_left_and_others_begun() -> None:
     zero, one = ranks.run(_break_and_go_on, 2)
-    assert sorted(sum(zero[0] + one[0], [])) == list(range(8))
+    assert sorted(index for batch in zero[0] + one[0] for index in batch) == list(range(8))
     assert len(zero[1]) == len(one[1]) == 1

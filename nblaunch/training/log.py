@@ -1,0 +1,99 @@
+"""Logging from several processes: once instead of N times, or in the order of ranks, always with the rank."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from nblaunch import context, env
+from nblaunch.training.state import PartialState
+
+_INTERNAL_FILES = {__file__, logging.__file__, functools.__file__}
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):
+    """A logger for a process among others.
+
+    All its methods take two more arguments:
+
+    * ``main_process_only`` (default True): only the main process logs.
+    * ``in_order`` (default False): all processes log, one after the other; all of them must make the call.
+    """
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log ``msg % args``, in the processes that were asked for.
+
+        Raises:
+            RuntimeError: this process does not know its place yet: there is no Accelerator or PartialState.
+        """
+        if context.current().training is None:
+            raise RuntimeError(
+                "a logger from get_logger needs to know the rank of this process; build `Accelerator()` or "
+                "`PartialState()` before the first message"
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        state = PartialState()
+        record = self._record(state.process_index, level, msg, args, kwargs)
+        if in_order:
+            for rank in range(state.num_processes):
+                if rank == state.process_index:
+                    self.logger.handle(record)
+                state.wait_for_everyone()
+        elif state.is_main_process or not main_process_only:
+            self.logger.handle(record)
+
+    def _record(
+        self, rank: int, level: int, msg: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> logging.LogRecord:
+        """What logging would make, with the place of the caller: how logging counts frames is not the same everywhere."""
+        caller = _caller(options.get("stacklevel", 1))
+        error = options.get("exc_info")
+        if isinstance(error, BaseException):
+            error = (type(error), error, error.__traceback__)
+        elif error and not isinstance(error, tuple):
+            error = sys.exc_info()
+        stack = "".join(traceback.format_stack(caller)).rstrip() if options.get("stack_info") else None
+        code = caller.f_code
+        extra = {**(self.extra or {}), **(options.get("extra") or {})}
+        return self.logger.makeRecord(
+            self.logger.name, level, code.co_filename, caller.f_lineno, f"[RANK {rank}] {msg}", args, error or None,
+            code.co_name, extra, stack,
+        )  # fmt: skip
+
+    @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """As ``warning``, but only at the first call with the same arguments."""
+        self.warning(*args, **kwargs)
+
+
+def _caller(stacklevel: int) -> FrameType:
+    """The frame that called a method of the adapter, or one further out."""
+    frame = sys._getframe()
+    while frame.f_code.co_filename in _INTERNAL_FILES and frame.f_back is not None:
+        frame = frame.f_back
+    for _ in range(stacklevel - 1):
+        frame = frame.f_back or frame
+    return frame
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """A logger that knows about ranks.
+
+    Args:
+        name: as for :func:`logging.getLogger`, usually ``__name__``.
+        log_level: as ``"INFO"``; None: the variable ``ACCELERATE_LOG_LEVEL``, else logging's own.
+    """
+    logger = logging.getLogger(name)
+    level = log_level or env.read("ACCELERATE_LOG_LEVEL")
+    if level:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

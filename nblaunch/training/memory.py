@@ -1,0 +1,110 @@
+"""Memory of a device: giving it back, and finding the largest batch that fits."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nblaunch import context
+
+# How devices' allocators say that memory ran out, where the type of the error does not tell.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's answer to batches that are too large for its workspace
+    "DefaultCPUAllocator: can't allocate memory",
+    "not enough memory: you tried to allocate",
+    "RESOURCE_EXHAUSTED",
+)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give memory back: ``a, b = release_memory(a, b)``.
+
+    Returns:
+        One None per argument, to drop the caller's references.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give cached device memory back; with ``garbage_collection`` also what only cycles of references hold."""
+    if garbage_collection:
+        gc.collect()
+    context.current().backend.empty_cache()
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether ``exception`` says that a device, or the host, ran out of memory."""
+    if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorator: call ``function(batch_size, ...)`` again with smaller sizes until memory suffices.
+
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size, model):
+            ...
+
+        train(model)
+
+    Args:
+        function: takes the batch size as its first argument, which callers leave out.
+        starting_batch_size: the first try.
+        reduce_batch_size_fn: returns the next one to try; None: 9 tenths of the one before.
+
+    Raises:
+        TypeError: when it is called: the caller passes the batch size, or the function takes none.
+        RuntimeError: when it is called: not even one sample fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_call(function, args)
+        batch_size = starting_batch_size
+        clear_device_cache(garbage_collection=True)
+        while batch_size > 0:
+            try:
+                return function(batch_size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+            # Outside of the handler: the error's traceback holds what did not fit.
+            clear_device_cache(garbage_collection=True)
+            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else int(batch_size * 0.9)
+        raise RuntimeError(f"{function.__name__} runs out of memory at every batch size down to 1")
+
+    return call
+
+
+def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if not names:
+        raise TypeError(f"{function.__name__} takes no batch size as its first argument")
+    if len(args) >= len(names):
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in zip(names[1:], args[1:], strict=False))
+        raise TypeError(
+            f"{function.__name__} gets its batch size from find_executable_batch_size; "
+            f"leave it out: {function.__name__}({given})"
+        )

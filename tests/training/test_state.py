@@ -1,0 +1,349 @@
+"""Views on the state of a process, loggers, settings from the environment, debug mode, and what is pickled."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import Accelerator, context
+from nblaunch.errors import DistributedOperationException
+from nblaunch.training.environment import clear_environment, patch_environment, purge_accelerate_environment
+from nblaunch.training.log import get_logger
+from nblaunch.training.memory import find_executable_batch_size, release_memory
+from nblaunch.training.options import GradientAccumulationPlugin
+from nblaunch.training.rng import synchronize_rng_states
+from nblaunch.training.state import AcceleratorState, GradientState, PartialState
+from tests.training import ranks
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_set_on_a_view_is_seen_on_all() -> None:
+    assert PartialState._shared_state == {}
+    first, second = PartialState(), PartialState()
+    first.colour = "red"
+    assert second.colour == "red"
+    assert pickle.loads(pickle.dumps(first)).colour == "red"
+    assert PartialState._shared_state != {}
+    with pytest.raises(AttributeError, match="'PartialState' object has no attribute 'shape'"):
+        _ = second.shape
+    assert not hasattr(GradientState(), "colour")
+
+
+def test_a_view_that_was_reset_says_so() -> None:
+    accelerator = Accelerator()
+    partial, state, gradients = PartialState(), accelerator.state, GradientState()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == AcceleratorState._shared_state == GradientState._shared_state == {}
+    for view, name in ((partial, "device"), (state, "mixed_precision"), (gradients, "sync_gradients")):
+        with pytest.raises(AttributeError, match=rf"{type(view).__name__}._reset_state\(\) was called"):
+            getattr(view, name)
+    assert not partial.initialized
+    assert PartialState().device == torch.device("cpu")
+    assert partial.device == torch.device("cpu")
+
+
+def test_gradient_state_can_be_set_and_reset() -> None:
+    accelerator = Accelerator()
+    state = GradientState(GradientAccumulationPlugin(3))
+    assert accelerator.gradient_accumulation_steps == 3
+    state._set_sync_gradients(False)
+    assert not accelerator.sync_gradients
+    state.sync_gradients = True
+    assert accelerator.sync_gradients
+    GradientState._reset_state()
+    assert GradientState._shared_state == {}
+    assert GradientState().num_steps == 1
+
+
+def test_more_of_a_process() -> None:
+    state = PartialState()
+    assert (state.debug, state.fork_launched, state.default_device) == (False, False, torch.device("cpu"))
+    state.set_device()
+    with pytest.raises(TypeError, match="colour"):
+        PartialState(colour="red")
+
+
+def test_settings_of_loaders_are_shown() -> None:
+    accelerator = Accelerator()
+    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+    assert [getattr(accelerator, name) for name in names] == [False, None, True, False, False]
+    assert not accelerator.use_stateful_dataloader
+    accelerator.even_batches = False
+    assert not accelerator.even_batches
+    assert not accelerator._preparer.data.even_batches
+
+
+def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, optimizer, loader)
+    for _ in prepared[2]:
+        copy = pickle.loads(pickle.dumps((accelerator, *prepared)))
+    other, model, optimizer, loader = copy
+    assert other.gradient_accumulation_steps == 2
+    assert other._session is accelerator._session
+    assert len(list(loader)) == 4
+    model(torch.ones(1, 1)).backward()
+    optimizer.step()
+    accelerator.sync_gradients = False
+    before = model.weight.clone()
+    optimizer.step()
+    assert torch.equal(before, model.weight), "it still knows the window of its process"
+
+
+def test_nothing_keeps_what_the_user_drops() -> None:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    for _ in loader:
+        break
+    gone = [weakref.ref(loader), weakref.ref(accelerator)]
+    gc.collect()
+    gc.disable()
+    try:
+        del loader, accelerator
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+# --- settings from the environment -----------------------------------------------------------------------------------
+
+
+def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert Accelerator().gradient_accumulation_steps == 4
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='four' is not a valid int"):
+        Accelerator()
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "on")
+    assert PartialState().debug
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "maybe")
+    with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE='maybe' is not a valid flag"):
+        _ = PartialState().debug
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
+    context.reset()
+    assert PartialState().device == torch.device("cpu")
+
+
+def test_variables_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_NAME", "before")
+    monkeypatch.delenv("OTHER_NAME", raising=False)
+    with patch_environment(some_name=1, OTHER_NAME="x"):
+        assert (os.environ["SOME_NAME"], os.environ["OTHER_NAME"]) == ("1", "x")
+    with pytest.raises(KeyError), patch_environment(some_name=2):
+        _ = os.environ["OTHER_NAME"]
+    assert os.environ["SOME_NAME"] == "before"
+    assert "OTHER_NAME" not in os.environ
+    with clear_environment():
+        assert not os.environ
+        os.environ["OTHER_NAME"] = "x"
+    assert os.environ["SOME_NAME"] == "before"
+    assert "OTHER_NAME" not in os.environ
+
+
+def test_tests_can_be_kept_from_leaving_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_OLD", "before")
+
+    class Base:
+        def test_inherited(self) -> None:
+            os.environ["ACCELERATE_NEW"] = "x"
+
+    @purge_accelerate_environment
+    class Tests(Base):
+        def test_own(self) -> str:
+            os.environ["ACCELERATE_OLD"] = "after"
+            return "answer"
+
+    assert Tests().test_own() == "answer"
+    Tests().test_inherited()
+    assert os.environ["ACCELERATE_OLD"] == "before"
+    assert "ACCELERATE_NEW" not in os.environ
+    purge_accelerate_environment(lambda: os.environ.pop("ACCELERATE_OLD"))()
+    assert os.environ["ACCELERATE_OLD"] == "before"
+
+
+# --- loggers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_logger_needs_a_state() -> None:
+    with pytest.raises(RuntimeError, match="build `Accelerator\\(\\)` or `PartialState\\(\\)` before"):
+        get_logger("tests.early").warning("too early")
+
+
+def test_a_logger_names_rank_and_caller(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState()
+    logger = get_logger("tests.lines")
+
+    def helper() -> None:
+        logger.warning("from %s", "outside", stacklevel=2)
+
+    logger.warning("here")
+    line = logger.process.__code__ is not None and _line() - 1
+    helper()
+    outer = _line() - 1
+    for _ in range(3):
+        logger.warning_once("once")
+    try:
+        raise KeyError("key")
+    except KeyError:
+        logger.exception("failed", extra={"colour": "red"})
+    records = caplog.records
+    assert [record.getMessage() for record in records] == [
+        "[RANK 0] here", "[RANK 0] from outside", "[RANK 0] once", "[RANK 0] failed"
+    ]  # fmt: skip
+    assert {record.filename for record in records} == {"test_state.py"}
+    assert [record.lineno for record in records[:2]] == [line, outer]
+    assert records[3].exc_info[0] is KeyError
+    assert records[3].colour == "red"
+    assert records[0].funcName == "test_a_logger_names_rank_and_caller"
+
+
+def _line() -> int:
+    import sys
+
+    return sys._getframe(1).f_lineno
+
+
+@pytest.fixture
+def root_level() -> Any:
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_level")
+def test_a_level_from_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_logger("tests.level", "debug").isEnabledFor(logging.DEBUG)
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "ERROR")
+    assert not get_logger("tests.level").isEnabledFor(logging.WARNING)
+
+
+def _log(path: str) -> None:
+    state = PartialState()
+    handler = logging.FileHandler(path)
+    logger = get_logger("tests.ranks")
+    logger.logger.addHandler(handler)
+    logger.warning("main")
+    state.wait_for_everyone()
+    logger.warning("ordered", in_order=True)
+    logger.warning("all", main_process_only=False)
+    handler.close()
+
+
+def test_who_logs_when(tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    ranks.run(_log, 3, str(path))
+    lines = path.read_text().splitlines()
+    assert lines[0] == "[RANK 0] main"
+    assert [line for line in lines if "ordered" in line] == [f"[RANK {rank}] ordered" for rank in range(3)]
+    assert sorted(line for line in lines if "all" in line) == [f"[RANK {rank}] all" for rank in range(3)]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_shrink_until_they_fit() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int, name: str) -> str:
+        tried.append(batch_size)
+        if batch_size > 70:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return f"{name} {batch_size}"
+
+    assert train("size") == "size 64"
+    assert tried == [100, 90, 81, 72, 64]
+    with pytest.raises(TypeError, match=r"leave it out: train\(name='size'\)"):
+        train(128, "size")
+
+
+def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
+    sizes = iter([2, 1, 0])
+
+    def train(batch_size: int) -> None:
+        raise MemoryError
+
+    with pytest.raises(RuntimeError, match="train runs out of memory at every batch size"):
+        find_executable_batch_size(train, 4, lambda: next(sizes))()
+    with pytest.raises(TypeError, match="takes no batch size"):
+        find_executable_batch_size(lambda: None)()
+
+    def fail(batch_size: int) -> None:
+        raise ValueError("another error")
+
+    with pytest.raises(ValueError, match="another error"):
+        find_executable_batch_size(fail)()
+
+
+def test_released_objects_are_gone() -> None:
+    first, second = torch.ones(1), nn.Linear(1, 1)
+    gone = weakref.ref(second)
+    first, second = release_memory(first, second)
+    assert first is second is gone() is None
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def _mismatch(operation: str) -> tuple[str, str]:
+    os.environ["ACCELERATE_DEBUG_MODE"] = "true"
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    data: Any = {"x": [torch.zeros(2, 1 + rank)]}
+    if operation == "pad_across_processes":
+        data = torch.zeros((2,) * (1 + rank))
+    assert accelerator.gather(torch.ones(1)).tolist() == [1, 1]
+    try:
+        getattr(accelerator, operation)(data)
+    except DistributedOperationException as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast", "pad_across_processes"])
+def test_debug_mode_names_what_each_rank_has(operation: str) -> None:
+    found = {rank: f"{{x: [[2, {rank + 1}] torch.float32]}}" for rank in range(2)}
+    if operation == "pad_across_processes":
+        found = {rank: f"{rank + 1} dimensions torch.float32" for rank in range(2)}
+    for name, message in ranks.run(_mismatch, 2, operation):
+        assert name == "DistributedOperationException"
+        assert message == (
+            f"{operation} was called with tensors that don't go together on all ranks:\n"
+            f"  rank 0: {found[0]}\n  rank 1: {found[1]}"
+        )
+
+
+def _synchronise() -> list[float]:
+    torch.manual_seed(context.current().topology.rank)
+    accelerator = Accelerator()
+    synchronize_rng_states(["torch", "generator"])
+    return [torch.rand(1).item(), accelerator.reduce(torch.ones(1)).item()]
+
+
+def test_ranks_draw_alike_once_synchronised() -> None:
+    zero, one = ranks.run(_synchronise, 2)
+    assert zero == one
+    assert zero[1] == 2
+
+
+def _join_elsewhere(path: str) -> tuple[int, str | None]:
+    state = PartialState(backend="gloo", init_method=f"file://{path}")
+    state.wait_for_everyone()
+    return state.num_processes, state.backend
+
+
+def test_a_group_may_meet_where_the_script_says(tmp_path: Any) -> None:
+    assert ranks.run(_join_elsewhere, 2, str(tmp_path / "meeting")) == [(2, "gloo")] * 2
