@@ -28,6 +28,10 @@ SCHEDULER = "scheduler.bin"
 
 _VERSION = 1
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+# How torch.load says that a file names a class or function that it does not trust.
+_NOT_PLAIN = re.compile(
+    r"Unsupported (global|class)|not an allowed global|Can only (build|create)", re.IGNORECASE
+)
 _MAX_NAMED = 8  # files in one message
 
 
@@ -79,6 +83,7 @@ class Contents:
         schedulers: how many.
         loaders: how many.
         custom: how many registered objects.
+        gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
     """
 
@@ -88,6 +93,7 @@ class Contents:
     schedulers: int = 0
     loaders: int = 0
     custom: int = 0
+    gradient_orders: list[list[int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -185,7 +191,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {path.parent} has no {path.name}") from None
     except Exception as error:
-        if weights_only and "weights_only" in str(error):
+        if weights_only and _NOT_PLAIN.search(str(error)):
             reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
             raise CheckpointError(
                 f"{path} holds more than tensors, numbers, texts and their containers ({reason or error}). If you "

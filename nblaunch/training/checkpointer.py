@@ -28,7 +28,7 @@ from nblaunch.events import Note
 from nblaunch.training import advice, collectives, loader_states, model_files, rng_states, safe_save
 from nblaunch.training import checkpoint_files as files
 from nblaunch.training.checkpoint_files import Contents
-from nblaunch.training.meeting import PATIENCE_S, Meeting
+from nblaunch.training.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.safe_save import Staging
@@ -91,6 +91,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
         self._patience_s = PATIENCE_S
+        self._is_warned = False
 
     def add_hook(
         self, hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]
@@ -186,8 +187,10 @@ class Checkpointer:
             if asynchronous:
                 snapshot.detach()
         except BaseException as error:
+            meeting.post(
+                "verdict", _not_saved(target, 0, error)
+            )  # before the folder goes: others may look for it
             staging.discard()
-            meeting.post("verdict", _not_saved(target, 0, error))
             raise
         if not asynchronous:
             self._write(staging, snapshot, meeting)
@@ -213,6 +216,8 @@ class Checkpointer:
             self._run_save_hooks(folder)
             answer = None, self._random_states()
         except BaseException as error:
+            if meeting.has("verdict"):  # the main process has given up, and the folder is gone
+                raise CheckpointError(meeting.read("verdict")) from error
             meeting.post(f"state/{self._rank}", (f"{type(error).__name__}: {error}", b""))
             raise
         meeting.post(f"state/{self._rank}", answer)
@@ -222,12 +227,13 @@ class Checkpointer:
         states: dict[int, bytes] = {}
         came = meeting.arrivals(self._patience_s)
         if not came and self._world_size > 1:
-            if self._patience_s:
+            if not self._is_warned:
+                self._is_warned = True
                 advice.warn(
                     "save_state was called on the main process alone; the other ranks' random states are not in the "
                     "checkpoint. Call it on all ranks to continue training exactly."
                 )
-            self._patience_s = 0.0
+            self._patience_s = min(self._patience_s, SHORT_PATIENCE_S)
         for rank in came:
             problem, states[rank] = meeting.read(f"state/{rank}")
             meeting.forget(f"state/{rank}")
@@ -246,6 +252,7 @@ class Checkpointer:
             schedulers=len(prepared.schedulers),
             loaders=len(prepared.loaders),
             custom=len(self.custom),
+            gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
         )
         snapshot = Snapshot(contents, weights, {}, safe_serialization)
         for name, parts in self._steppers:
@@ -343,6 +350,9 @@ class Checkpointer:
         self.wait()
         folder = self._agree(lambda: self._find(input_dir))
         contents = self._agree(lambda: self._checked(folder, any_world_size))
+        if contents is not None:
+            for model, order in zip(self.preparer.models, contents.gradient_orders, strict=False):
+                self.preparer.strategy.set_gradient_order(model, order)
         self._load_models(folder, place, strict)
         self._load_objects(folder, contents, reading)
         self._load_random_states(folder, contents, reading)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from nblaunch.training.process import is_distributed, waiting
 
 PATIENCE_S = 5.0
+SHORT_PATIENCE_S = 1.0  # where nobody came the last time
 
 _POLL_S = (0.001, 0.05)  # first and longest pause between two looks at the store
 
@@ -47,6 +48,10 @@ class Meeting:
         """Let all ranks read ``value``, which is pickled, under ``name``."""
         if self._store is not None:
             self._store.set(name, pickle.dumps(value))
+
+    def has(self, name: str) -> bool:
+        """Whether something was posted under ``name``."""
+        return self._store is not None and self._store.check([name])
 
     def read(self, name: str) -> Any:
         """What was posted under ``name``; waits for it, as long as it takes."""

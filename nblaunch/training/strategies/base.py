@@ -22,6 +22,9 @@ class Strategy(ABC):
 
     name: str
 
+    def agree(self, model: torch.nn.Module) -> None:
+        """Make the weights those of rank 0 on every rank, before ``model`` goes to its device; no need if wrap does."""
+
     @abstractmethod
     def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """``model``, which lies on its device, ready for training on this rank; the very same object if that is all."""
@@ -33,6 +36,16 @@ class Strategy(ABC):
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """While it lasts, ranks that are through with their data answer for the others' steps."""
         return nullcontext()
+
+    def gradient_order(self, model: torch.nn.Module) -> list[int]:
+        """In which order gradients are reduced, as positions of parameters; empty where there is no such order, yet.
+
+        Sums of floating-point numbers depend on it, from three ranks on.
+        """
+        return []
+
+    def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
+        """Reduce gradients in the order that :meth:`gradient_order` told in another process, from now on."""
 
 
 def unwrap(model: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.training import advice
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.process import Member, Waiting
+from nblaunch.training.process import Member, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy
 
 _HOOKS: dict[str, Any] = {
@@ -59,12 +60,42 @@ class DdpStrategy(Strategy):
         models = [_own(one) for one in joinables]
         answering = [one for one in models if isinstance(one, Joinable)]
         if not answering:
+            given = ", ".join(type(one).__name__ for one in models) or "nothing"
             advice.warn(
                 "join_uneven_inputs has no effect: none of what it was given communicates, as a model that was "
-                f"prepared for training does. It was given {', '.join(type(one).__name__ for one in models) or 'nothing'}."
+                f"prepared for training does. It was given {given}."
             )
             return nullcontext()
         return Join(answering)
+
+    def gradient_order(self, model: torch.nn.Module) -> list[int]:
+        model = _own(model)
+        if not isinstance(model, DistributedDataParallel):
+            return []
+        assert model.logger is not None  # made by its constructor
+        model.logger.set_runtime_stats_and_log()  # brings what is asked next up to date
+        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+        return [int(position) for position in re.findall(r"\d+", told)]
+
+    def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
+        # DDP lays its buckets out anew after the first backward, in the order in which that made gradients ready. A
+        # backward of zeros in the wanted order has it do so before the first real one.
+        model = _own(model)
+        if not isinstance(model, DistributedDataParallel) or self.gradient_order(model):
+            return
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        is_fixed = model.find_unused_parameters or model.static_graph or model._comm_hooks
+        if is_fixed or sorted(order) != list(range(len(parameters))):
+            return
+        gradients = [parameter.grad for parameter in parameters]
+        with torch.enable_grad():
+            # Autograd runs the node that was made last first.
+            zeros = [parameters[position].sum() * 0 for position in reversed(order)]
+        model.reducer.prepare_for_backward([])
+        with waiting():
+            torch.autograd.backward(zeros)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _register_comm_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

@@ -1,0 +1,693 @@
+"""Checkpoints: training continued is bit for bit the training that went on; what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import (
+    Accelerator,
+    CheckpointError,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    backends,
+    context,
+    set_seed,
+)
+from nblaunch.training import checkpointer, model_files, safe_save
+from tests.training import ranks
+
+ROWS = 44
+
+
+class Counter:
+    """Something of the person's own that a checkpoint has to keep."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.best = np.float64(0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.best = state["steps"], state["best"]
+
+
+def _dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(ROWS, 6, generator=generator)
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin(), torch.arange(ROWS))
+
+
+def _train(
+    folder: str, save_at: int | None, is_resumed: bool, options: dict[str, Any], mixed_precision: str = "no"
+) -> dict[str, Any]:
+    """Three epochs, or what is left of them; what was seen and drawn at every step, and what came of it."""
+    set_seed(99 if is_resumed else 5, device_specific=True)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        mixed_precision=mixed_precision,
+        dataloader_config=DataLoaderConfiguration(**options),
+    )
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=7)
+    wrapped, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, scheduler, DataLoader(_dataset(), batch_size=4, shuffle=True)
+    )
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if is_resumed:
+        random.random(), np.random.rand(), torch.rand(3)
+        accelerator.load_state(folder)
+    first_epoch, seen_batches = divmod(counter.steps, len(loader))
+    steps = []
+    for epoch in range(first_epoch, 3):
+        is_middle = epoch == first_epoch and seen_batches
+        batches = accelerator.skip_first_batches(loader, seen_batches) if is_middle else loader
+        for inputs, targets, index in batches:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward((wrapped(inputs) - targets).pow(2).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            counter.steps += 1
+            steps.append((index.tolist(), random.random(), np.random.rand(), torch.rand(()).item()))
+            if save_at is not None and counter.steps >= save_at and accelerator.sync_gradients:
+                accelerator.save_state(folder)
+                save_at, saved = None, counter.steps
+    return {
+        "steps": steps,
+        "saved": None if is_resumed else saved,
+        "best": type(counter.best),
+        "weights": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("where", ["in the middle of an epoch", "at the end of an epoch"])
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}], ids=["generator", "seedable"])
+def test_training_continues_exactly(
+    tmp_path: Path, world_size: int, where: str, options: dict[str, Any]
+) -> None:
+    per_epoch = -(-ROWS // (4 * world_size))
+    save_at = per_epoch + (2 if where == "in the middle of an epoch" else per_epoch)
+    _compare(tmp_path / "state", world_size, save_at, options)
+
+
+def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:
+    _compare(tmp_path / "state", 2, 8, {}, "bf16")
+
+
+def test_training_continues_exactly_where_one_rank_reads_for_all(tmp_path: Path) -> None:
+    _compare(tmp_path / "state", 2, 8, {"dispatch_batches": True})
+
+
+def _compare(folder: Path, world_size: int, save_at: int, *settings: Any) -> None:
+    whole = ranks.run(_train, world_size, str(folder), save_at, False, *settings)
+    rest = ranks.run(_train, world_size, str(folder), None, True, *settings)
+    for one, other in zip(whole, rest, strict=True):
+        assert 0 < len(other["steps"]) < len(one["steps"])
+        assert one["steps"][one["saved"] :] == other["steps"]
+        assert one["best"] is other["best"] is np.float64
+        for kind in ("weights", "optimizer", "scheduler"):
+            _assert_same(one[kind], other[kind])
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        for a, b in zip(one, other, strict=True):
+            _assert_same(a, b)
+    else:
+        assert one == other
+
+
+def _all_files(folder: str) -> list[str]:
+    accelerator = Accelerator()
+    models = [nn.Linear(1, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    loaders = [DataLoader(range(4)), DataLoader(range(4))]
+    accelerator.prepare(*models, *optimizers, *schedulers, *loaders)
+    accelerator.register_for_checkpointing(Counter(), Counter())
+    return sorted(path.name for path in Path(accelerator.save_state(folder)).iterdir())
+
+
+def test_files_have_the_names_that_people_know(tmp_path: Path) -> None:
+    for found in ranks.run(_all_files, 2, str(tmp_path / "a" / "state")):
+        kinds = ("model.safetensors", "optimizer.bin", "sampler.bin", "scheduler.bin")
+        firsts = [name for kind in kinds for name in (kind, kind.replace(".", "_1."))]
+        assert found == sorted(
+            [
+                *firsts,
+                "custom_checkpoint_0.pkl",
+                "custom_checkpoint_1.pkl",
+                "nblaunch_checkpoint.json",
+                "random_states_0.pkl",
+                "random_states_1.pkl",
+            ]
+        )
+
+
+# --- a lone process --------------------------------------------------------------------------------------------------
+
+
+def _prepared(**arguments: Any) -> tuple[Accelerator, nn.Linear, Any]:
+    accelerator = Accelerator(**arguments)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer
+
+
+def _step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    accelerator.backward(model(torch.randn(4, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_scaler_is_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    # fp16 needs a GPU; its scaler does not.
+    accelerator._session.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accelerator.save_state(tmp_path / "state")
+    accelerator._session.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    accelerator.load_state(tmp_path / "state")
+    assert accelerator._session.precision.scaler.state_dict()["scale"] == 8.0
+    assert (tmp_path / "state" / "scaler.pt").is_file()
+
+
+def test_torch_format(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared()
+    accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    before = _weights(model)
+    _step(accelerator, model, optimizer)
+    accelerator.load_state(tmp_path / "state", map_location="on_device")
+    _assert_same(_weights(model), before)
+    assert (tmp_path / "state" / "pytorch_model.bin").is_file()
+    with pytest.raises(
+        TypeError, match="map_location='gpu' is unknown; valid are None, 'cpu' and 'on_device'"
+    ):
+        accelerator.load_state(tmp_path / "state", map_location="gpu")
+
+
+def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    accelerator, model, optimizer = _prepared()
+    accelerator.register_for_checkpointing(Counter())
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine" / "notes.txt").write_text("keep")
+    accelerator.save_state(folder)
+    _step(accelerator, model, optimizer)
+    accelerator._checkpointer.custom.clear()
+    accelerator.save_state(folder, safe_serialization=False)
+    assert sorted(safe_save.files_below(folder)) == [
+        "mine/notes.txt",
+        "nblaunch_checkpoint.json",
+        "optimizer.bin",
+        "pytorch_model.bin",
+        "random_states_0.pkl",
+    ]
+    assert (folder / "mine" / "notes.txt").read_text() == "keep"
+    accelerator.load_state(folder)
+
+
+def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
+    project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2, iteration=8)
+    accelerator, model, optimizer = _prepared(project_dir=tmp_path, project_config=project)
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path), str(tmp_path))
+    for number in (8, 9, 10):
+        assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        saved = _weights(model)
+        _step(accelerator, model, optimizer)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_10",
+        "checkpoint_9",
+    ]
+    project.iteration = 9
+    with pytest.raises(ValueError, match="checkpoint_9 exists; continue its numbers"):
+        accelerator.save_state()
+    accelerator.load_state()
+    _assert_same(_weights(model), saved)
+    assert accelerator.save_iteration == 11
+    # An older number is not taken for the oldest while it is the newest.
+    project.iteration = 3
+    accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_10",
+        "checkpoint_3",
+    ]
+
+
+def test_projects() -> None:
+    with pytest.raises(ValueError, match="total_limit=0 would keep no checkpoint"):
+        ProjectConfiguration(total_limit=0)
+    with pytest.raises(ValueError, match="iteration=-1 is negative"):
+        ProjectConfiguration(iteration=-1)
+    with pytest.raises(ValueError, match="project_dir='a', but project_config has project_dir='b'"):
+        Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
+    accelerator = Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+    with pytest.raises(ValueError, match="automatic_checkpoint_naming needs a project_dir"):
+        accelerator.save_state()
+    assert ProjectConfiguration("a", logging_dir="logs").logging_dir == "logs"
+    assert Accelerator(project_dir="a").project_configuration.logging_dir == "a"
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="save_state needs an output_dir"):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match="file is a file; a folder is needed"):
+        accelerator.save_state(tmp_path / "file")
+    with pytest.raises(ValueError, match="load_state needs an input_dir"):
+        accelerator.load_state()
+    with pytest.raises(ValueError, match="nothing does not exist"):
+        accelerator.load_state(tmp_path / "nothing")
+
+
+def test_hooks_may_take_models_over(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared()
+    second = accelerator.prepare(nn.Linear(1, 1))
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        assert models == [model, second]
+        folder = Path(output_dir) / "first"
+        folder.mkdir()
+        torch.save(weights.pop(0), folder / "weights.pt")
+
+    def load(models: list[Any], input_dir: str) -> None:
+        models.pop(0).load_state_dict(torch.load(Path(input_dir) / "first" / "weights.pt"))
+
+    handle = accelerator.register_save_state_pre_hook(save)
+    load_handle = accelerator.register_load_state_pre_hook(load)
+    for folder in ("one", "one", "two"):
+        accelerator.save_state(tmp_path / folder)
+    before = _weights(model), _weights(second)
+    _step(accelerator, model, optimizer)
+    with torch.no_grad():
+        second.weight.add_(1)
+    accelerator.load_state(tmp_path / "one")
+    _assert_same((_weights(model), _weights(second)), before)
+    assert not (tmp_path / "one" / "model_1.safetensors").exists()
+    handle.remove()
+    load_handle.remove()
+    # ``two`` has one file of weights, and without the hook two models want theirs.
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator._preparer.models[:] = [second, model]
+    with pytest.raises(
+        CheckpointError, match=r"two has no weights for model 1: there is no model_1\.safetensors"
+    ):
+        accelerator.load_state(tmp_path / "two")
+
+
+def test_a_hook_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared()
+    accelerator.save_state(tmp_path / "state")
+    before = _weights(model)
+    _step(accelerator, model, optimizer)
+
+    def fail(models: Any, weights: Any, output_dir: str) -> None:
+        (Path(output_dir) / "half").write_text("half")
+        raise ZeroDivisionError("of the hook")
+
+    accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="of the hook"):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    _assert_same(_weights(model), before)
+    assert "half" not in str(safe_save.files_below(tmp_path))
+
+
+def test_what_is_registered_is_checked(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match=r"not so argument 1 \(int\), argument 3 \(str\)"):
+        accelerator.register_for_checkpointing(Counter(), 1, Counter(), "x")
+    accelerator.save_state(tmp_path / "state")
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointError, match="state has 0 registered objects, but 1 are registered now"):
+        accelerator.load_state(tmp_path / "state")
+
+
+class Odd(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.path = state["path"]
+
+
+def test_objects_that_would_execute_code_are_loaded_on_request_only(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    odd = Odd()
+    accelerator.register_for_checkpointing(odd)
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(
+        CheckpointError, match=r"custom_checkpoint_0\.pkl holds more than tensors.*weights_only"
+    ):
+        accelerator.load_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
+    assert odd.path == Path("x")
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "sampler.bin"])
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_checkpoint_that_was_cut_short_is_told_before_anything_changes(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    accelerator, model, optimizer = _prepared()
+    accelerator.prepare(DataLoader(range(3)))
+    accelerator.save_state(tmp_path / "state")
+    _step(accelerator, model, optimizer)
+    before = _weights(model)
+    path = tmp_path / "state" / name
+    size = path.stat().st_size
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[: size // 2])
+        expected = f"{name} has {size // 2:,} bytes of {size:,}"
+    else:
+        path.unlink()
+        expected = f"{name} is missing"
+    with pytest.raises(CheckpointError, match=f"checkpoint {tmp_path / 'state'} is damaged: {expected}"):
+        accelerator.load_state(tmp_path / "state")
+    _assert_same(_weights(model), before)
+
+
+def test_damage_that_leaves_the_size_is_told_too(tmp_path: Path) -> None:
+    accelerator, _, _ = _prepared()
+    for name in ("model.safetensors", "optimizer.bin"):
+        accelerator.save_state(tmp_path / "state")
+        path = tmp_path / "state" / name
+        path.write_bytes(b"\xff" * path.stat().st_size)
+        with pytest.raises(CheckpointError, match=rf"{name} can't be read; is it damaged\?"):
+            accelerator.load_state(tmp_path / "state")
+    contents = tmp_path / "state" / "nblaunch_checkpoint.json"
+    text = contents.read_text()
+    contents.write_text(text[:30])
+    with pytest.raises(CheckpointError, match=r"is damaged: nblaunch_checkpoint\.json can't be read"):
+        accelerator.load_state(tmp_path / "state")
+    contents.write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match=r"written by a newer nblaunch \(format 2, known is 1\)"):
+        accelerator.load_state(tmp_path / "state")
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    accelerator, _, _ = _prepared()
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    accelerator.prepare(nn.Linear(3, 5))
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors does not fit the model(.|\n)*size mismatch"
+    ):
+        accelerator.load_state(tmp_path / "state")
+    accelerator.free_memory()
+    accelerator.prepare(*(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)))
+    with pytest.raises(CheckpointError, match="has 1 optimizers, but 2 are prepared"):
+        accelerator.load_state(tmp_path / "state")
+
+
+def _other_size(folder: str) -> tuple[str, list[float]]:
+    accelerator, model, _ = _prepared()
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    accelerator.load_state(folder, any_world_size=True)
+    return str(caught.value), accelerator.unwrap_model(model).weight.flatten().tolist()
+
+
+def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
+    accelerator, model, _ = _prepared()
+    accelerator.save_state(tmp_path / "state")
+    for message, weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
+        assert f"{tmp_path / 'state'} was saved by 1 processes, but this job has 2" in message
+        assert "any_world_size=True" in message
+        assert weights == model.weight.flatten().tolist()
+
+
+def test_a_checkpoint_of_the_reference_is_read_on_trust(tmp_path: Path) -> None:
+    """The same file names, ``module.`` before every weight, no list of contents, random states in its own form."""
+    accelerator, model, _ = _prepared()
+    accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    before = _weights(model)
+    (tmp_path / "state" / "nblaunch_checkpoint.json").unlink()
+    torch.save(
+        {f"module.{name}": value for name, value in before.items()}, tmp_path / "state" / "pytorch_model.bin"
+    )
+    states = {
+        "step": 3,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    torch.save(states, tmp_path / "state" / "random_states_0.pkl")
+    drawn = random.random(), np.random.rand(), torch.rand(()).item()
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
+    assert accelerator.step == 3
+    _assert_same(_weights(model), before)
+
+
+def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
+    accelerator, model, _ = _prepared(gradient_accumulation_steps=3)
+    with accelerator.accumulate(model):
+        pass
+    with pytest.warns(UserWarning, match=r"in the middle of gradient accumulation \(micro-step 1 of 3\)"):
+        accelerator.save_state(tmp_path / "state")
+
+
+# --- saving that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for two thirds of a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=680k", "tmpfs", folder], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"can't mount: {mount.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("safe_serialization", [False, True])
+def test_a_full_disk_leaves_the_old_checkpoint(
+    small_disk: Path, asynchronous: bool, safe_serialization: bool
+) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(
+        nn.Linear(300, 200)
+    )  # 240 kB, of which two do fit beside the small files, not three
+    accelerator.save_state(small_disk / "a", safe_serialization)
+    before = _weights(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    bulk = small_disk / "bulk"
+    bulk.write_bytes(bytes(200_000))
+    reason = (
+        r"checkpoint .*/a was not saved; nothing was changed. Rank 0: .*(No space left|enforce fail|write)"
+    )
+    save = accelerator.save_state if not asynchronous else accelerator.wait_for_checkpoint
+    arguments = (small_disk / "a", safe_serialization)
+    if asynchronous:
+        accelerator.save_state(*arguments, asynchronous=True)
+        arguments = ()
+    with pytest.raises(CheckpointError, match=reason):
+        save(*arguments)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["a", "bulk"]
+    accelerator.load_state(small_disk / "a")
+    _assert_same(_weights(model), before)
+    bulk.unlink()
+    accelerator.save_state(small_disk / "a", safe_serialization)
+
+
+def _fail_on_one_rank(folder: str, culprit: int) -> str:
+    accelerator, _, _ = _prepared()
+    accelerator.save_state(folder)
+
+    def hook(*_: Any) -> None:
+        if accelerator.process_index == culprit:
+            raise OSError("the hook's own")
+
+    accelerator.register_save_state_pre_hook(hook)
+    with pytest.raises((OSError, CheckpointError)) as caught:
+        accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_all_ranks_know_of_a_failure_on_one(tmp_path: Path, culprit: int) -> None:
+    messages = ranks.run(_fail_on_one_rank, 3, str(tmp_path / "state"), culprit)
+    assert messages.pop(culprit) == "OSError: the hook's own"
+    for message in messages:
+        assert message.startswith(f"CheckpointError: checkpoint {tmp_path / 'state'} was not saved")
+        assert f"Rank {culprit}: OSError: the hook's own" in message
+
+
+def _refused_everywhere(folder: str) -> str:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError) as caught:
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return str(caught.value)
+
+
+def test_a_folder_that_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert set(ranks.run(_refused_everywhere, 2, str(tmp_path / "file"))) == {
+        f"{tmp_path / 'file'} is a file; a folder is needed"
+    }
+
+
+# --- on the main process alone ---------------------------------------------------------------------------------------
+
+
+def _save_on_main(folder: str) -> list[str]:
+    accelerator, model, optimizer = _prepared()
+    accelerator._checkpointer._patience_s = 1.0
+    found = []
+    for number in range(2):
+        _step(accelerator, model, optimizer)
+        if accelerator.is_main_process:
+            if number == 0:
+                with pytest.warns(UserWarning, match="save_state was called on the main process alone"):
+                    accelerator.save_state(f"{folder}_{number}")
+            else:
+                accelerator.save_state(f"{folder}_{number}")
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        with pytest.warns(UserWarning, match="has no random states of rank 1, only those of rank 0"):
+            accelerator.load_state(f"{folder}_1")
+    else:
+        accelerator.load_state(f"{folder}_1")
+        found = sorted(path.name for path in Path(f"{folder}_1").glob("random*"))
+    accelerator.save_state(f"{folder}_all")
+    return found or sorted(path.name for path in Path(f"{folder}_all").glob("random*"))
+
+
+def test_the_main_process_may_save_alone(tmp_path: Path) -> None:
+    """As many scripts do; a collective would wait for ranks that are waiting for gradients."""
+    assert ranks.run(_save_on_main, 2, str(tmp_path / "state")) == [
+        ["random_states_0.pkl"],
+        ["random_states_0.pkl", "random_states_1.pkl"],
+    ]
+
+
+# --- aside of training -----------------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, model, optimizer = _prepared()
+    _step(accelerator, model, optimizer)
+    may_write = threading.Event()
+    write = checkpointer.Snapshot.write
+
+    def late(snapshot: Any, folder: Path) -> Any:
+        assert may_write.wait(30)
+        return write(snapshot, folder)
+
+    monkeypatch.setattr(checkpointer.Snapshot, "write", late)
+    before = _weights(model), json.dumps(optimizer.state_dict(), default=lambda x: x.tolist())
+    accelerator.save_state(tmp_path / "state", asynchronous=True)
+    drawn = torch.rand(3)
+    for _ in range(3):
+        _step(accelerator, model, optimizer)
+    assert not (tmp_path / "state").exists()
+    may_write.set()
+    accelerator.load_state(tmp_path / "state")
+    _assert_same(before, (_weights(model), json.dumps(optimizer.state_dict(), default=lambda x: x.tolist())))
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_an_asynchronous_checkpoint_keeps_tied_weights_tied(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "state", asynchronous=True)
+    accelerator.end_training()
+    before = _weights(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    accelerator.load_state(tmp_path / "state")
+    _assert_same(_weights(model), before)
+    assert model[1].weight is model[0].weight
+
+
+def _asynchronously(folder: str) -> tuple[list[str], str]:
+    accelerator, model, optimizer = _prepared()
+    for number in range(3):
+        _step(accelerator, model, optimizer)
+        accelerator.save_state(f"{folder}_{number}", asynchronous=True)
+    accelerator.wait_for_checkpoint()
+    found = sorted(path.name for path in Path(f"{folder}_2").iterdir())
+    shutil.copy(f"{folder}_2/optimizer.bin", f"{folder}_file") if accelerator.is_main_process else None
+    accelerator.wait_for_everyone()
+    original = model_files.write_weights
+    model_files.write_weights = _raise  # type: ignore[assignment]
+    accelerator.save_state(f"{folder}_3", asynchronous=True)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.end_training()
+    model_files.write_weights = original
+    return found, str(caught.value)
+
+
+def _raise(*_: Any) -> None:
+    raise OSError("no room")
+
+
+def test_asynchronous_checkpoints_on_ranks(tmp_path: Path) -> None:
+    for found, message in ranks.run(_asynchronously, 2, str(tmp_path / "state")):
+        assert {"model.safetensors", "random_states_0.pkl", "random_states_1.pkl"} <= set(found)
+        assert "state_3 was not saved; nothing was changed. Rank 0: OSError: no room" in message
+    assert not (tmp_path / "state_3").exists()
+
+
+def test_an_asynchronous_failure_is_told_to_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=told.append))
+    accelerator, _, _ = _prepared()
+    monkeypatch.setattr(model_files, "write_weights", _raise)
+    accelerator.save_state(tmp_path / "state", asynchronous=True)
+    with pytest.raises(CheckpointError, match="no room"):
+        accelerator.save_state(tmp_path / "other")
+    assert [note.text for note in told] == [
+        f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 0: OSError: no room"
+    ]
+    accelerator.wait_for_checkpoint()
