@@ -14,7 +14,7 @@ from nblaunch import backends, context, env
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launch import memory
+from nblaunch.launch import memory, rendezvous
 from nblaunch.launch.weights import module_positions, trainable_bytes
 from nblaunch.spec import LaunchSpec
 
@@ -48,7 +48,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
     Raises:
         ValueError: more processes than devices, or a precision that the device can't do.
         RuntimeError: called inside a worker; or the backend can't be used on this machine.
-        LaunchError: the start method asked for can't work in this kernel.
+        LaunchError: the devices, or the start method asked for, can't be used from this kernel.
     """
     if context.is_worker():
         rank = context.current().topology.rank
@@ -57,6 +57,9 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
             "from the function it runs"
         )
     backend = backends.choose(spec.backend)
+    refusal = backend.launch_refusal()
+    if refusal is not None:
+        raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
     _check_precision(spec, backend)
     num_processes = _num_processes(spec, backend)
     start_method, reason = _start_method(spec, backend)
@@ -69,6 +72,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
         warnings=(
             *_start_method_notes(spec, start_method, reason),
+            *_overlooked(backend),
             *_memory_warnings(spec, backend, num_processes),
         ),
     )
@@ -98,6 +102,9 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
             f"num_processes={spec.num_processes}, but this machine has {available} {backend.device_noun}"
             f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
         )
+    refusal = backend.count_refusal(spec.num_processes)
+    if refusal is not None:
+        raise ValueError(f"num_processes={spec.num_processes}: {refusal}")
     return spec.num_processes
 
 
@@ -131,7 +138,15 @@ def _fork_hazard(backend: Backend) -> str | None:
         return "Apple's system libraries do not survive a fork"
     if threading.current_thread() is not threading.main_thread():
         return "the launch comes from a thread other than the main one, whose locks a fork would copy as they are"
+    if rendezvous.is_any_store_running():
+        return "another job of this process is running, and a fork could copy its store in the middle of something"
     return backend.fork_hazard()
+
+
+def _overlooked(chosen: Backend) -> tuple[str, ...]:
+    """Devices that are here and lie idle, because something is missing."""
+    others = (backend for backend in backends.discover().values() if backend is not chosen)
+    return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 
 def _memory_warnings(spec: LaunchSpec, backend: Backend, num_processes: int) -> tuple[str, ...]:

@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 
 from nblaunch.errors import LaunchError
 from nblaunch.wire import descriptors
 
 _BACKLOG = 1024
 _STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with some to spare
+
+
+_running: set[int] = set()
+"""Ports whose store runs in this process, each with a thread of C++ that knows nothing of forks."""
+
+
+def is_any_store_running() -> bool:
+    """Whether the store of some job runs in this process, as that of a background job does.
+
+    A fork may then copy a lock in the moment that the store's thread holds it (the resolver's, while it looks up a
+    client's name), and the child would wait for that lock for ever.
+    """
+    return bool(_running)
 
 
 class RendezvousHost:
@@ -64,9 +78,12 @@ class RendezvousHost:
         from torch.distributed import TCPStore
 
         descriptors.check_room(_STORE_DESCRIPTORS)
-        fd = self._socket.detach()  # the store owns and closes it from here on
-        self._socket = None
         try:
+            # The store would leak its descriptors if its thread were refused: ask for one first.
+            threading.Thread(target=str).start()
+            fd = self._socket.detach()  # the store owns and closes it from here on
+            self._socket = None
+            _running.add(self.port)
             self._store = TCPStore(
                 self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd
             )
@@ -80,6 +97,7 @@ class RendezvousHost:
         """Stop listening."""
         descriptors.forget(self._fd)
         self._store = None
+        _running.discard(self.port)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
