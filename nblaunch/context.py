@@ -8,6 +8,7 @@ code meets the launcher only here, so that the same script runs everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +32,10 @@ class WorkerContext:
         backend: the device family it computes on.
         slot: its slot of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
+        turn: makes a context manager in which no other worker of this machine is at the same time.
         defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
             given, as ``{"mixed_precision": "bf16"}``.
+        parent_pid: the process that started this worker; 0 where nobody did.
         attempt: how often the job was restarted before this worker, from 0.
         is_launched: True in a worker of ours, False where the context was made from the environment.
         training: what ``nblaunch.training`` keeps for this process (device, precision, gradient state); opaque here.
@@ -42,7 +45,9 @@ class WorkerContext:
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    parent_pid: int = 0
     attempt: int = 0
     is_launched: bool = False
     training: Any = None

@@ -24,10 +24,11 @@ class WorkerState(enum.IntEnum):
     TRAINING = 2
     EVALUATING = 3
     WAITING = 4
-    FINISHING = 5
-    DONE = 6
-    FAILED = 7
-    STOPPED = 8
+    COMPILING = 5
+    FINISHING = 6
+    DONE = 7
+    FAILED = 8
+    STOPPED = 9
 
     @property
     def is_final(self) -> bool:

@@ -12,8 +12,8 @@ A new device family is one file in this folder with a ``BACKEND`` instance; ``ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.topology import Topology
@@ -33,6 +33,21 @@ class Backend(ABC):
 
     process_group: str
     """The torch.distributed backend that its workers join: "gloo", "nccl"."""
+
+    is_lazy = False
+    """Whether a value exists only after :meth:`step_boundary`, so that reading it earlier costs an extra execution."""
+
+    places_ahead = False
+    """Whether loaders bring a batch to the device while the one before is computed on."""
+
+    needs_static_shapes = False
+    """Whether every new batch shape costs a compilation, so that the last batch of an epoch is completed."""
+
+    reduces_gradients = False
+    """Whether :meth:`reduce_gradients` averages gradients over ranks, rather than a wrapper of the model."""
+
+    transfers_in_turn = False
+    """Whether workers move their models one after the other: all at once would need too much host memory."""
 
     # --- launcher's half: must not create a device context -------------------------------------------------------
 
@@ -60,11 +75,33 @@ class Backend(ABC):
         A sentence that completes "fork is not possible here: ...".
         """
 
+    def overlooked(self) -> str | None:
+        """What to tell where devices of this family are here, but can't be used and so were not chosen."""
+        return None
+
+    def launch_refusal(self) -> str | None:
+        """Why no worker, however it starts, could use the devices now, and what to do; None where they can."""
+        return None
+
+    def count_refusal(self, num_processes: int) -> str | None:
+        """Why there can't be just so many workers, though not more than devices; None where there can."""
+        return None
+
+    def prepare_parent(self) -> None:
+        """Called before workers are forked from this process: what each would do by itself and a fork can share.
+
+        Raises:
+            RuntimeError: the device's library can't be imported; says why.
+        """
+
     @abstractmethod
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         """Environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
 
     # --- worker's half -------------------------------------------------------------------------------------------
+
+    def prepare_child(self, topology: Topology) -> None:
+        """Called first in a worker, once its environment is set and before anything else of it runs."""
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:
@@ -79,6 +116,14 @@ class Backend(ABC):
         from nblaunch.backends import process_group
 
         process_group.join(self.process_group, topology, timeout_s)
+
+    def observe(self, note: Callable[[str], None], show: Callable[[bool], None]) -> None:
+        """Whom to tell what this device does by itself.
+
+        Args:
+            note: takes a sentence for the person.
+            show: told whether this process is, most likely, compiling.
+        """
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:
         """Autocast to ``dtype`` on this device."""
@@ -105,7 +150,7 @@ class Backend(ABC):
         """Put back what :meth:`rng_state` returned."""
 
     def downcast_to_bf16(self) -> None:
-        """Represent fp32 numbers as bf16 everywhere; called before the device is first used.
+        """Let ``mixed_precision="bf16"`` leave double precision in fp32; called before the device is first used.
 
         Raises:
             ValueError: the device has no such mode.
@@ -115,9 +160,20 @@ class Backend(ABC):
             "computes in bf16 and keeps weights in fp32"
         )
 
-    def wrap_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a prepared loader on their way: a device that compiles for every shape may complete them."""
-        return batches
+    def represents_in_bf16(self) -> bool:
+        """Have the device represent fp32 as bf16 by itself: whether it does, so that autocast is not needed."""
+        return False
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator, where ``torch.manual_seed`` doesn't."""
+
+    def place(self, module: torch.nn.Module, device: torch.device) -> None:
+        """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
+        module.to(device)
+
+    def host_bytes_of_device(self, num_bytes: int) -> int | None:
+        """How much host memory ``num_bytes`` on the device take: 0 where it has its own; None: not to be told."""
+        return None
 
     def empty_cache(self) -> None:
         """Give cached device memory back."""
@@ -125,9 +181,11 @@ class Backend(ABC):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
+    def begin_step(self, phase: str, batch: Any) -> None:
+        """A loader hands out ``batch``, and a step of ``phase`` ("training", "evaluating") begins. At every step."""
+
+    def end_pass(self) -> None:
+        """A loader was read to its end."""
+
     def step_boundary(self) -> None:
         """A training step ended: lazy devices cut and run their graph here."""
-
-    def transfer_lock(self) -> AbstractContextManager[Any]:
-        """Held while a model moves to the device, where all workers moving at once would need too much memory."""
-        return nullcontext()

@@ -16,7 +16,8 @@ from nblaunch.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface of connections that stay on this machine."""
 
 
 class CpuBackend(Backend):
@@ -28,7 +29,7 @@ class CpuBackend(Backend):
     is_oversubscribable = True
 
     def affinity(self) -> int:
-        return 1
+        return 2  # 1 is for what can compute on the CPU as well, and is used only where it is asked for
 
     def unavailable_reason(self) -> str:
         raise AssertionError("a CPU is always there")
@@ -44,7 +45,7 @@ class CpuBackend(Backend):
         changes: dict[str, str | None] = {"ACCELERATE_USE_CPU": "true"}
         if topology.num_nodes == 1:
             # Gloo listens on the address that the host name resolves to; nothing of one machine's job leaves it.
-            changes["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
     def device(self, topology: Topology) -> torch.device:

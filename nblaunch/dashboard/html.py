@@ -25,6 +25,7 @@ _COLOURS = {
     WorkerState.TRAINING: _LIVE,
     WorkerState.EVALUATING: "#8b6fd6",
     WorkerState.WAITING: "#c98a1b",
+    WorkerState.COMPILING: "#8b6fd6",
     WorkerState.FINISHING: _GOOD,
     WorkerState.DONE: _GOOD,
     WorkerState.FAILED: _BAD,

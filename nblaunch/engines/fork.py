@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from nblaunch import backends
+from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Call, Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.openmp import pause_pools
@@ -45,6 +47,7 @@ def fork_workers(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
             stream.flush()  # or every worker would carry a copy of what is buffered
+    _prepare(backends.discover()[assignments[0].backend])
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
@@ -61,6 +64,13 @@ def fork_workers(
                 _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused)
             pids[assignment.rank] = pid
     return pids
+
+
+def _prepare(backend: Backend) -> None:
+    try:
+        backend.prepare_parent()
+    except RuntimeError as error:
+        raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
 
 
 def _be_worker(

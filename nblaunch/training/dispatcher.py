@@ -71,6 +71,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 self.remainder = num_rows
                 self.end_of_dataloader = True
             session.passes.advance(one, rows)
+            self._begin_step(session, one, part)
             yield part
 
     # --- rank 0 --------------------------------------------------------------------------------------------------

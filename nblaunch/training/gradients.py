@@ -73,7 +73,7 @@ class GradientControl(ABC):
         """
         divisor = self._session.gradients.divisor
         self._precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
-        self._session.losses.note(loss)
+        self._session.losses.note(loss, not self._session.member.backend.is_lazy)
 
     @contextmanager
     def accumulate(self, *models: torch.nn.Module) -> Iterator[None]:

@@ -94,6 +94,7 @@ class PreparedLoader(DataLoader):
         one = self._begin_pass(session)
         try:
             yield from self._hand_out(session, one)
+            session.member.backend.end_pass()
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
@@ -114,7 +115,14 @@ class PreparedLoader(DataLoader):
             batches = super().__iter__() if self._stateful is None else iter(self._stateful)
         if num_skipped and not self._skips_indices:
             batches = islice(batches, num_skipped, None)
-        return session.member.backend.wrap_batches(batches)
+        return batches
+
+    @staticmethod
+    def _begin_step(session: Session, one: Pass, batch: Any) -> None:
+        backend = session.member.backend
+        backend.begin_step(one.state.name.lower(), batch)
+        if backend.is_lazy:
+            session.losses.show_due()
 
     def _place(self, batch: Any) -> Any:
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
@@ -300,24 +308,31 @@ class PreparedLoader(DataLoader):
         self.__dict__["sampler"] = sampler
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class DataLoaderShard(PreparedLoader):
     """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
 
     def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
         """All batches, the next one always read before the current one is handed out."""
         nothing = object()
-        batches = self._read(session, self._take_skip())
+        batches, place = self._read(session, self._take_skip()), self._place
+        if session.member.backend.places_ahead:
+            batches, place = map(place, batches), _as_it_is
         current = next(batches, nothing)
         if current is nothing:
             return
         advance = session.passes.advance
         while True:
-            current = self._place(current)
+            current = place(current)
             self._note_position()
             upcoming = next(batches, nothing)
             if upcoming is nothing:
                 self._finish_epoch()
             advance(one, nested.count_rows(current))
+            self._begin_step(session, one, current)
             yield current
             if upcoming is nothing:
                 return

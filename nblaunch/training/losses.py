@@ -26,11 +26,21 @@ class LossReport:
         self._next_s = 0.0
         self._unread: torch.Tensor | None = None
 
-    def note(self, loss: torch.Tensor) -> None:
-        """``loss`` is the latest one. Called at every micro-step; anything but a single number is left out."""
+    def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
+        """``loss`` is the latest one. Called at every micro-step; anything but a single number is left out.
+
+        Args:
+            loss: a tensor of one element.
+            is_there: False where it has no value before the step ends: then :meth:`show_due` shows it.
+        """
         if loss.numel() != 1:
             return
         self._unread = loss.detach()  # the graph behind it goes as soon as the caller drops it
+        if is_there:
+            self.show_due()
+
+    def show_due(self) -> None:
+        """Show the latest loss, unless one was shown a moment ago."""
         now = time.monotonic()
         if now >= self._next_s:
             self._next_s = now + _INTERVAL_S
@@ -42,7 +52,7 @@ class LossReport:
         if unread is None:
             return
         try:
-            value = float(unread)
+            value = float(unread.cpu())  # on a lazy device, a number read directly is another graph
         except RuntimeError:
             return  # the device failed; the error that the user sees is the one of their own call
         self._slot.set_loss(value)

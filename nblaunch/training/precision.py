@@ -67,6 +67,12 @@ class Bf16Precision(Precision):
     dtype = torch.bfloat16
 
 
+class DeviceBf16Precision(Precision):
+    """The device represents fp32 as bfloat16 by itself; nothing is left to do here."""
+
+    name = "bf16"
+
+
 class Fp16Precision(Precision):
     """Autocast to float16, with the loss scaled so that small gradients don't vanish."""
 
@@ -163,4 +169,6 @@ def make(
     """The precision called ``name``, which :func:`resolve` has checked."""
     if name == "fp16":
         return Fp16Precision(backend, autocast, scaling)
-    return (Bf16Precision if name == "bf16" else Precision)(backend, autocast)
+    if name == "bf16":
+        return (DeviceBf16Precision if backend.represents_in_bf16() else Bf16Precision)(backend, autocast)
+    return Precision(backend, autocast)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nblaunch import context
+from nblaunch.events import Note
 from nblaunch.training import compiling, precision
 from nblaunch.training.loader import PreparedLoader
 from nblaunch.training.loading import Share, share_loader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
+from nblaunch.training.placement import Replacements, memory_line, place
 from nblaunch.training.precision import Precision
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import Strategy, unwrap
@@ -59,6 +63,7 @@ class Preparer:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self._replacements = Replacements()
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
@@ -93,15 +98,25 @@ class Preparer:
         inner = unwrap(model)
         self._check_new(inner)
         self.precision.prepare_forward(inner)
+        if not evaluation_mode:
+            self.strategy.agree(inner)
         if self._places(placement):
-            with self.session.member.backend.transfer_lock():
-                inner.to(self.session.member.device)
+            self._place(inner)
         prepared = model if evaluation_mode else self.strategy.wrap(model, self.session.member)
         prepared = compiling.compile_model(prepared, self.dynamo)
         prepared._is_accelerate_prepared = True
         self.models.append(prepared)
         self.session.models.add(prepared)
         return prepared
+
+    def _place(self, inner: torch.nn.Module) -> None:
+        place(inner, self.session.member, self._replacements)
+        for optimizer in self.optimizers:
+            self._replacements.hand_to(optimizer.optimizer)
+        line = memory_line(inner, self.session.member)
+        if line is not None:
+            ctx = context.current()
+            ctx.emit(Note(rank=-1, time_s=time.time(), text=line))
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):
@@ -116,6 +131,7 @@ class Preparer:
     ) -> AcceleratedOptimizer:
         """``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
+            self._replacements.hand_to(optimizer)
             optimizer = AcceleratedOptimizer(
                 optimizer,
                 self.session.gradients,
@@ -180,9 +196,9 @@ def extract_model_from_parallel(
         recursive: also take submodules out of their wrappers, in place.
     """
     wrapped = unwrap(model)
-    compiled = wrapped if compiling.is_compiled(wrapped) else None
+    compiled = wrapped if compiling.is_compiled_module(wrapped) else None
     module = unwrap(compiling.inner_of(wrapped))
-    if compiled is None and compiling.is_compiled(module):
+    if compiled is None and compiling.is_compiled_module(module):
         compiled, module = module, unwrap(compiling.inner_of(module))
     if recursive:
         for name, child in list(module.named_children()):

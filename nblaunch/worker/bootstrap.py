@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from nblaunch import backends, context, env
@@ -32,6 +33,7 @@ from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, imports, inherited, shell, stdio
 from nblaunch.worker.failure import describe_failure
 
@@ -67,6 +69,7 @@ class _Worker:
         self.interrupts = guard.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd, self.interrupts.held_back)
         self.interrupts.install()
+        self._state_before = WorkerState.RUNNING
 
     def live(self, load_call: Callable[[], Call]) -> int:
         """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
@@ -97,26 +100,44 @@ class _Worker:
         guard.watch_faults(assignment.stacks_path)
         inherited.forget(kernel_streams)
         env.apply(assignment.environment)
+        backend = backends.discover()[assignment.backend]
+        backend.prepare_child(assignment.topology)
         _count_built_parameters(self.slot)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         shell.connect(assignment.rank, self.sender.send)
         context.install(
             WorkerContext(
                 topology=assignment.topology,
-                backend=backends.discover()[assignment.backend],
+                backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
+                turn=partial(turn, assignment.board_fd),
+                parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
                 attempt=assignment.attempt,
                 is_launched=True,
             )
         )
+        backend.observe(self._note, self._show_compiling)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(
                 Note(rank=-1, time_s=time.time(), text=_ONE_THREAD.format(assignment.num_threads))
             )
+
+    def _note(self, text: str) -> None:
+        """What happens on all ranks alike is told by the first."""
+        if self.assignment.rank == 0:
+            self.sender.send(Note(rank=-1, time_s=time.time(), text=text))
+
+    def _show_compiling(self, is_compiling: bool) -> None:
+        if is_compiling:
+            if self.slot.state is not WorkerState.COMPILING:
+                self._state_before = self.slot.state
+                self.slot.set_state(WorkerState.COMPILING)
+        elif self.slot.state is WorkerState.COMPILING:
+            self.slot.set_state(self._state_before)
 
     def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
         """Put value and weights into the outbox and say so."""

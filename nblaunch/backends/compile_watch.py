@@ -1,0 +1,170 @@
+"""Who compiled what, and why: the compiler's counters, looked at between training steps.
+
+A lazy device compiles a step's graph at its first step and whenever the graph changes: another input shape, another
+branch, a value read in the middle. That takes from seconds to minutes each time and looks like a hang, so the person
+is told: once per cause, with the step, the shapes and the time. Only counters are read here; nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WARM_UP_STEPS = 2
+"""Steps that compile in any case: the optimizer's state appears in the first, and is an input of the second."""
+
+_READS = "aten::_local_scalar_dense"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The compiler's counters at one moment, since the start of the process.
+
+    Args:
+        num_graphs: graphs that were compiled.
+        compile_s: time that took.
+        fallbacks: operation -> how often it ran on the CPU, because the device does not have it.
+    """
+
+    num_graphs: int = 0
+    compile_s: float = 0.0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Phase:
+    """Steps of one kind, as "training": how many of each shape there were, and what they compiled."""
+
+    shapes: dict[str, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_graphs: int = 0
+    compile_s: float = 0.0
+    is_reported: bool = False
+
+
+class CompileWatch:
+    """Watches one process's steps.
+
+    Args:
+        read: gives the counters now.
+        note: takes a sentence for the person.
+        show: told whether the process is, most likely, compiling.
+    """
+
+    def __init__(
+        self, read: Callable[[], Counters], note: Callable[[str], None], show: Callable[[bool], None]
+    ) -> None:
+        self._read = read
+        self._note = note
+        self._show = show
+        self._phases: dict[str, _Phase] = {}
+        self._before = read()
+        self._open: tuple[str, str] | None = None
+        self._told: set[str] = set()
+
+    def begin_step(self, phase: str, batch: Any) -> None:
+        """The step before is over, and one of ``phase`` on ``batch`` begins."""
+        self.end_step()
+        shapes = describe(batch)
+        known = self._phases.setdefault(phase, _Phase())
+        known.num_steps += 1
+        known.shapes[shapes] = known.shapes.get(shapes, 0) + 1
+        self._open = (phase, shapes)
+        self._show(known.shapes[shapes] <= WARM_UP_STEPS)
+
+    def end_step(self) -> None:
+        """Look at what the step that runs has compiled, if one does."""
+        if self._open is None:
+            return
+        (phase, shapes), self._open = self._open, None
+        now = self._read()
+        num_graphs = now.num_graphs - self._before.num_graphs
+        seconds = now.compile_s - self._before.compile_s
+        self._show(False)
+        self._look_at_graphs(phase, shapes, num_graphs, seconds)
+        self._look_at_fallbacks(now.fallbacks)
+        self._before = now
+
+    def end_pass(self) -> None:
+        """A loader was read to its end."""
+        self.end_step()
+        for phase in self._phases:
+            self._report(phase)
+
+    def _look_at_graphs(self, phase: str, shapes: str, num_graphs: int, seconds: float) -> None:
+        known = self._phases[phase]
+        if known.num_steps <= WARM_UP_STEPS and len(known.shapes) == 1:
+            known.num_graphs += num_graphs
+            known.compile_s += seconds
+            return
+        self._report(phase)
+        if num_graphs == 0:
+            return
+        graphs = "a new graph" if num_graphs == 1 else f"{num_graphs} new graphs"
+        step = f"{phase} step {known.num_steps} compiled {graphs} in {seconds:.1f} s"
+        usual = max(known.shapes, key=lambda one: known.shapes[one])
+        if known.shapes[shapes] == 1:
+            self._tell(
+                f"{phase} shape",
+                f"{step}: its batch is {shapes}, the others are {usual}. Every shape is compiled once: keep one batch "
+                "size (even_batches=True, or drop_last=True) and pad sequences to a few fixed lengths",
+            )
+        elif known.shapes[shapes] > WARM_UP_STEPS:
+            self._tell(
+                f"{phase} graph",
+                f"{step} although its batch is {shapes} as before: something else in the loop changes from step to "
+                "step, as a Python number that enters a computation, a branch, or a value that is read by item()",
+            )
+
+    def _look_at_fallbacks(self, fallbacks: Mapping[str, int]) -> None:
+        for name in sorted(fallbacks):
+            count = fallbacks[name] - self._before.fallbacks.get(name, 0)
+            if count <= 0:
+                continue
+            if name == _READS:
+                text = (
+                    "a value is read from the device in the middle of a step (item(), float(), print or `if` on a "
+                    "tensor): each read cuts the graph in two and waits for the device. Read every few hundred steps, "
+                    "or after the loop; accelerator.backward shows the loss by itself"
+                )
+            else:
+                text = (
+                    f"{name} runs on the CPU, because the device does not have it: its inputs and outputs travel "
+                    "between host and device at every call"
+                )
+            self._tell(name, text)
+
+    def _report(self, phase: str) -> None:
+        """Tell what the first steps of a phase compiled, once."""
+        known = self._phases[phase]
+        if known.is_reported or not known.num_graphs:
+            return
+        known.is_reported = True
+        graphs = "1 graph" if known.num_graphs == 1 else f"{known.num_graphs} graphs"
+        self._note(
+            f"{phase}: {graphs} compiled in {known.compile_s:.1f} s, for batches of {next(iter(known.shapes))}"
+        )
+
+    def _tell(self, cause: str, text: str) -> None:
+        if cause not in self._told:
+            self._told.add(cause)
+            self._note(text)
+
+
+def describe(batch: Any) -> str:
+    """The shapes of a batch's tensors, as ``"32x64, 32"``."""
+    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in _tensors(batch)]
+    return ", ".join(shapes) or "no tensors"
+
+
+def _tensors(data: Any) -> Iterator[Any]:
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _tensors(value)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _tensors(item)

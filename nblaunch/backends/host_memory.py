@@ -1,0 +1,67 @@
+"""The host memory of a process: how its allocator gives it back, and how much of it is the process's own.
+
+A model that moves from the host to a device passes through private copies of its parameters. glibc takes them from its
+heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nobody uses.
+:func:`tune_allocator` has it take large blocks straight from the system, to which they return when they are freed;
+:func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing, and
+what was measured afterwards says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_M_MMAP_THRESHOLD = -3  # source: mallopt(3), <malloc.h>
+_LARGE_BLOCK_BYTES = 1 << 20
+_OTHERS = re.compile(r"/lib(tcmalloc|jemalloc|mimalloc)[^/]*\.so[.0-9]*$")
+
+
+def tune_allocator() -> bool:
+    """Have blocks of 1 MiB and more returned to the system when they are freed; whether the allocator agreed.
+
+    Setting the threshold also stops glibc from raising it by itself at the first large block that is freed.
+    """
+    try:
+        return ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES) == 1
+    except (OSError, AttributeError):
+        return False
+
+
+def trim() -> None:
+    """Give unused memory of the heap back to the system, where the allocator can."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return
+
+
+def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The name of the allocator that stands in for the C library's, as ``"tcmalloc"``; None where none does."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return None
+    return next((found[1] for line in lines if (found := _OTHERS.search(line))), None)
+
+
+def proportional_bytes(pid: int | str = "self") -> int | None:
+    """Memory of a process in bytes, shared pages divided by the number of processes that share them.
+
+    The sum over a kernel and its workers is what they take together. None where the system does not tell.
+    Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def total_bytes(pids: Iterable[int]) -> int | None:
+    """Memory of several processes together; None where one of them can't be read."""
+    sizes = [proportional_bytes(pid) for pid in pids]
+    return None if None in sizes else sum(size for size in sizes if size is not None)

@@ -1,0 +1,147 @@
+"""What a TPU host tells without anybody touching its chips, and what its worker processes have to be told.
+
+Standard library only, and nothing here opens a device: chips are counted on the PCI bus, and a lock file is asked for
+its owner. Values are those of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+DEV = Path("/dev")
+PROC = Path("/proc")
+LOCK_FILE = Path("/tmp/libtpu_lockfile")
+
+_GOOGLE = "0x1ae0"
+_TWO_CORES = "0x0027"  # v2 and v3
+_CHIPS = {
+    _TWO_CORES: "v2 or v3",
+    "0x005e": "v4",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0056": "v5",
+    "0x0062": "v5p",
+    "0x0076": "v7x",
+}
+_BASE_PORT = 8476
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+# Everything that may say, before a worker starts, which chips it owns and who its neighbours are. torch_xla sets them
+# only where they are unset, so one left over from the image or from another library would silently win
+# (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
+TOPOLOGY_VARIABLES = (
+    "TPU_PROCESS_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS",
+    "TPU_HOST_BOUNDS",
+    "TPU_CHIPS_PER_HOST_BOUNDS",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_PROCESS_PORT",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "CLOUD_TPU_TASK_ID",
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
+)
+
+
+def chips(pci: Path = PCI_DEVICES) -> Counter[str]:
+    """The TPU chips on the PCI bus by their kind, as ``Counter({"v5e": 8})``."""
+    found: Counter[str] = Counter()
+    for device in sorted(pci.glob("*")):
+        if _text(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(_text(device / "device"))):
+            found[kind] += 1
+    return found
+
+
+def device_files(names_tpu: bool, dev: Path = DEV) -> int:
+    """Chips by their device files, for containers that hide the PCI bus.
+
+    Args:
+        names_tpu: whether the environment speaks of a TPU: VFIO groups may belong to any device.
+        dev: the folder of device files.
+    """
+    accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
+    groups = [path for path in dev.glob("vfio/*") if path.name.isdigit()] if names_tpu else []
+    return len(accelerators) or len(groups)
+
+
+def has_two_cores(found: Mapping[str, int]) -> bool:
+    """Whether these are chips of the first kinds, where a process would have to drive two devices."""
+    return bool(found.get(_CHIPS[_TWO_CORES]))
+
+
+def can_drive(num_workers: int, num_chips: int) -> bool:
+    """Whether that many workers, one chip each, make a mesh on a host with that many chips: one, or one per chip."""
+    return num_workers == 1 or (num_workers == num_chips and num_chips in _BOUNDS)
+
+
+def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
+    """The variables of one of a host's workers, one per chip, or of a single one; None removes a variable.
+
+    All that torch_xla's ``configure_topology`` would set, so that it finds nothing to complete, whatever the metadata
+    server or the environment says. One worker alone sees one chip.
+
+    Args:
+        local_rank: the worker.
+        local_world_size: how many there are: 1, or the number of chips.
+        is_v7x: chips of this kind have a fourth dimension.
+
+    Raises:
+        KeyError: there is no mesh of so many chips.
+    """
+    changes: dict[str, str | None] = dict.fromkeys(TOPOLOGY_VARIABLES)
+    changes["PJRT_LOCAL_PROCESS_RANK"] = str(local_rank)
+    changes["PJRT_LOCAL_PROCESS_COUNT"] = str(local_world_size)
+    changes["TPU_CHIPS_PER_PROCESS_BOUNDS"] = "1,1,1"
+    changes["TPU_PROCESS_BOUNDS"] = _BOUNDS[local_world_size]
+    changes["TPU_VISIBLE_CHIPS"] = str(local_rank)
+    if local_world_size > 1:
+        if is_v7x:
+            changes["TPU_PROCESS_BOUNDS"] = f"{_BOUNDS[local_world_size]},2"
+        ports = range(_BASE_PORT, _BASE_PORT + local_world_size)
+        changes["TPU_PROCESS_ADDRESSES"] = ",".join(f"localhost:{port}" for port in ports)
+        changes["TPU_PROCESS_PORT"] = str(ports[local_rank])
+        changes["CLOUD_TPU_TASK_ID"] = str(local_rank)
+    return changes
+
+
+def lock_holder(path: Path = LOCK_FILE, proc: Path = PROC) -> int | None:
+    """The process that uses the chips through libtpu, by its open lock file or device; None where none is found.
+
+    The file alone says nothing: it stays behind when a process is killed (jax-ml/jax#10192), and is never deleted here.
+    Processes of other users can't be looked into and are not found.
+    """
+    wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
+    for descriptors in proc.glob("[0-9]*/fd"):
+        pid = int(descriptors.parent.name)
+        if pid != os.getpid() and any(wanted.fullmatch(target) for target in _targets(descriptors)):
+            return pid
+    return None
+
+
+def command_of(pid: int, proc: Path = PROC) -> str:
+    """The command line of a process, shortened; ``"?"`` where it can't be read."""
+    words = _text(proc / str(pid) / "cmdline").replace("\0", " ").strip()
+    return f"{words[:77]}..." if len(words) > 80 else words or "?"
+
+
+def _targets(descriptors: Path) -> list[str]:
+    targets = []
+    try:
+        for entry in descriptors.iterdir():
+            targets.append(os.readlink(entry))
+    except OSError:
+        return targets  # it ended meanwhile, or is somebody else's
+    return targets
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""Bringing a model to its device, with what that asks of whoever holds its parameters, and of the host's memory.
+
+Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
+between layers have to be tied again, and optimizers that were built before have to be handed the new ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from nblaunch import context
+from nblaunch.backends import host_memory
+from nblaunch.training import collectives
+from nblaunch.training.process import Member, barrier
+
+
+class Replacements:
+    """The new parameters of modules that have moved. Old ones are not kept alive for this."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] = {}
+
+    def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+        self._new[id(old)] = (weakref.ref(old), new)
+
+    def get(self, parameter: Any) -> Any:
+        """What stands for ``parameter`` now: mostly itself."""
+        reference, new = self._new.get(id(parameter), (None, parameter))
+        return new if reference is not None and reference() is parameter else parameter
+
+    def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer go on with the new parameters, its state for each brought to the parameter's device."""
+        for group in optimizer.param_groups:
+            for position, old in enumerate(group["params"]):
+                new = self.get(old)
+                if new is old:
+                    continue
+                group["params"][position] = new
+                if old in optimizer.state:
+                    state = optimizer.state.pop(old)
+                    # Counters of steps stay on the host, where torch's optimizers want them.
+                    optimizer.state[new] = {
+                        key: value.to(new.device) if isinstance(value, torch.Tensor) and value.ndim else value
+                        for key, value in state.items()
+                    }
+
+
+def place(model: torch.nn.Module, member: Member, replacements: Replacements) -> None:
+    """Move ``model`` to the device of ``member``; its parameters that became others are noted in ``replacements``."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    turn = context.current().turn if member.backend.transfers_in_turn else nullcontext
+    with turn():
+        member.backend.place(model, member.device)
+    news: dict[int, torch.nn.Parameter] = {}
+    for name, old in before.items():
+        owner_name, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        moved = owner._parameters[own_name]
+        if moved is old or moved is None:
+            continue
+        new = news.setdefault(id(old), moved)
+        if new is not moved:
+            owner._parameters[own_name] = new  # tied: two names of one parameter
+        replacements.add(old, new)
+
+
+def memory_line(model: torch.nn.Module, member: Member) -> str | None:
+    """What the job takes of the host's memory once the model is placed on all ranks; None where it is not to be told.
+
+    All ranks must call it; rank 0 gets the line.
+    """
+    model_bytes = sum(
+        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+    )
+    device_bytes = member.backend.host_bytes_of_device(model_bytes)
+    if device_bytes is None:
+        return None
+    barrier(member.device)  # nobody is still moving
+    own = host_memory.proportional_bytes()
+    sizes = collectives.gather_object([own])
+    if member.topology.rank != 0 or None in sizes:
+        return None
+    count = member.topology.world_size
+    kernel = (host_memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
+    total = sum(sizes) + kernel - count * device_bytes
+    allocator = host_memory.other_allocator()
+    return (
+        f"{count} workers, host memory {_size(total)} (model {_size(model_bytes)} held once)"
+        + (f", besides {_size(count * device_bytes)} that stand for device memory" if device_bytes else "")
+        + (f"; {allocator} gives memory back by its own rules" if allocator else "")
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """In decimal units, as the makers of devices count."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

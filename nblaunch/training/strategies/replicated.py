@@ -1,0 +1,57 @@
+"""Data parallelism without a wrapper: every rank holds the whole model, the backend averages gradients at the step.
+
+For devices whose gradients are averaged inside the graph of a step, where a wrapper that reacts in backward would cut
+the graph in pieces. Buffers, as the statistics of batch normalisation, stay each rank's own; those of rank 0 are saved.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from nblaunch.training import advice, collectives
+from nblaunch.training.process import Member
+from nblaunch.training.strategies.base import Strategy
+
+
+class ReplicatedStrategy(Strategy):
+    """The model as it is, with the weights of rank 0 on every rank."""
+
+    name = "replicated"
+
+    def agree(self, model: torch.nn.Module) -> None:
+        """Compares checksums first: workers that share the kernel's model have nothing to send."""
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+        sums = [_checksum(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+        everyones = collectives.gather_object([sums])
+        if len({len(one) for one in everyones}) > 1:
+            counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
+            raise ValueError(
+                f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
+            )
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        for tensor, *values in zip(on_host, *everyones, strict=True):
+            if len(set(values)) > 1:
+                collectives.broadcast(tensor)
+
+    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()  # nothing is reduced before the step in any case
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        advice.warn(
+            "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
+        )
+        return nullcontext()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of the bytes of a CPU tensor; reading them copies no page."""
+    flat = tensor.contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
