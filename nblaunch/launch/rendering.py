@@ -23,7 +23,7 @@ from nblaunch.wire.frames import is_own_file
 
 _MAX_FRAMES = 3
 _MAX_LINES = 25
-_CONTEXTS = (5, 3, 2)  # source lines of each frame: as many as there is room for
+_CONTEXTS = (5, 3, 2)
 _FRAME = re.compile(r'^(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*$')
 
 
@@ -144,13 +144,7 @@ class RemoteRendering:
         if self.info.cause is not None:
             cause = shown.__cause__ = _stand_in(self.info.cause.type_name, self.info.cause.message)
             cause.__traceback__ = make_traceback(worth_showing(self.info.cause.frames)[-1:])
-        tb = make_traceback(worth_showing(self.info.frames))
-        lines: list[str] = []
-        for context in _CONTEXTS:
-            lines = [*_structured(shell, shown, tb, context), *self.notes]
-            if len("\n".join(lines).splitlines()) <= _MAX_LINES:
-                break
-        return lines
+        return _fitting(shell, shown, make_traceback(worth_showing(self.info.frames)), self.notes)
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,17 @@ class LocalRendering:
         if shell is None or error is None:
             return [f"{type(error).__name__}: {error}"]
         shown = _stand_in(type(error).__name__, str(error))
-        return _structured(shell, shown, _without_own_frames(tb), 5)
+        return _fitting(shell, shown, _without_own_frames(tb), ())
+
+
+def _fitting(shell: Any, error: BaseException, tb: TracebackType | None, notes: Sequence[str]) -> list[str]:
+    """IPython's lines and the notes, with as many source lines of each frame as there is room for."""
+    lines: list[str] = []
+    for context in _CONTEXTS:
+        lines = [*_structured(shell, error, tb, context), *notes]
+        if len("\n".join(lines).splitlines()) <= _MAX_LINES:
+            break
+    return lines
 
 
 def _structured(shell: Any, error: BaseException, tb: TracebackType | None, context: int) -> list[str]:

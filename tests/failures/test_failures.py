@@ -77,7 +77,7 @@ def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
     assert host == socket.gethostname()
     assert path.endswith(f"rank_{shown_rank}.log")
     assert value_of(kernel, f"os.path.exists({path!r})")
-    others = case.others or "ranks 0, 2, 3: lost the connection to it"
+    others = case.others or "ranks 0, 2: lost the connection to it"
     assert others in told.splitlines(), told
     if cell.error is not None:
         assert found[0] in cell.error.text
