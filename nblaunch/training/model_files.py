@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.safe_save import Staging
+from nblaunch.training.safe_save import Staging, finish_commit
 from nblaunch.training.strategies import unwrap
 
 SAFE_NAME = "model.safetensors"
@@ -70,7 +70,7 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
             aliases[name] = seen[view]
             continue
         overlaps = storage in storages
-        tensor = tensor.detach()
+        tensor = tensor.detach() if view is not None else tensor.detach().cpu()
         tensors[name] = (
             tensor.clone(memory_format=torch.contiguous_format) if overlaps else tensor.contiguous()
         )
@@ -82,7 +82,7 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
         return None, 0
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
     return view, tensor.untyped_storage().data_ptr()
@@ -265,6 +265,7 @@ def load_checkpoint_in_model(
 def _weights_in(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         return checkpoint
+    finish_commit(checkpoint)  # of a process that was killed while it wrote there
     names = [SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"]
     found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
     if not found:

@@ -91,9 +91,10 @@ def finish_commit(target: Path) -> None:
         if path.is_dir():
             place.mkdir(exist_ok=True)
         elif path.name != _OBSOLETE:
-            os.replace(path, place)
+            with suppress(FileNotFoundError):  # another rank does the same
+                os.replace(path, place)
     sync_folder(target)
-    shutil.rmtree(committed)
+    shutil.rmtree(committed, ignore_errors=True)
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,0 +1,174 @@
+"""Weights as files: shards, shared tensors, sizes, and reading them back."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nblaunch import Accelerator, CheckpointError
+from nblaunch.training import model_files, safe_save
+from nblaunch.training.model_files import load_checkpoint_in_model, parse_size, save_sharded
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a view of a part of it, and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("first_rows", self.embed.weight.detach()[:2])
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+@pytest.mark.parametrize("max_shard_size", ["10GB", 60])
+def test_shared_tensors_come_back(tmp_path: Path, safe_serialization: bool, max_shard_size: Any) -> None:
+    model, other = Tied(), Tied()
+    Accelerator().save_model(model, tmp_path / "m", max_shard_size, safe_serialization)
+    load_checkpoint_in_model(other, tmp_path / "m", strict=True)
+    assert _same(model, other)
+    assert other.head.weight is other.embed.weight
+
+
+def test_shared_tensors_are_written_once_and_read_by_others(tmp_path: Path) -> None:
+    save_sharded(Tied().state_dict(), tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 800
+    # Written by a library that leaves the second name out and doesn't say so.
+    model, other = Tied(), Tied()
+    weights = {
+        name: value.contiguous() for name, value in model.state_dict().items() if name != "head.weight"
+    }
+    weights["first_rows"] = weights["first_rows"].clone()
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    load_checkpoint_in_model(other, tmp_path, strict=True)
+    assert _same(model, other)
+    # And ours by safetensors' own loader, which knows of no views.
+    del model.first_rows, other.first_rows
+    save_sharded(model.state_dict(), tmp_path)
+    torch.nn.init.zeros_(other.head.weight)
+    assert safetensors.torch.load_model(other, tmp_path / "model.safetensors") == (set(), [])
+    assert _same(model, other)
+
+
+def test_shards_have_an_index_and_stale_ones_go(tmp_path: Path) -> None:
+    weights = OrderedDict((name, torch.full((4,), float(i))) for i, name in enumerate("abc"))
+    (tmp_path / "config.json").write_text("{}")
+    save_sharded(weights, tmp_path, 32)
+    assert sorted(safe_save.files_below(tmp_path)) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 48}
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00001-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+    save_sharded(weights, tmp_path, 16, safe_serialization=False)
+    assert len(safe_save.files_below(tmp_path)) == 5
+    save_sharded(weights, tmp_path)
+    assert sorted(safe_save.files_below(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 20), max_size=12), limit=st.integers(1, 100))
+def test_shards_hold_everything_and_no_more_than_they_may(sizes: list[int], limit: int) -> None:
+    weights = {f"w{i}": torch.arange(float(size)) for i, size in enumerate(sizes)}
+    shards = list(model_files._shards(weights, limit))
+    assert [name for shard in shards for name in shard] == list(weights)
+    for shard in shards:
+        total = sum(value.numel() * 4 for value in shard.values())
+        assert total <= limit or sum(value.numel() > 0 for value in shard.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(7, 7), ("5GB", 5 * 10**9), ("5 GiB", 5 * 2**30), ("1.5kb", 1500), ("200MiB", 200 * 2**20), ("3B", 3)],
+)
+def test_sizes(text: Any, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", 0, -5, None, "5PB", 2.5])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ValueError, match="is not a size; valid are"):
+        parse_size(text)
+
+
+def test_what_can_not_be_saved_is_told(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
+        accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")
+    with pytest.raises(
+        CheckpointError, match=r"state has 'x\._extra_state', a dict.*safe_serialization=False"
+    ):
+        save_sharded({"x._extra_state": {}}, tmp_path / "m")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file is a file; a folder is needed"):
+        accelerator.save_model(nn.Linear(1, 1), tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_what_can_not_be_read_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(CheckpointError, match=r"nothing\.bin does not exist"):
+        load_checkpoint_in_model(model, tmp_path / "nothing.bin")
+    with pytest.raises(CheckpointError, match=r"has no weights; looked for model\.safetensors, "):
+        load_checkpoint_in_model(model, tmp_path)
+    save_sharded(model.state_dict(), tmp_path, 4)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors does not exist"):
+        load_checkpoint_in_model(model, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is not an index of weights"):
+        load_checkpoint_in_model(model, tmp_path)
+
+
+def test_names_of_wrappers_are_not_on_disk(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(2, 1))
+    compiled = torch.compile(model, backend="eager")
+    assert list(accelerator.get_state_dict(compiled)) == ["0.weight", "0.bias"]
+    assert list(accelerator.get_state_dict(compiled, unwrap=False)) == [
+        "_orig_mod.0.weight",
+        "_orig_mod.0.bias",
+    ]
+    accelerator.save_model(compiled, tmp_path)
+    assert list(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight"]
+
+
+def test_single_objects(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
+    accelerator.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+    assert safetensors.torch.load_file(tmp_path / "a.safetensors")["a"].tolist() == [1, 1]
+    with (tmp_path / "b.pt").open("wb") as file:
+        accelerator.save(b"bytes", file)
+    accelerator.save(b"bytes", tmp_path / "c.pt")
+    assert torch.load(tmp_path / "b.pt", weights_only=False) == b"bytes"
+    assert torch.load(tmp_path / "c.pt", weights_only=False) == b"bytes"
+    with pytest.raises(AttributeError, match="pickle"):
+        accelerator.save(lambda: 1, tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors", "b.pt", "c.pt"]
