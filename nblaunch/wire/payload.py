@@ -159,7 +159,9 @@ class _Pickler(NotebookPickler):
 
     def _describe(self, tensor: Any, index: int) -> tuple[Any, ...]:
         torch = self._torch
-        region = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
+        place = tensor.data_ptr() or ("object", id(tensor))
+        region = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
         offset = self._regions.get(region)
         if offset is None or tensor.numel() == 0:
             dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
