@@ -68,7 +68,11 @@ class JobLog:
 
 def _root(folder: str | None) -> Path:
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
-    root = Path(chosen).expanduser().absolute() if chosen else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    root = (
+        Path(chosen).expanduser().absolute()
+        if chosen
+        else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    )
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
@@ -85,7 +89,10 @@ def _root(folder: str | None) -> Path:
 
 def _prune(root: Path, keep: int, current: str) -> None:
     """Remove the oldest jobs beyond ``keep``, but none of a process that still runs."""
-    jobs = sorted(name for name in os.listdir(root) if name != current and _pid_of(name) is not None)
+    names = [name for name in os.listdir(root) if name != current and _pid_of(name) is not None]
+    jobs = sorted(
+        names, key=lambda name: [int(part) for part in name.split("-")]
+    )  # job 10 is younger than job 9
     for name in jobs[: max(0, len(jobs) - (keep - 1))]:
         pid = _pid_of(name)
         if pid is not None and (pid == os.getpid() or not _is_alive(pid)):

@@ -117,7 +117,7 @@ def test_launches_of_every_outcome_leave_nothing(shared: Kernel) -> None:
 
 def test_a_refused_descriptor_ends_the_workers_that_had_started(shared: Kernel) -> None:
     shared.run(WATCH + "launch('return')\nbefore = traces()")
-    # With every number of free descriptors, from too few for anything on, until it is enough.
+    # With every number of free descriptors, from one on, until it is enough.
     cell = shared.run(
         """
 import resource
@@ -126,16 +126,27 @@ in_use = max(map(int, os.listdir("/proc/self/fd"))) + 1
 outcomes = []
 def wait():
     return threading.Event().wait(0.5) is False   # longer than it takes to look whether somebody is left
-for spare in range(0, 60):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + spare, hard))
+for spare in range(1, 60):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 60, hard))
+    fillers = []
+    try:
+        while True:
+            fillers.append(os.dup(0))
+    except OSError:
+        pass
+    for _ in range(spare):
+        os.close(fillers.pop())
     try:
         outcomes.append(notebook_launcher(wait, num_processes=2, dashboard="none"))
     except Exception as error:
-        outcomes.append((type(error).__name__, str(error), len(psutil.Process().children())))
+        outcomes.append([type(error).__name__, str(error)])
     finally:
+        for fd in fillers:
+            os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if outcomes[-1] is True:
         break
+    outcomes[-1].append(len(psutil.Process().children()))
 outcomes
 """
     )
