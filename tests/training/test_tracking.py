@@ -1,0 +1,343 @@
+"""Trackers: which are chosen, what they are told, and what reaches the launcher."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch import Accelerator, ProjectConfiguration, backends, context
+from nblaunch.events import Event, Metric
+from nblaunch.training import tracking
+from nblaunch.training.trackers import (
+    GeneralTracker,
+    JsonlTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    on_main_process,
+)
+from nblaunch.training.tracking import LoggerType, register_tracker_class
+from tests.training import ranks
+
+
+class Notebook(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "notebook"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "own", **options: Any) -> None:
+        super().__init__()
+        self.told: list[Any] = [("init", run_name, options)]
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.told
+
+    def start(self) -> None:
+        self.told.append("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(("config", dict(values)))
+        values.clear()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.told.append((values, step, kwargs))
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+@pytest.fixture
+def emitted() -> list[Event]:
+    """What this process tells its launcher."""
+    events: list[Event] = []
+    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=events.append))
+    return events
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_known", dict(tracking._known))
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
+    register_tracker_class(Notebook)
+    own = Notebook()
+    chosen = Accelerator(
+        log_with=["JSONL", LoggerType.TENSORBOARD, "notebook", own, own, "jsonl"], project_dir=tmp_path
+    ).log_with
+    assert chosen == [JsonlTracker, TensorBoardTracker, Notebook, own]
+    assert Accelerator(log_with=Notebook).log_with == [Notebook]
+    assert Accelerator().log_with == []
+
+
+def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_has_module", lambda name: name != "mlflow")
+    assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
+        JsonlTracker,
+        TensorBoardTracker,
+        WandBTracker,
+    ]
+    assert Accelerator(log_with="all").log_with == [WandBTracker]
+
+
+def test_what_is_not_installed_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_has_module", lambda name: False)
+    with pytest.warns(UserWarning, match=r"nothing is logged there: 'wandb' \(pip install wandb\)"):
+        assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
+
+
+def test_what_is_unknown_or_lacks_a_folder_is_told() -> None:
+    with pytest.raises(ValueError, match="log_with='aim' is unknown; valid are 'all', 'jsonl', 'mlflow', "):
+        Accelerator(log_with="aim")
+    with pytest.raises(ValueError, match="log_with=3 is unknown"):
+        Accelerator(log_with=[3])
+    with pytest.raises(
+        ValueError, match=r"log_with='jsonl' writes files; say where: Accelerator\(project_dir="
+    ):
+        Accelerator(log_with="jsonl")
+
+
+def test_registering() -> None:
+    with pytest.raises(TypeError, match="is no subclass of GeneralTracker"):
+        register_tracker_class(int)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tracker class Nameless has no name"):
+        register_tracker_class(type("Nameless", (GeneralTracker,), {}))
+    register_tracker_class(Notebook)
+    register_tracker_class(Notebook)
+    with pytest.warns(UserWarning, match="tracker 'notebook' was Notebook, and is Other from now on"):
+        register_tracker_class(type("Other", (Notebook,), {}))
+
+
+def test_a_tracker_that_lacks_something_says_what() -> None:
+    class Poor(GeneralTracker):
+        name = "poor"
+
+    with pytest.raises(NotImplementedError, match="Poor needs requires_logging_directory, tracker"):
+        Poor()
+
+
+# --- logging ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_tracker_is_told() -> None:
+    register_tracker_class(Notebook)
+    accelerator = Accelerator(log_with="notebook")
+    with pytest.raises(ValueError, match=r"tracker 'notebook' is not started; call accelerator.init_trackers"):
+        accelerator.get_tracker("notebook")
+    config = {"lr": 0.1}
+    accelerator.init_trackers("project", config, {"notebook": {"tags": 1}, "other": {"x": 1}})
+    tracker = accelerator.get_tracker("notebook")
+    assert accelerator.trackers == [tracker]
+    assert accelerator.get_tracker("notebook", unwrap=True) is tracker.told
+    accelerator.log({"loss": 1}, step=3, log_kwargs={"notebook": {"commit": True}})
+    with pytest.raises(ValueError, match="'x' is no tracker of this Accelerator; there are notebook"):
+        accelerator.get_tracker("x")
+    accelerator.end_training()
+    accelerator.end_training()
+    assert config == {"lr": 0.1}
+    assert tracker.told == [
+        ("init", "project", {"tags": 1}),
+        "start",
+        ("config", {"lr": 0.1}),
+        ({"loss": 1}, 3, {"commit": True}),
+        "finish",
+    ]
+
+
+def test_all_trackers_are_ended_if_one_fails() -> None:
+    class Failing(Notebook):
+        def finish(self) -> None:
+            raise OSError("the disk is full")
+
+    first, second = Failing(), Notebook()
+    accelerator = Accelerator(log_with=[first, second])
+    accelerator.init_trackers("project")
+    with pytest.raises(OSError, match="the disk is full"):
+        accelerator.end_training()
+    assert second.told[-1] == "finish"
+
+
+def test_the_launcher_hears_of_numbers_and_short_texts(emitted: list[Event]) -> None:
+    values = {
+        "loss": torch.tensor([0.5], requires_grad=True),
+        "of": {"train": {"loss": 2}, "is": True},
+        "text": "x" * 500,
+        "tensor": torch.ones(3),
+        "none": None,
+    }
+    Accelerator().log(values, step=4)
+    (metric,) = emitted
+    assert isinstance(metric, Metric)
+    assert (metric.rank, metric.step) == (0, 4)
+    assert metric.values == {"loss": 0.5, "of/train/loss": 2, "of/is": True, "text": "x" * 200}
+    assert type(metric.values["loss"]) is float
+
+
+class Everywhere(Notebook):
+    name = "everywhere"
+    main_process_only = False
+
+
+class Guarded(Notebook):
+    name = "guarded"
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        super().log(values, step, **kwargs)
+
+
+def _on_ranks() -> dict[str, Any]:
+    told: list[Event] = []
+    context.current().emit = told.append
+    guarded = Guarded()
+    accelerator = Accelerator(log_with=[Notebook, Everywhere])
+    accelerator.init_trackers("project")
+    accelerator.log({"rank": accelerator.process_index})
+    blank = accelerator.get_tracker("notebook")
+    blank.log({"x": 1})
+    guarded.log({"x": 1})
+    names = [tracker.name for tracker in accelerator.trackers]
+    accelerator.end_training()
+    return {"names": names, "told": [event.values for event in told], "guarded": len(guarded.told)}
+
+
+def test_trackers_run_on_the_main_process_unless_they_say_otherwise() -> None:
+    main, other = ranks.run(_on_ranks, 2)
+    assert main == {"names": ["notebook", "everywhere"], "told": [{"rank": 0}], "guarded": 2}
+    assert other == {"names": ["everywhere"], "told": [], "guarded": 1}
+
+
+# --- those that come along -------------------------------------------------------------------------------------------
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    for _run in range(2):  # a run that is resumed goes on in the same file
+        accelerator = Accelerator(
+            log_with="jsonl", project_config=ProjectConfiguration(logging_dir=str(tmp_path))
+        )
+        accelerator.init_trackers("project", {"lr": 0.1, "path": tmp_path, "nan": float("nan")})
+        accelerator.log(
+            {"loss": torch.tensor(0.5), "of": {"inf": float("inf")}, "who": [1, Path("x")]}, step=1
+        )
+        path = tmp_path / "project" / "metrics.jsonl"
+        assert path.read_text().endswith("\n"), "what was logged is there at once"
+        accelerator.end_training()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row.pop("time_s") > 1e9 for row in rows] == [True, True]
+    assert rows == [{"step": 1, "loss": 0.5, "of/inf": None, "who": [1, "x"]}] * 2
+    config = json.loads((tmp_path / "project" / "config.json").read_text())
+    assert config == {"lr": 0.1, "path": str(tmp_path), "nan": None}
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("project", {"lr": 0.1, "layers": [1, 2], "scale": torch.tensor(2.0)})
+    accelerator.log(
+        {"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1, "b": torch.tensor(2)}}, step=7
+    )
+    tracker = accelerator.get_tracker("tensorboard")
+    tracker.log_images({"pictures": torch.zeros(1, 3, 4, 4)}, step=1)
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    assert type(writer).__name__ == "SummaryWriter"
+    accelerator.end_training()
+    found = EventAccumulator(str(tmp_path / "project"))
+    found.Reload()
+    (event,) = found.Scalars("loss")
+    assert (event.step, event.value) == (7, 0.5)
+    assert found.Tags()["tensors"] == ["note/text_summary"]
+    assert found.Tags()["images"] == ["pictures"]
+    assert (tmp_path / "project" / "both_b").is_dir()
+    assert json.loads((tmp_path / "project" / "hparams.yml").read_text())["lr"] == 0.1
+
+
+class Recorder(types.ModuleType):
+    """A module that takes note of every call below it, as the stand-in for a library that reports to a server."""
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self._path, self._calls = name, calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Recorder(f"{self._path}.{name}", self._calls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.append((self._path, args, kwargs))
+        return Recorder(f"{self._path}()", self._calls)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of the stand-ins for wandb and mlflow."""
+    found: list[Any] = []
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, Recorder(name, found))
+    return found
+
+
+def test_wandb(calls: list[Any]) -> None:
+    accelerator = Accelerator(log_with="wandb")
+    assert calls == []
+    accelerator.init_trackers("project", {"lr": 0.1}, {"wandb": {"tags": ["a"]}})
+    accelerator.log(
+        {"loss": torch.tensor(0.5), "table": "kept"}, step=3, log_kwargs={"wandb": {"commit": True}}
+    )
+    tracker = accelerator.get_tracker("wandb")
+    tracker.log_images({"pictures": ["image"]}, step=1, caption="c")
+    tracker.log_table("name", ["column"], [[1]], step=2)
+    accelerator.end_training()
+    assert [(path, args, kwargs) for path, args, kwargs in calls if "log" not in path] == [
+        ("wandb.init", (), {"project": "project", "tags": ["a"]}),
+        ("wandb.init().config.update", ({"lr": 0.1},), {"allow_val_change": True}),
+        ("wandb.Image", ("image",), {"caption": "c"}),
+        ("wandb.Table", (), {"columns": ["column"], "data": [[1]], "dataframe": None}),
+        ("wandb.init().finish", (), {}),
+    ]
+    logged = [(args, kwargs) for path, args, kwargs in calls if path == "wandb.init().log"]
+    assert logged[0] == (({"loss": 0.5, "table": "kept"},), {"step": 3, "commit": True})
+    assert [kwargs["step"] for _, kwargs in logged] == [3, 1, 2]
+
+
+def test_mlflow(calls: list[Any]) -> None:
+    accelerator = Accelerator(log_with="mlflow")
+    settings = {f"setting {i}": "x" * 7000 if i == 0 else i for i in range(150)}
+    accelerator.init_trackers("project", settings, {"mlflow": {"logging_dir": "store", "run_name": "r"}})
+    accelerator.log({"loss": torch.tensor(0.5), "text": "left out", "of": {"a": 1}}, step=3)
+    tracker = accelerator.get_tracker("mlflow")
+    assert isinstance(tracker, MLflowTracker)
+    tracker.log_artifact("file")
+    tracker.log_figure("figure", "figure.png")
+    accelerator.end_training()
+    assert [path for path, _, _ in calls] == [
+        "mlflow.set_tracking_uri",
+        "mlflow.set_experiment",
+        "mlflow.start_run",
+        "mlflow.log_params",
+        "mlflow.log_params",
+        "mlflow.log_metrics",
+        "mlflow.log_artifact",
+        "mlflow.log_figure",
+        "mlflow.end_run",
+    ]
+    assert calls[2][2]["run_name"] == "r"
+    assert [len(args[0]) for path, args, _ in calls if path == "mlflow.log_params"] == [100, 50]
+    assert len(calls[3][1][0]["setting 0"]) == 6000
+    assert calls[5][1:] == (({"loss": 0.5, "of/a": 1},), {"step": 3})
