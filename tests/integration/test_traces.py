@@ -153,7 +153,9 @@ outcomes
     *refused, last = ast.literal_eval(cell.result or "")
     assert last is True
     assert len(refused) >= 2
-    assert {(name, num_left) for name, _, num_left in refused} == {("LaunchError", 0)}, refused
+    # OSError as it is: where not even the devices of the machine could be looked at.
+    assert {name for name, *_ in refused} in ({"LaunchError"}, {"LaunchError", "OSError"}), refused
+    assert {num_left for *_, num_left in refused} == {0}, refused
     assert all("descriptors" in text or "open files" in text for _, text, _ in refused), refused
     assert shared.run("changes(before, settled(before))").result == "{}"
 
