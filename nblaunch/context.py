@@ -32,7 +32,7 @@ class WorkerContext:
         backend: the device family it computes on.
         slot: its slot of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
-        turn: makes a context manager in which no other worker of this machine is at the same time.
+        turn: makes a context manager in which only a few workers of this machine are at the same time.
         defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
             given, as ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 where nobody did.

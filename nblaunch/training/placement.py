@@ -88,8 +88,15 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     kernel = (host_memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
     total = sum(sizes) + kernel - count * device_bytes
     allocator = host_memory.other_allocator()
+    was_built_here = context.current().slot.built_bytes >= model_bytes
     return (
-        f"{count} workers, host memory {_size(total)} (model {_size(model_bytes)} held once)"
+        f"{count} worker{'s' if count > 1 else ''}, host memory {_size(total)} "
+        + (
+            f"(model {_size(model_bytes)} built in every worker; held once if it is built in the notebook and passed: "
+            "notebook_launcher(function, (model,)))"
+            if was_built_here and count > 1
+            else f"(model {_size(model_bytes)} held once)"
+        )
         + (f", besides {_size(count * device_bytes)} that stand for device memory" if device_bytes else "")
         + (f"; {allocator} gives memory back by its own rules" if allocator else "")
     )

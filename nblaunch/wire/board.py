@@ -99,6 +99,10 @@ class Slot:
     def add_built_bytes(self, num_bytes: int) -> None:
         self._ints[_BUILT_BYTES] += num_bytes
 
+    @property
+    def built_bytes(self) -> int:
+        return self._ints[_BUILT_BYTES]
+
     def count_check(self) -> int:
         """One more look at ``accelerator.should_stop``; returns how many there were."""
         self._ints[_CHECKS] += 1
@@ -170,8 +174,12 @@ class Board:
     @classmethod
     def create(cls, num_slots: int) -> Board:
         fd = create_memory_file("nblaunch-board")
-        os.ftruncate(fd, num_slots * _SLOT_BYTES)
-        return cls(num_slots, fd)
+        try:
+            os.ftruncate(fd, num_slots * _SLOT_BYTES)
+            return cls(num_slots, fd)
+        except OSError:  # mapping it takes one more descriptor
+            os.close(fd)
+            raise
 
     def slot(self, rank: int) -> Slot:
         return self._slots[rank]

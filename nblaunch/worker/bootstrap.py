@@ -111,7 +111,7 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                turn=partial(turn, assignment.board_fd),
+                turn=partial(turn, assignment.board_fd, assignment.rank),
                 parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
                 attempt=assignment.attempt,
