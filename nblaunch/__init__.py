@@ -20,8 +20,10 @@ _PUBLIC = {
     "AcceleratorState": "nblaunch.training.state",
     "AutocastKwargs": "nblaunch.training.options",
     "CheckpointError": "nblaunch.errors",
+    "DDPCommunicationHookType": "nblaunch.training.options",
     "DataLoaderConfiguration": "nblaunch.training.options",
     "DistributedDataParallelKwargs": "nblaunch.training.options",
+    "DistributedOperationException": "nblaunch.errors",
     "DistributedType": "nblaunch.training.state",
     "GradScalerKwargs": "nblaunch.training.options",
     "GradientAccumulationPlugin": "nblaunch.training.options",
@@ -31,18 +33,24 @@ _PUBLIC = {
     "JobCancelled": "nblaunch.errors",
     "JobHung": "nblaunch.errors",
     "LaunchError": "nblaunch.errors",
+    "LocalSGD": "nblaunch.training.local_sgd",
     "NblaunchError": "nblaunch.errors",
     "PartialState": "nblaunch.training.state",
     "PayloadError": "nblaunch.errors",
+    "ProfileKwargs": "nblaunch.training.options",
     "ProjectConfiguration": "nblaunch.training.project",
     "ResultError": "nblaunch.errors",
     "WorkerDied": "nblaunch.errors",
     "WorkerError": "nblaunch.errors",
     "WorkerFailed": "nblaunch.errors",
     "debug_launcher": "nblaunch.notebook",
+    "find_executable_batch_size": "nblaunch.training.memory",
     "last_job": "nblaunch.launch.job",
+    "load_checkpoint_in_model": "nblaunch.training.model_files",
     "notebook_launcher": "nblaunch.notebook",
     "set_seed": "nblaunch.training.rng",
+    "skip_first_batches": "nblaunch.training.loading",
+    "synchronize_rng_states": "nblaunch.training.rng",
 }
 
 __all__ = [
@@ -50,8 +58,10 @@ __all__ = [
     "AcceleratorState",
     "AutocastKwargs",
     "CheckpointError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedOperationException",
     "DistributedType",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -61,9 +71,11 @@ __all__ = [
     "JobCancelled",
     "JobHung",
     "LaunchError",
+    "LocalSGD",
     "NblaunchError",
     "PartialState",
     "PayloadError",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "ResultError",
     "WorkerDied",
@@ -71,14 +83,19 @@ __all__ = [
     "WorkerFailed",
     "__version__",
     "debug_launcher",
+    "find_executable_batch_size",
     "last_job",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 if TYPE_CHECKING:
     from nblaunch.errors import (
         CheckpointError,
+        DistributedOperationException,
         JobCancelled,
         JobHung,
         LaunchError,
@@ -92,16 +109,22 @@ if TYPE_CHECKING:
     from nblaunch.launch.job import Job, last_job
     from nblaunch.notebook import debug_launcher, notebook_launcher
     from nblaunch.training.accelerator import Accelerator
+    from nblaunch.training.loading import skip_first_batches
+    from nblaunch.training.local_sgd import LocalSGD
+    from nblaunch.training.memory import find_executable_batch_size
+    from nblaunch.training.model_files import load_checkpoint_in_model
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
     )
     from nblaunch.training.project import ProjectConfiguration
-    from nblaunch.training.rng import set_seed
+    from nblaunch.training.rng import set_seed, synchronize_rng_states
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 

@@ -39,6 +39,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     check_choice,
 )
+from nblaunch.training.parallel_labels import ParallelLabels
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.process import Member, ProcessControl
 from nblaunch.training.project import ProjectConfiguration, project_of
@@ -53,7 +54,9 @@ from nblaunch.training.tracking import TrackerHub, Tracking
 T = TypeVar("T")
 
 
-class Accelerator(ProcessControl, GradientControl, GatherControl, DataSettings, Checkpointing, Tracking):
+class Accelerator(
+    ProcessControl, GradientControl, GatherControl, DataSettings, ParallelLabels, Checkpointing, Tracking
+):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
     Args:

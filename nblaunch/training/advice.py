@@ -8,9 +8,9 @@ import warnings
 _PACKAGE = __name__.partition(".")[0]
 
 
-def warn(message: str) -> None:
-    """``warnings.warn`` a UserWarning at the innermost frame that is not nblaunch's."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """``warnings.warn`` at the innermost frame that is not nblaunch's."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

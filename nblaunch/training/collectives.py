@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nblaunch import env
 from nblaunch.errors import DistributedOperationException
-from nblaunch.training import nested
+from nblaunch.training import advice, nested
 from nblaunch.training.options import check_choice
 from nblaunch.training.process import is_distributed, waiting
 
@@ -43,11 +43,11 @@ def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
-def gather(data: Any) -> Any:
-    """Concatenate every tensor of ``data`` over ranks on dim 0, in rank order, on every rank.
+def gather(tensor: Any) -> Any:
+    """Concatenate every tensor of ``tensor`` over ranks on dim 0, in rank order, on every rank.
 
     Args:
-        data: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
+        tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
             dimensions counts as one row.
 
     Raises:
@@ -56,12 +56,12 @@ def gather(data: Any) -> Any:
             and everywhere with ``ACCELERATE_DEBUG_MODE``).
     """
     if world_size() == 1:
-        return data
-    return _each_tensor("gather", _gather_tensor, data)
+        return tensor
+    return _each_tensor("gather", _gather_tensor, tensor)
 
 
-def broadcast(data: Any, from_process: int = 0) -> Any:
-    """Overwrite every tensor of ``data`` with that of rank ``from_process``, in place; returns ``data``.
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite every tensor of ``tensor`` with that of rank ``from_process``, in place; returns ``tensor``.
 
     Raises:
         TypeError: a leaf is not a tensor.
@@ -71,15 +71,15 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
     if not 0 <= from_process < size:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
     if size == 1:
-        return data
-    return _each_tensor("broadcast", lambda tensor: _broadcast_tensor(tensor, from_process), data)
+        return tensor
+    return _each_tensor("broadcast", lambda one: _broadcast_tensor(one, from_process), tensor)
 
 
-def reduce(data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Combine every tensor of ``data`` over ranks, elementwise; the argument is not changed.
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Combine every tensor of ``tensor`` over ranks, elementwise; the argument is not changed.
 
     Args:
-        data: tensor or nested structure of tensors, of equal shape on all ranks.
+        tensor: tensor or nested structure of tensors, of equal shape on all ranks.
         reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
         scale: the result is multiplied by it.
 
@@ -89,46 +89,46 @@ def reduce(data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
-        return data if scale == 1.0 else _each_tensor("reduce", lambda tensor: tensor * scale, data)
-    return _each_tensor("reduce", lambda tensor: _reduce_tensor(tensor, reduction, scale), data)
+        return tensor if scale == 1.0 else _each_tensor("reduce", lambda one: one * scale, tensor)
+    return _each_tensor("reduce", lambda one: _reduce_tensor(one, reduction, scale), tensor)
 
 
-def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad every tensor of ``data`` to the largest size that any rank has in dimension ``dim``.
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor of ``tensor`` to the largest size that any rank has in dimension ``dim``.
 
     Args:
-        data: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
+        tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
         dim: the dimension, negative from the end; a tensor without it is returned as it is.
         pad_index: value to pad with.
         pad_first: pad in front instead of behind.
     """
     if world_size() == 1:
-        return data
+        return tensor
     return _each_tensor(
-        "pad_across_processes", lambda tensor: _pad_tensor(tensor, dim, pad_index, pad_first), data
+        "pad_across_processes", lambda one: _pad_tensor(one, dim, pad_index, pad_first), tensor
     )
 
 
-def gather_object(items: Any) -> Any:
-    """The elements of every rank's ``items``, in rank order, as one list. They are pickled.
+def gather_object(object: Any) -> Any:
+    """The elements of every rank's ``object``, in rank order, as one list. They are pickled.
 
     Args:
-        items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
+        object: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
     """
     if world_size() == 1:
-        return items
+        return object
     gathered: list[Any] = [None] * world_size()
     with waiting():
-        dist.all_gather_object(gathered, items)
+        dist.all_gather_object(gathered, object)
     return [item for part in gathered for item in part]
 
 
-def broadcast_object_list(items: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite the elements of ``items`` with those of rank ``from_process``, in place; returns ``items``."""
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the elements of ``object_list`` with those of rank ``from_process``, in place; returns it."""
     if world_size() > 1:
         with waiting():
-            dist.broadcast_object_list(items, src=from_process)
-    return items
+            dist.broadcast_object_list(object_list, src=from_process)
+    return object_list
 
 
 def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor:
@@ -252,7 +252,17 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.
     return combined if scale == 1.0 else combined * scale
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is: its rows have sizes of their own."""
+
+
 def _pad_tensor(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    if tensor.is_nested:
+        advice.warn(
+            "pad_across_processes leaves a nested tensor as it is; pad it with torch.nested.to_padded_tensor before",
+            CannotPadNestedTensorWarning,
+        )
+        return tensor
     if not -tensor.ndim <= dim < tensor.ndim:
         return tensor
     dim %= tensor.ndim

@@ -14,14 +14,14 @@ from torch._dynamo.eval_frame import OptimizedModule
 from nblaunch.training.options import TorchDynamoPlugin
 
 
-def is_compiled(model: Any) -> bool:
-    """Whether ``model`` is the wrapper that ``torch.compile`` puts around a module."""
-    return isinstance(model, OptimizedModule)
+def is_compiled_module(module: Any) -> bool:
+    """Whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
+    return isinstance(module, OptimizedModule)
 
 
 def inner_of(model: Any) -> Any:
     """The module inside a compiled one; any other object as it is."""
-    return model._orig_mod if is_compiled(model) else model
+    return model._orig_mod if is_compiled_module(model) else model
 
 
 def around(compiled: Any, module: torch.nn.Module) -> Any:
@@ -31,7 +31,7 @@ def around(compiled: Any, module: torch.nn.Module) -> Any:
 
 def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
     """``model`` as ``options`` say: compiled as a whole, or its repeated blocks in place, or untouched."""
-    if not options.is_on or is_compiled(model):
+    if not options.is_on or is_compiled_module(model):
         return model
     kwargs = options.to_compile_kwargs()
     if not options.use_regional_compilation:

@@ -23,18 +23,18 @@ def clear_environment() -> AbstractContextManager[None]:
     return _restored(lambda name: True)
 
 
-def purge_accelerate_environment(wrapped: Any) -> Any:
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorator for tests: what a function, or any test method of a class, does to ``ACCELERATE_*`` is undone after it.
 
     Args:
-        wrapped: a function, or a class whose methods called ``test...`` are decorated, inherited ones too.
+        func_or_cls: a function, or a class whose methods called ``test...`` are decorated, inherited ones too.
     """
-    if not inspect.isclass(wrapped):
-        return _purged(wrapped)
-    for name, member in inspect.getmembers(wrapped, inspect.isfunction):
+    if not inspect.isclass(func_or_cls):
+        return _purged(func_or_cls)
+    for name, member in inspect.getmembers(func_or_cls, inspect.isfunction):
         if name.startswith("test"):
-            setattr(wrapped, name, _purged(member))
-    return wrapped
+            setattr(func_or_cls, name, _purged(member))
+    return func_or_cls
 
 
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:

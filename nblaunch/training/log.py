@@ -53,7 +53,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     def _record(
         self, rank: int, level: int, msg: Any, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> logging.LogRecord:
-        """What logging would make, with the place of the caller: how logging counts frames is not the same everywhere."""
+        """What logging would make, with the place of the caller; how it counts frames depends on Python's version."""
         caller = _caller(options.get("stacklevel", 1))
         error = options.get("exc_info")
         if isinstance(error, BaseException):

@@ -54,9 +54,9 @@ def is_namedtuple(data: Any) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
-def is_torch_tensor(data: Any) -> bool:
-    """Whether ``data`` is a tensor."""
-    return isinstance(data, torch.Tensor)
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is one."""
+    return isinstance(tensor, torch.Tensor)
 
 
 def recursively_apply(
@@ -254,9 +254,9 @@ class TensorInformation:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def is_tensor_information(data: Any) -> bool:
-    """Whether ``data`` is a :class:`TensorInformation`."""
-    return isinstance(data, TensorInformation)
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether ``tensor_info`` is a :class:`TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
 
 
 def get_data_structure(data: Any) -> Any:

@@ -198,6 +198,14 @@ class AcceleratedScheduler:
         """As in torch's schedulers."""
         return list(self.scheduler.get_last_lr())
 
+    def get_lr(self) -> list[float]:
+        """As in torch's schedulers."""
+        return list(self.scheduler.get_lr())
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """As in torch's schedulers, those of them that have it."""
+        self.scheduler.print_lr(*args, **kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch's schedulers."""
         return dict(self.scheduler.state_dict())

@@ -18,9 +18,35 @@ PRECISIONS = ("no", "fp16", "bf16")
 RNG_TYPES = ("generator", "torch", "cuda")
 
 
+class PrecisionType(str, enum.Enum):
+    """Names of precisions."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class RNGType(str, enum.Enum):
+    """Names of random number generators."""
+
+    GENERATOR = "generator"
+    TORCH = "torch"
+    CUDA = "cuda"
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True)
 class KwargsHandler:
     """Base of the classes that may be given in ``Accelerator(kwargs_handlers=[...])``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
@@ -234,7 +260,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 @dataclass(frozen=True)
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """Gradient accumulation in full.
 
     Args:

@@ -45,6 +45,9 @@ class Member:
     device: torch.device
     slot: Slot
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _here, ()  # what is pickled with it takes the place of the process that it arrives in
+
 
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Member:
     """Take this process's place: choose its device and join the process group, unless that was done already.
@@ -77,6 +80,11 @@ def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKw
         rank=topology.rank,
         world_size=topology.world_size,
     )
+
+
+def _here() -> Member:
+    session = context.current().training
+    return join() if session is None else session.member
 
 
 def is_distributed() -> bool:
@@ -250,13 +258,13 @@ class ProcessControl(ABC):
         if self.is_local_main_process:
             print(*args, **kwargs)
 
-    def on_main_process(self, function: F) -> F:
-        """Decorator: call ``function`` on the main process only; None on the others."""
-        return self._only_where(lambda: self.is_main_process, function)
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorator: call ``function`` on the main process only; None on the others. With or without parentheses."""
+        return self._maybe_later(function, lambda: self.is_main_process)
 
-    def on_local_main_process(self, function: F) -> F:
-        """Decorator: call ``function`` on the main process of each machine only; None on the others."""
-        return self._only_where(lambda: self.is_local_main_process, function)
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorator: as :meth:`on_main_process`, for the main process of each machine."""
+        return self._maybe_later(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
         """Decorator: call ``function`` on the last process only; None on the others."""

@@ -345,3 +345,8 @@ class GradientState(View):
         if session is not None:
             session.gradients = GradientSync()
             session.attributes.pop(GradientState, None)
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has come here."""
+    PartialState().wait_for_everyone()

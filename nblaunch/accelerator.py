@@ -1,0 +1,12 @@
+"""The Accelerator, under the name that scripts written for Hugging Face Accelerate import it from.
+
+This module only hands on objects that live in ``nblaunch.training``; it defines nothing.
+"""
+
+from __future__ import annotations
+
+from nblaunch.training.accelerator import Accelerator
+
+__all__ = [
+    "Accelerator",
+]

@@ -1,0 +1,87 @@
+"""What is installed and what the device can do, as functions that scripts ask before they use it.
+
+Nothing is imported to find out, and no device is touched beyond the one that this process computes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from nblaunch import context
+
+
+def _finder(name: str, module: str) -> Callable[[], bool]:
+    def is_available() -> bool:
+        return importlib.util.find_spec(module) is not None
+
+    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__doc__ = f"Whether ``{module}`` is installed."
+    return is_available
+
+
+is_aim_available = _finder("aim", "aim")
+is_bnb_available = _finder("bnb", "bitsandbytes")
+is_boto3_available = _finder("boto3", "boto3")
+is_clearml_available = _finder("clearml", "clearml")
+is_comet_ml_available = _finder("comet_ml", "comet_ml")
+is_datasets_available = _finder("datasets", "datasets")
+is_deepspeed_available = _finder("deepspeed", "deepspeed")
+is_dvclive_available = _finder("dvclive", "dvclive")
+is_matplotlib_available = _finder("matplotlib", "matplotlib")
+is_mlflow_available = _finder("mlflow", "mlflow")
+is_pandas_available = _finder("pandas", "pandas")
+is_peft_available = _finder("peft", "peft")
+is_pytest_available = _finder("pytest", "pytest")
+is_rich_available = _finder("rich", "rich")
+is_schedulefree_available = _finder("schedulefree", "schedulefree")
+is_swanlab_available = _finder("swanlab", "swanlab")
+is_tensorboard_available = _finder("tensorboard", "tensorboard")
+is_timm_available = _finder("timm", "timm")
+is_torchdata_available = _finder("torchdata", "torchdata")
+is_torchdata_stateful_dataloader_available = _finder("torchdata_stateful_dataloader", "torchdata")
+is_torchvision_available = _finder("torchvision", "torchvision")
+is_trackio_available = _finder("trackio", "trackio")
+is_transformers_available = _finder("transformers", "transformers")
+is_triton_available = _finder("triton", "triton")
+is_wandb_available = _finder("wandb", "wandb")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is installed.
+
+    Args:
+        check_is_tpu: also whether this process computes on it, as on a TPU.
+        check_is_gpu: False, because GPUs are not used through torch_xla here.
+    """
+    if check_is_gpu or importlib.util.find_spec("torch_xla") is None:
+        return False
+    return not check_is_tpu or context.current().backend.device_type == "xla"
+
+
+def is_cuda_available() -> bool:
+    """Whether there is a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether there is a Metal device; every torch that runs here is newer than ``min_version``."""
+    return torch.backends.mps.is_available()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Whether there is an Intel GPU."""
+    return torch.xpu.is_available()
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether the device of this process can compute in bf16; with ``ignore_tpu``, an XLA device counts as unable."""
+    backend = context.current().backend
+    return backend.supports_precision("bf16") is None and not (ignore_tpu and backend.device_type == "xla")
+
+
+def is_fp16_available() -> bool:
+    """Whether the device of this process can train in fp16."""
+    return context.current().backend.supports_precision("fp16") is None

@@ -1,0 +1,41 @@
+"""Answers to questions about forms of parallelism that a job of data parallel processes does not have.
+
+Trainers of other libraries ask them of every ``Accelerator`` before they branch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from nblaunch.training.process import Member
+
+
+class ParallelLabels(ABC):
+    """One process, one replica of the model. The final class gives it its ``_member``."""
+
+    @property
+    @abstractmethod
+    def _member(self) -> Member:
+        """The place of this process."""
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes compute on devices other than the CPU."""
+        return self._member.topology.world_size > 1 and self._member.device.type != "cpu"
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica of this process: its rank."""
+        return self._member.topology.rank
+
+    data_parallel_shard_rank = tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
+    """Part of a replica that this process holds: the only one."""
+
+    is_fsdp2 = is_composable_parallelism_enabled = False
+    """Replicas are whole."""
+
+    should_save_model = True
+    """Every process holds the whole model."""
+
+    deepspeed_plugin = fp8_backend = parallelism_config = torch_device_mesh = None
+    """There is none."""

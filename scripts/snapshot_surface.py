@@ -1,0 +1,102 @@
+"""Write down the public names and signatures of the installed ``accelerate``, as data for tests/hf_surface.
+
+    python scripts/snapshot_surface.py
+
+It is run when the surface is to follow a new release; the tests read only what it wrote. Names, names of parameters and
+defaults are facts about an interface; nothing else of the package is stored.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import accelerate
+
+TARGET = Path(__file__).parents[1] / "tests" / "hf_surface" / "accelerate.json"
+MODULES = (
+    "", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking", "utils"
+)  # fmt: skip
+
+
+def parameters_of(function: Any) -> dict[str, str] | None:
+    """Parameter names in order, each with its kind and default as text; None where Python can't tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    return {
+        name: f"{parameter.kind.name} {default_of(parameter.default)}".strip()
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    }
+
+
+def default_of(default: Any) -> str:
+    if default is inspect.Parameter.empty:
+        return ""
+    if default is None or (
+        isinstance(default, (bool, int, float, str)) and not isinstance(default, enum.Enum)
+    ):
+        return f"= {default!r}"
+    return "= ..."
+
+
+def describe(value: Any) -> dict[str, Any]:
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        return {"kind": "enum", "members": sorted(value.__members__)}
+    if inspect.isclass(value):
+        members = {
+            name: describe_member(member)
+            for name in sorted(dir(value))
+            if not name.startswith("_")
+            and (member := inspect.getattr_static(value, name, None)) is not None
+            and name in own_names(value)
+        }
+        return {"kind": "class", "parameters": parameters_of(value), "members": members}
+    if callable(value):
+        return {"kind": "function", "parameters": parameters_of(value)}
+    return {"kind": "value"}
+
+
+def own_names(cls: type) -> set[str]:
+    """What the package itself defines on a class, and not torch or Python."""
+    return {name for base in cls.__mro__ if base.__module__.startswith("accelerate") for name in vars(base)}
+
+
+def describe_member(member: Any) -> Any:
+    if isinstance(member, property):
+        return "property"
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    return parameters_of(member) if callable(member) else "value"
+
+
+def is_theirs(value: Any) -> bool:
+    return getattr(value, "__module__", "").startswith("accelerate")
+
+
+def names_of(module: Any, path: str) -> list[str]:
+    """Public names; of a plain module those that it defines, of a package those that it hands on."""
+    names = [name for name in dir(module) if not name.startswith("_") and is_theirs(getattr(module, name))]
+    if path in ("", "utils"):
+        return sorted(names)
+    return sorted(name for name in names if getattr(module, name).__module__ == module.__name__)
+
+
+def main() -> None:
+    surface: dict[str, Any] = {}
+    for path in MODULES:
+        module = importlib.import_module(f"accelerate.{path}".rstrip("."))
+        surface[path] = {name: describe(getattr(module, name)) for name in names_of(module, path)}
+    text = json.dumps({"version": accelerate.__version__, "modules": surface}, indent=1)
+    TARGET.write_text(text + "\n", encoding="utf-8")
+    print(f"{TARGET}: {sum(map(len, surface.values()))} names of accelerate {accelerate.__version__}")
+
+
+if __name__ == "__main__":
+    main()
