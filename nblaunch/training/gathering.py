@@ -41,7 +41,7 @@ class GatherControl(ABC):
         )
         gathered = collectives.gather_object(input_data) if is_object else collectives.gather(input_data)
         gradients = self._session.gradients
-        if collectives.world_size() == 1 or not gradients.end_of_dataloader:
+        if not gradients.end_of_dataloader or not _may_be_completed(gradients.active_loader):
             return gathered
         remainder = gradients.remainder
         if remainder < 0 and not _drops_last(gradients.active_loader):
@@ -86,6 +86,11 @@ class GatherControl(ABC):
         if is_raised:
             self.flag_tensor = None
         return is_raised
+
+
+def _may_be_completed(loader: Any) -> bool:
+    """Whether samples may have been added to the loader's last batch; in a lone process, where shapes are static."""
+    return collectives.world_size() > 1 or loader.shard is not None
 
 
 def _drops_last(loader: Any) -> bool:

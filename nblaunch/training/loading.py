@@ -55,6 +55,7 @@ class Share:
         device: where batches go; None: they stay where they are.
         rng_types: generators that are made equal at the start of every epoch.
         slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
+        is_static: complete the last batch of a lone process too: the device compiles for every new shape.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class Share:
     device: torch.device | None = None
     rng_types: Sequence[str] = ("generator",)
     slice_fn: Callable[..., Any] | None = None
+    is_static: bool = False
 
 
 def prepare_data_loader(
@@ -137,7 +139,8 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
     batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
     _settle_order(batch_sampler, config)
     shard = None
-    if share.world_size > 1:
+    is_completed = share.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
+    if share.world_size > 1 or is_completed:
         shard = BatchSamplerShard(
             batch_sampler, share.world_size, share.rank, config.split_batches, config.even_batches
         )

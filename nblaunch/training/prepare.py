@@ -175,6 +175,7 @@ class Preparer:
                 device=member.device if self._places(placement) else None,
                 rng_types=self.rng_types,
                 slice_fn=slice_fn,
+                is_static=member.backend.needs_static_shapes,
             )
             loader = share_loader(loader, share, self.data)
         if not any(loader is known for known in self.loaders):
