@@ -339,7 +339,7 @@ class Accelerator(
             CheckpointError: the checkpoint could not be written.
         """
         try:
-            self._checkpoints.wait()
+            self._checkpoints.close()
         finally:
             self._trackers.finish()
             self.destroy_process_group()

@@ -72,7 +72,7 @@ class Checkpointing(ABC):
         Args:
             output_dir: the folder. Ignored with automatic naming, see ``ProjectConfiguration``.
             safe_serialization: weights in safetensors' format; False: torch's.
-            asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
+            asynchronous: copy the state to CPU memory, which is kept for the next time until ``end_training``, return, and write in a thread. What goes wrong is raised by the
                 next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``.
 
         Returns:

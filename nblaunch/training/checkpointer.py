@@ -28,6 +28,7 @@ from nblaunch.events import Note
 from nblaunch.training import advice, collectives, loader_states, model_files, rng_states, safe_save
 from nblaunch.training import checkpoint_files as files
 from nblaunch.training.checkpoint_files import Contents
+from nblaunch.training.cpu_copies import CpuCopies
 from nblaunch.training.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
@@ -53,11 +54,9 @@ class Snapshot:
     objects: dict[str, Any] = field(default_factory=dict)
     safe_serialization: bool = True
 
-    def detach(self) -> None:
+    def detach(self, copies: CpuCopies) -> None:
         """Copy everything to memory that training does not write to."""
-        memo: dict[Any, Any] = {}
-        self.weights = [_copied(weights, memo) for weights in self.weights]
-        self.objects = {name: _copied(state, memo) for name, state in self.objects.items()}
+        self.weights, self.objects = copies.take((self.weights, self.objects))
 
     def write(self, folder: Path) -> Contents:
         """Write all files to ``folder``; returns the contents with their sizes."""
@@ -90,6 +89,7 @@ class Checkpointer:
         self._pending: Meeting | None = None
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
+        self._copies = CpuCopies()
         self._patience_s = PATIENCE_S
         self._is_warned = False
 
@@ -132,6 +132,13 @@ class Checkpointer:
         if self.project.automatic_checkpoint_naming:
             self.project.iteration += 1
         return str(target)
+
+    def close(self) -> None:
+        """:meth:`wait`, and give the memory of asynchronous checkpoints back."""
+        try:
+            self.wait()
+        finally:
+            self._copies = CpuCopies()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.
@@ -185,7 +192,7 @@ class Checkpointer:
             for rank, state in self._states_of_others(meeting, target).items():
                 snapshot.objects[files.random_states(rank)] = state
             if asynchronous:
-                snapshot.detach()
+                snapshot.detach(self._copies)
         except BaseException as error:
             meeting.post(
                 "verdict", _not_saved(target, 0, error)
@@ -481,18 +488,3 @@ def _as_bytes(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def _copied(state: Any, memo: dict[Any, Any]) -> Any:
-    """``state`` with every tensor copied to the CPU; those that show the same memory share a copy, too."""
-    if isinstance(state, torch.Tensor):
-        view, _ = model_files.view_of(state)
-        copy = memo.get(view) if view is not None else None
-        if copy is None:
-            copy = memo[view] = state.detach().to("cpu", copy=True)
-        return copy
-    if isinstance(state, Mapping):
-        return {key: _copied(value, memo) for key, value in state.items()}
-    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-        return type(state)(_copied(item, memo) for item in state)
-    return state

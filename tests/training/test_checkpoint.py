@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,47 @@ def test_a_checkpoint_of_the_reference_is_read_on_trust(tmp_path: Path) -> None:
     assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
     assert accelerator.step == 3
     _assert_same(_weights(model), before)
+
+
+def _saved_by_the_reference(folder: str) -> list[float]:
+    import accelerate
+
+    warnings.simplefilter("ignore")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(_dataset(), batch_size=4, shuffle=True)
+    model, optimizer, _, scheduler = accelerator.prepare(
+        model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    )
+    _step(accelerator, model, optimizer)
+    scheduler.step()
+    accelerator.save_state(folder)
+    state = optimizer.state_dict()["state"][0]["exp_avg"]
+    return [
+        *accelerator.unwrap_model(model).weight.flatten().tolist(),
+        *state.flatten().tolist(),
+        random.random(),
+        torch.rand(()).item(),
+    ]
+
+
+def test_a_checkpoint_that_the_reference_wrote(tmp_path: Path) -> None:
+    (expected,) = ranks.run(_saved_by_the_reference, 1, str(tmp_path / "state"))
+    accelerator, model, optimizer = _prepared()
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3))
+    accelerator.load_state(tmp_path / "state")
+    state = optimizer.state_dict()["state"][0]["exp_avg"]
+    found = [
+        *model.weight.flatten().tolist(),
+        *state.flatten().tolist(),
+        random.random(),
+        torch.rand(()).item(),
+    ]
+    assert found == expected
+    accelerator.prepare(DataLoader(_dataset(), batch_size=4))
+    with pytest.warns(UserWarning, match="does not say where loader 0 was; it starts its first epoch"):
+        accelerator.load_state(tmp_path / "state")
 
 
 def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
