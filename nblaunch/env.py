@@ -33,12 +33,17 @@ def as_flag(text: str) -> bool:
     raise ValueError(text)
 
 
+def as_first_count(text: str) -> int:
+    """The number for the outermost level, of OpenMP's list of numbers by level of nesting: 4 of ``4,2``."""
+    return int(text.partition(",")[0])
+
+
 TABLE = {
     row.name: row
     for row in (
         Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
-        Variable("OMP_NUM_THREADS", int, 0, "threads per worker for CPU operations; default: usable cores / workers"),
+        Variable("OMP_NUM_THREADS", as_first_count, 0, "CPU threads of a worker; default: usable cores / workers"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),
         Variable("PJRT_DEVICE", str, None, "what torch_xla computes on: TPU or CPU; default: TPU if there is one"),
         Variable("TPU_ACCELERATOR_TYPE", str, "", "kind of TPU, as the host's image says: v5litepod-8"),

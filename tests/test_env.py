@@ -17,6 +17,8 @@ def test_values_are_converted_and_default(monkeypatch: pytest.MonkeyPatch) -> No
             "NBLAUNCH_KEEP_JOBS"
         )
         assert env.read("NBLAUNCH_KEEP_JOBS") == 20
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # OpenMP allows a number for each level of nesting
+    assert env.read("OMP_NUM_THREADS") == 4
     # Empty hides all GPUs, unset hides none.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert env.read("CUDA_VISIBLE_DEVICES") == ""

@@ -185,6 +185,7 @@ class Job:
             self._conclude("failed", error)
         finally:
             self._requests.close()
+            self._log.end()
             self._has_ended.set()
             self._has_started.set()  # last: whoever waits for a start looks next at whether the job has ended
 

@@ -25,6 +25,9 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event, LogLines, StatusLine
 
 _job_numbers = itertools.count(1)
+_in_use: set[Path] = set()
+"""Folders of this process's jobs that still run."""
+
 _READ_BYTES = 1 << 20
 _MAX_BYTES_A_TICK = 4 << 20
 _MAX_STATUS_BYTES = 4096
@@ -48,6 +51,11 @@ class JobLog:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
+        _in_use.add(self.path)
+
+    def end(self) -> None:
+        """The job is over: its files stay, and may be pruned when it is old."""
+        _in_use.discard(self.path)
 
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers start."""
@@ -88,14 +96,15 @@ def _root(folder: str | None) -> Path:
 
 
 def _prune(root: Path, keep: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``keep``, but none of a process that still runs."""
+    """Remove the oldest jobs beyond ``keep``, but none that still runs, and none of another process that does."""
     names = [name for name in os.listdir(root) if name != current and _pid_of(name) is not None]
     jobs = sorted(
         names, key=lambda name: [int(part) for part in name.split("-")]
     )  # job 10 is younger than job 9
     for name in jobs[: max(0, len(jobs) - (keep - 1))]:
         pid = _pid_of(name)
-        if pid is not None and (pid == os.getpid() or not _is_alive(pid)):
+        is_over = root / name not in _in_use if pid == os.getpid() else not _is_alive(pid or 0)
+        if is_over:
             shutil.rmtree(root / name, ignore_errors=True)
 
 

@@ -125,11 +125,23 @@ def test_foreign_files_and_jobs_of_living_kernels_are_not_pruned(tmp_path: Path,
         (tmp_path / name).mkdir()
     logs = [JobLog(str(tmp_path)) for _ in range(4)]
     for log in logs:
-        log.prune() if hasattr(log, "prune") else None
+        log.prune()
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= set(kept)
     assert not any(f"-{pid}-" in name for name in names)
     assert [log.path.exists() for log in logs][-2:] == [True, True]
+
+
+def test_a_job_that_runs_keeps_its_logs(tmp_path: Path, keep_three: None) -> None:
+    running, *ended = [JobLog(str(tmp_path)) for _ in range(6)]
+    for log in ended:
+        log.end()
+    ended[-1].prune()
+    assert [log.path.exists() for log in ended] == [False, False, True, True, True]
+    assert running.path.exists()
+    running.end()
+    ended[-1].prune()
+    assert not running.path.exists()
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
