@@ -72,8 +72,9 @@ class Checkpointing(ABC):
         Args:
             output_dir: the folder. Ignored with automatic naming, see ``ProjectConfiguration``.
             safe_serialization: weights in safetensors' format; False: torch's.
-            asynchronous: copy the state to CPU memory, which is kept for the next time until ``end_training``, return, and write in a thread. What goes wrong is raised by the
-                next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``.
+            asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
+                next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
+                memory is kept for the next time, until ``end_training``.
 
         Returns:
             The folder.

@@ -77,7 +77,7 @@ def _train(
     first_epoch, seen_batches = divmod(counter.steps, len(loader))
     steps = []
     for epoch in range(first_epoch, 3):
-        is_middle = epoch == first_epoch and seen_batches
+        is_middle = epoch == first_epoch and seen_batches and "use_stateful_dataloader" not in options
         batches = accelerator.skip_first_batches(loader, seen_batches) if is_middle else loader
         for inputs, targets, index in batches:
             with accelerator.accumulate(wrapped):
@@ -109,6 +109,14 @@ def test_training_continues_exactly(
     per_epoch = -(-ROWS // (4 * world_size))
     save_at = per_epoch + (2 if where == "in the middle of an epoch" else per_epoch)
     _compare(tmp_path / "state", world_size, save_at, options)
+
+
+@pytest.mark.parametrize("save_at", [8, 12])
+def test_training_continues_exactly_without_skipping_where_loaders_know_their_position(
+    tmp_path: Path, save_at: int
+) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    _compare(tmp_path / "state", 2, save_at, {"use_stateful_dataloader": True})
 
 
 def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:
