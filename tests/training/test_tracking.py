@@ -136,7 +136,9 @@ def test_a_tracker_that_lacks_something_says_what() -> None:
 def test_what_a_tracker_is_told() -> None:
     register_tracker_class(Notebook)
     accelerator = Accelerator(log_with="notebook")
-    with pytest.raises(ValueError, match=r"tracker 'notebook' is not started; call accelerator.init_trackers"):
+    with pytest.raises(
+        ValueError, match=r"tracker 'notebook' is not started; call accelerator.init_trackers"
+    ):
         accelerator.get_tracker("notebook")
     config = {"lr": 0.1}
     accelerator.init_trackers("project", config, {"notebook": {"tags": 1}, "other": {"x": 1}})
