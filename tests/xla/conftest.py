@@ -1,0 +1,89 @@
+"""Kernels that compute on XLA devices. All of it is PJRT CPU with the real torch_xla: no test here has seen a TPU.
+
+Collected only where torch_xla can be imported, which is the environment that ``make test-xla`` makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels import Cell, Kernel
+
+if importlib.util.find_spec("torch_xla") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+PREAMBLE = """
+import copy, os, signal, sys, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import Accelerator, last_job, notebook_launcher, set_seed
+
+get_ipython().history_manager.enabled = False
+
+def is_initialised():
+    xla = sys.modules.get("torch_xla")
+    return xla is not None and xla._XLAC._xla_runtime_is_initialized()
+
+def metrics():
+    import torch_xla.debug.metrics
+    return torch_xla.debug.metrics
+"""
+
+StartKernel = Callable[..., Kernel]
+
+
+def pytest_report_header() -> str:
+    """Labels what these tests show."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return "tests/xla: left out, torch_xla is not installed; make test-xla runs them"
+    import torch
+    import torch_xla
+
+    return f"tests/xla: PJRT CPU, torch {torch.__version__}, torch_xla {torch_xla.__version__}"
+
+
+@pytest.fixture
+def start_xla(tmp_path: Path) -> Iterator[StartKernel]:
+    """Starts a kernel for the test's own use: ``start_xla(PJRT_DEVICE="CPU")``. Several are closed in reverse."""
+    started: list[Kernel] = []
+
+    def start(**env: str) -> Kernel:
+        kernel = Kernel.start(
+            env={
+                "NBLAUNCH_LOG_DIR": str(tmp_path / "logs"),
+                "PJRT_DEVICE": "CPU",
+                "OMP_NUM_THREADS": "1",
+                **env,
+            }
+        )
+        started.append(kernel)
+        kernel.run(PREAMBLE)
+        return kernel
+
+    yield start
+    for kernel in reversed(started):
+        kernel.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all tests of a file."""
+    logs = tmp_path_factory.mktemp("logs")
+    env = {"NBLAUNCH_LOG_DIR": str(logs), "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    with Kernel.start(env=env) as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+
+
+def value(cell: Cell) -> Any:
+    """The value of a cell's last expression, a literal."""
+    assert cell.result is not None, cell.describe()
+    return ast.literal_eval(cell.result)

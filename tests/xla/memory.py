@@ -1,0 +1,205 @@
+"""Host memory of a launch over time: what the kernel and its workers take together, less what stands for the device.
+
+    report = measure("passed")          # in a fresh kernel; a model of 400 MiB, 8 workers, PJRT CPU
+
+On PJRT CPU the device's memory is the host's. Every worker counts the bytes of parameters that have arrived on its
+device in shared memory; the sum is taken off each sample of the processes' proportional memory (PSS).
+Run as a script, it prints the table of all variants: ``python -m tests.xla.memory``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+NUM_WORKERS = 8
+NUM_LAYERS = 16
+WIDTH = 2560
+MODEL_BYTES = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+VARIANTS = ("passed", "passed, all at once", "passed, plain", "built", "built, plain", "passed and returned")
+_ASKED, _ANSWERED = 1024, 1025
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch took.
+
+    Args:
+        variant: how the model came to the workers.
+        peak: highest host memory in bytes, device bytes taken off.
+        end: host memory once all workers have their model.
+        start: of the kernel, with the model and torch_xla, before the launch.
+        elapsed_s: from the launch to the last worker's model.
+        num_samples: how often it was looked at.
+        peak_of_all: highest host memory of the whole launch, with trained weights on their way back.
+        line: what the launcher told the person.
+    """
+
+    variant: str
+    peak: int
+    end: int
+    start: int
+    elapsed_s: float
+    num_samples: int
+    peak_of_all: int
+    line: str
+
+
+def measure(variant: str, timeout_s: float = 110.0) -> Report:
+    """Launch in a fresh process and measure it."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.xla.memory", variant],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    line = next((one for one in answer.stdout.splitlines() if "host memory" in one), "")
+    return Report(**{**json.loads(answer.stdout.splitlines()[-1]), "line": line})
+
+
+class Sampler(threading.Thread):
+    """Looks at a process and its children until told to stop."""
+
+    def __init__(self, moved: mmap.mmap) -> None:
+        super().__init__(daemon=True)
+        self.moved = moved
+        self.samples: list[int] = []
+        self.placed: list[int] = []  # those until all workers had their model
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self.is_over.is_set():
+            is_asked = bool(self.moved[_ASKED])
+            self.samples.append(self.look())
+            if is_asked and not self.placed:
+                self.placed = list(self.samples)
+                self.moved[_ANSWERED] = 1
+            self.is_over.wait(0.02)
+
+    def look(self) -> int:
+        """Host bytes now."""
+        from nblaunch.backends import host_memory
+
+        before = self.device_bytes()
+        pids = [os.getpid(), *children(os.getpid())]
+        total = sum(size for pid in pids if (size := host_memory.proportional_bytes(pid)) is not None)
+        # What arrived while we looked may be in the sum or not: the middle is the fairest guess.
+        return total - (before + self.device_bytes()) // 2
+
+    def device_bytes(self) -> int:
+        return sum(struct.unpack(f"{NUM_WORKERS}q", self.moved[: 8 * NUM_WORKERS]))
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of ``pid``."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in file.read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def build() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+
+
+def run_one(variant: str) -> Report:
+    """In the fresh process: launch, sample, report."""
+    import torch  # noqa: F401  the kernel of a person has it
+
+    from nblaunch import notebook_launcher
+    from nblaunch.backends import host_memory
+    from nblaunch.backends.xla import BACKEND
+
+    moved = mmap.mmap(-1, 4096)
+    if "all at once" in variant or "plain" in variant:
+        BACKEND.transfers_in_turn = False
+    if "plain" in variant:
+        host_memory.tune_allocator = lambda: False
+        host_memory.trim = lambda: None
+    BACKEND.prepare_parent()
+    args = (build(),) if variant.startswith("passed") else (None,)
+    sampler = Sampler(moved)
+    start = sampler.look()
+    sampler.start()
+    elapsed_s = notebook_launcher(
+        lambda model: _place(model, moved),
+        args,
+        NUM_WORKERS,
+        sync_weights="returned" in variant,
+        dashboard="text",
+    )
+    peak_of_all = max(sampler.samples)
+    sampler.is_over.set()
+    sampler.join()
+    placed = sampler.placed
+    return Report(variant, max(placed), placed[-1], start, elapsed_s, len(placed), peak_of_all, "")
+
+
+def _place(model: Any, moved: mmap.mmap) -> float:
+    """In a worker: prepare the model, counting the bytes that arrive."""
+    import torch
+
+    from nblaunch import Accelerator
+
+    begun_s = time.monotonic()
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    original = torch.nn.Linear._apply
+
+    def count(self: Any, function: Any, recurse: bool = True) -> Any:
+        was_there = self.weight.device.type == "xla"
+        result = original(self, function, recurse)
+        if not was_there:
+            so_far = struct.unpack_from("q", moved, 8 * rank)[0]
+            size = sum(p.numel() * 4 for p in self.parameters())
+            struct.pack_into("q", moved, 8 * rank, so_far + size)
+        return result
+
+    torch.nn.Linear._apply = count  # type: ignore[method-assign]
+    accelerator.prepare(build() if model is None else model)
+    accelerator.wait_for_everyone()
+    elapsed_s = time.monotonic() - begun_s
+    if rank == 0:
+        # Let the sampler look at the end once more, and only then have the workers go on.
+        moved[_ASKED] = 1
+        while not moved[_ANSWERED]:
+            time.sleep(0.005)
+    accelerator.wait_for_everyone()
+    return elapsed_s
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        report = run_one(sys.argv[1])
+        print(json.dumps(vars(report)))
+    else:
+        print(
+            f"PJRT CPU, {NUM_WORKERS} workers, model {MODEL_BYTES / 1e6:.0f} MB; host memory in MB (1e6 bytes)"
+        )
+        for one in VARIANTS:
+            taken = measure(one)
+            print(
+                f"{one:24} start {taken.start / 1e6:5.0f}  peak {taken.peak / 1e6:5.0f}  end {taken.end / 1e6:5.0f}  "
+                f"with results {taken.peak_of_all / 1e6:5.0f}  {taken.elapsed_s:5.1f} s  {taken.num_samples} looks",
+                flush=True,
+            )
+            print(f"{'':24} {taken.line}", flush=True)

@@ -1,0 +1,43 @@
+"""Host memory of eight workers with one model of 420 MB (PJRT CPU; device bytes taken off, see ``memory.py``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.xla import memory
+
+pytestmark = [pytest.mark.timeout(115), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def passed() -> memory.Report:
+    return memory.measure("passed")
+
+
+def test_a_model_that_is_passed_is_held_once(passed: memory.Report) -> None:
+    print(passed)
+    assert passed.num_samples >= 5
+    assert passed.peak <= 1.4e9
+    # At rest: the kernel with its model, and what eight workers have of their own.
+    assert passed.end <= passed.start + 8 * 40e6
+    assert "8 workers, host memory " in passed.line
+    assert "(model 0.4 GB held once)" in passed.line
+
+
+def test_without_the_recipe_it_takes_a_multiple(passed: memory.Report) -> None:
+    plain = memory.measure("passed, plain")
+    print(plain)
+    assert passed.peak < plain.peak / 2
+
+
+def test_taking_turns_costs_at_most_twice_the_time(passed: memory.Report) -> None:
+    together = memory.measure("passed, all at once")
+    print(together)
+    assert passed.elapsed_s <= 2 * together.elapsed_s
+
+
+def test_a_model_built_in_every_worker_is_named() -> None:
+    built = memory.measure("built")
+    print(built)
+    assert "built in every worker" in built.line
+    assert "notebook_launcher(function, (model,))" in built.line

@@ -1,0 +1,131 @@
+"""What TPU workers are told of their place, against torch_xla's own functions, fed with made-up metadata.
+
+No TPU is needed and none is seen: ``configure_topology`` only reads metadata and sets variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch_xla
+from torch_xla._internal import tpu
+
+from nblaunch import env
+from nblaunch.backends import tpu_host
+
+# kind -> chips, and what its metadata says of processes and chips per process.
+HOSTS = {
+    "v5litepod-8": (8, "1,1,1", "2,4,1"),
+    "v6e-8": (8, "1,1,1", "2,4,1"),
+    "v5litepod-4": (4, "1,1,1", "2,2,1"),
+    "v4-8": (4, "1,1,1", "2,2,1"),
+    "v5p-8": (4, "1,1,1", "2,2,1"),
+}
+LEFT_OVER = {
+    "nothing": {},
+    "bounds of one process": {"TPU_PROCESS_BOUNDS": "1,1,1"},
+    "both bounds": {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,4,1"},
+    "addresses": {"TPU_PROCESS_ADDRESSES": "local"},
+    "old names": {"TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"},
+    "another worker's": {"CLOUD_TPU_TASK_ID": "5", "TPU_VISIBLE_CHIPS": "5", "TPU_PROCESS_PORT": "9999"},
+    "a rank": {"PJRT_LOCAL_PROCESS_RANK": "5", "PJRT_LOCAL_PROCESS_COUNT": "6"},
+}
+SET_BY_TORCH_XLA = (
+    "TPU_CHIPS_PER_PROCESS_BOUNDS",
+    "TPU_PROCESS_BOUNDS",
+    "CLOUD_TPU_TASK_ID",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_PROCESS_PORT",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Whatever is set in a test is gone after it."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if "TPU" in name]:
+            del os.environ[name]
+        yield
+    assert not torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def metadata(kind: str) -> mock._patch:
+    _, processes, chips = HOSTS[kind]
+    text = (
+        f"ACCELERATOR_TYPE: '{kind}'\nTPU_PROCESS_BOUNDS: '{processes}'\n"
+        f"TPU_CHIPS_PER_PROCESS_BOUNDS: '{chips}'\nWORKER_ID: '0'\n"
+    )
+    answers = {"tpu-env": text, "worker-network-endpoints": "h:0:10.0.0.2"}
+    return mock.patch.object(tpu, "_get_metadata", answers.__getitem__)
+
+
+def configured(kind: str, rank: int) -> dict[str, str | None]:
+    """The variables after torch_xla has completed what is there."""
+    with metadata(kind):
+        tpu.configure_topology(rank, HOSTS[kind][0])
+    return {name: os.environ.get(name) for name in SET_BY_TORCH_XLA}
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_every_worker_is_told_what_torch_xla_would_tell_it(kind: str) -> None:
+    num_chips = HOSTS[kind][0]
+    for rank in range(num_chips):
+        with mock.patch.dict(os.environ):
+            theirs = configured(kind, rank)
+        ours = tpu_host.topology_env(rank, num_chips)
+        assert {name: ours[name] for name in SET_BY_TORCH_XLA} == theirs
+        assert ours["PJRT_LOCAL_PROCESS_RANK"] == str(rank)
+        assert ours["PJRT_LOCAL_PROCESS_COUNT"] == str(num_chips)
+
+
+@pytest.mark.parametrize("left_over", LEFT_OVER)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_nothing_left_over_in_the_environment_gets_through(kind: str, left_over: str) -> None:
+    num_chips = HOSTS[kind][0]
+    with mock.patch.dict(os.environ):
+        expected = configured(kind, num_chips - 1)
+    os.environ.update(LEFT_OVER[left_over])
+    env.apply(tpu_host.topology_env(num_chips - 1, num_chips))
+    assert configured(kind, num_chips - 1) == expected
+
+
+def test_the_traps_are_there() -> None:
+    """Without our clearing, torch_xla 2.9 keeps what it finds. When this fails, the clearing may go."""
+    os.environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
+    with mock.patch.object(tpu, "num_available_chips", return_value=8):
+        assert tpu.num_local_processes() == 1, "one worker for eight chips"
+    os.environ["TPU_PROCESS_ADDRESSES"] = "local"
+    found = configured("v5litepod-8", 7)
+    assert (found["TPU_PROCESS_BOUNDS"], found["TPU_PROCESS_ADDRESSES"]) == ("1,1,1", "local")
+
+
+def test_without_a_metadata_server_our_variables_are_complete() -> None:
+    """As in containers that say TPU_SKIP_MDS_QUERY: torch_xla then reads the very variables that are its outputs."""
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost"
+    )
+    with pytest.raises(AttributeError):
+        tpu.configure_topology(3, 8)  # no bounds at all
+    expected = tpu_host.topology_env(3, 8)
+    env.apply(expected)
+    tpu.configure_topology(3, 8)
+    assert {name: os.environ.get(name) for name in SET_BY_TORCH_XLA} == {
+        name: expected[name] for name in SET_BY_TORCH_XLA
+    }
+
+
+def test_one_worker_sees_one_chip() -> None:
+    env.apply(tpu_host.topology_env(0, 1))
+    tpu.configure_one_chip_topology()
+    assert os.environ["TPU_VISIBLE_CHIPS"] == "0"
+    assert os.environ["TPU_PROCESS_BOUNDS"] == os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+    assert "TPU_PROCESS_ADDRESSES" not in os.environ
+
+
+def test_the_chips_that_torch_xla_knows_are_known() -> None:
+    assert set(tpu_host._CHIPS) == set(tpu._TPU_PCI_DEVICE_IDS)
+    assert tpu._GOOGLE_PCI_VENDOR_ID == tpu_host._GOOGLE

@@ -1,0 +1,187 @@
+"""Workers that train on XLA devices (PJRT CPU), against the same training in one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import Kernel
+from tests.xla.conftest import value
+
+pytestmark = pytest.mark.timeout(110)
+
+DIGITS = """
+from sklearn.datasets import load_digits
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+train_set, test_set = TensorDataset(images[:1437], labels[:1437]), TensorDataset(images[1437:], labels[1437:])
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10),
+    )
+
+def train(model, epochs=2, global_batch=64):
+    accelerator = Accelerator()
+    share = global_batch // accelerator.num_processes
+    order = torch.Generator().manual_seed(7)
+    loader = DataLoader(train_set, batch_size=share, shuffle=True, generator=order, drop_last=True)
+    test_loader = DataLoader(test_set, batch_size=share)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
+    for _ in range(epochs):
+        model.train()
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    correct = seen = 0
+    for x, y in test_loader:
+        with torch.no_grad():
+            predicted = model(x).argmax(dim=1)
+        predicted, y = accelerator.gather_for_metrics((predicted, y))
+        correct += (predicted == y).sum().item()
+        seen += len(y)
+    weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    return str(accelerator.device), accelerator.num_processes, seen, correct, weights
+
+def reference():
+    '''The same global batches in this process, with plain PyTorch: no Accelerator, no launcher.'''
+    model = build()
+    order = torch.Generator().manual_seed(7)
+    loader = DataLoader(train_set, batch_size=64, shuffle=True, generator=order, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+def difference(one, other):
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+"""
+
+
+@pytest.fixture(scope="module")
+def digits(shared: Kernel) -> Iterator[Kernel]:
+    shared.run(DIGITS)
+    return shared
+
+
+def test_eight_workers_learn_what_one_process_learns(digits: Kernel) -> None:
+    cell = digits.run(
+        """
+model = build()
+results = notebook_launcher(train, (model,), num_processes=8, return_all=True)
+weights = [result[4] for result in results]
+same = max(difference(weights[0], other) for other in weights[1:])
+([result[:4] for result in results], same, difference(weights[0], model.state_dict()), is_initialised(),
+ os.environ["PJRT_DEVICE"])
+""",
+        timeout_s=90,
+    )
+    results, same, returned, is_initialised, device = value(cell)
+    assert {result[0] for result in results} == {"xla:0"}
+    assert {result[1] for result in results} == {8}
+    assert {result[2] for result in results} == {360}, "metrics must count every test image once"
+    assert len({result[3] for result in results}) == 1
+    assert results[0][3] > 300
+    assert same == 0.0, "all ranks must end with the same weights"
+    assert returned == 0.0, "the kernel's model must have them"
+    assert not is_initialised, "the kernel must not take the device"
+    assert device == "CPU"
+
+
+def test_the_weights_are_those_of_plain_pytorch(digits: Kernel) -> None:
+    """Runs the reference in a process of its own: its backward() would change how this kernel's workers start."""
+    cell = digits.run(
+        """
+model = build()
+notebook_launcher(train, (model,), num_processes=8)
+plain = notebook_launcher(reference, num_processes=1, backend="cpu")
+untrained = build().state_dict()
+difference(plain, model.state_dict()), difference(plain, untrained)
+""",
+        timeout_s=90,
+    )
+    error, distance = value(cell)
+    # 44 steps of AdamW in float32, gradients summed in another order: the weights have moved by far more.
+    assert error < 2e-3
+    assert distance > 50 * error
+
+
+def test_twice_in_a_row_gives_the_same(digits: Kernel) -> None:
+    cell = digits.run(
+        """
+runs = [notebook_launcher(train, (build(), 1), num_processes=2) for _ in range(2)]
+difference(runs[0][4], runs[1][4]), is_initialised()
+""",
+        timeout_s=60,
+    )
+    assert value(cell) == (0.0, False)
+
+
+def test_after_an_error(digits: Kernel) -> None:
+    cell = digits.run(
+        """
+def fail(model):
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    model(torch.zeros(2, 1, 10, 10, device=accelerator.device))
+notebook_launcher(fail, (build(),), num_processes=2)
+""",
+        raises="RuntimeError",
+        timeout_s=60,
+    )
+    assert cell.error is not None
+    assert len(cell.error.lines) <= 30, cell.describe()
+    cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
+    assert value(cell) == 360
+
+
+def test_after_an_interrupt(digits: Kernel, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    cell = digits.submit(
+        f"""
+def endless(model):
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    x = torch.ones(4, 1, 8, 8, device=accelerator.device)
+    while True:
+        model(x).sum().item()
+        print("computed", flush=True)
+        open({str(begun)!r}, "w").close()
+notebook_launcher(endless, (build(),), num_processes=2)
+"""
+    )
+    digits.wait_until(begun.exists, 60, "the workers to compute", cell)
+    digits.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert digits.processes() == []
+    cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
+    assert value(cell) == 360
+
+
+def test_one_worker_still_runs(digits: Kernel) -> None:
+    """As on a host with one chip. Its last batch is completed, so that its shape is no new one."""
+    cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]", timeout_s=60)
+    assert value(cell) == ("xla:0", 1, 360)
+
+
+def test_the_workers_share_a_start_method_where_the_kernel_cannot_be_forked(digits: Kernel) -> None:
+    cell = digits.run(
+        'notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]', timeout_s=80
+    )
+    assert value(cell) == ("xla:0", 2, 360)
