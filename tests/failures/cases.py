@@ -18,7 +18,6 @@ class Case:
         shows: what the shown error must contain besides.
         line: what the first source line shown must be.
         rank: where the root cause is; None where any rank may be the first.
-        others: the line about the other ranks; None where it depends on who was first.
         check: an expression over ``error`` (the exception in the kernel), which must be true.
         is_remote: an exception of the function, rather than one that the launcher makes.
         prints: what the log of ``rank`` must contain.
@@ -32,7 +31,6 @@ class Case:
     line: str
     shows: tuple[str, ...] = ()
     rank: int | None = 1
-    others: str | None = None
     check: str = "True"
     is_remote: bool = True
     prints: str = ""
@@ -63,7 +61,6 @@ def _death(name: str, statement: str, value: str, shows: tuple[str, ...] = ()) -
         value=value,
         line="notebook_launcher(",
         shows=("Its last lines:", "    it begins", *shows),
-        others="ranks 0, 2: lost the connection to it",
         is_remote=False,
         prints="it begins",
     )
@@ -83,7 +80,6 @@ CASES = (
         raises="ValueError",
         value="the loss is nan",
         line='raise ValueError("the loss is nan")',
-        others="ranks 0, 2: lost the connection to it",
         check="type(error) is ValueError and error.args == ('the loss is nan',)",
         prints="it begins",
     ),
@@ -111,7 +107,6 @@ def train():
         value="a gradient is not finite",
         line="Halved.apply(ddp(torch.ones(3, 2))).sum().backward()",
         shows=('raise ArithmeticError("a gradient is not finite")',),
-        others="ranks 0, 2: lost the connection to it",
         check="type(error) is ArithmeticError",
     ),
     _signal("SIGSEGV", STACK),
@@ -127,7 +122,6 @@ def train():
         raises="WorkerDied",
         value="left by sys.exit(0) while rank 0, 2 still needed it",
         line="notebook_launcher(",
-        others="ranks 0, 2: lost the connection to it",
         is_remote=False,
         prints="it begins",
     ),
@@ -137,7 +131,6 @@ def train():
         raises="WorkerDied",
         value="returned from the function while rank 0, 2 still needed it",
         line="notebook_launcher(",
-        others="ranks 0, 2: lost the connection to it",
         is_remote=False,
         prints="it begins",
     ),

@@ -14,6 +14,7 @@ from tests.kernels import Cell, Kernel
 POSSIBLE = [case for case in CASES if case.is_possible]
 
 MAX_LINES = 25
+FOLDED = re.compile(r"^ranks? [\d, ]+: (?!.*complete log)")
 
 INSPECT = """
 error = sys.last_value
@@ -77,11 +78,15 @@ def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
     assert host == socket.gethostname()
     assert path.endswith(f"rank_{shown_rank}.log")
     assert value_of(kernel, f"os.path.exists({path!r})")
-    others = case.others or "ranks 0, 2: lost the connection to it"
-    assert others in told.splitlines(), told
+    others = [line for line in told.splitlines() if FOLDED.match(line)]
+    assert len(others) == 1, told
+    # On a busy machine the launcher may have to stop a rank before it notices that its partner is gone.
+    fates = dict(re.findall(r"ranks? ([\d, ]+): ([^;]+)", others[0]))
+    assert sorted(rank for ranks in fates for rank in ranks.split(", ")) == ["0", "2"], told
+    assert set(fates.values()) <= {"lost the connection to it", "stopped by the launcher"}, told
     if cell.error is not None:
         assert found[0] in cell.error.text
-        assert others in cell.error.text
+        assert others[0] in cell.error.text
 
 
 def _check_cause(kernel: Kernel, case: Case) -> None:
