@@ -1,0 +1,204 @@
+"""Graphs that training steps compile, and what is said about them (PJRT CPU)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Cell, Kernel
+from tests.xla.conftest import value
+
+pytestmark = pytest.mark.timeout(90)
+
+LOOP = """
+torch.manual_seed(0)
+x, y = torch.randn(96, 8), torch.randint(0, 4, (96,))
+
+def graphs():
+    return metrics().counter_value("UncachedCompile") or 0
+
+def train(model, num_steps=5, batch=32, reads=False, evaluates=(), num_micro=1):
+    accelerator = Accelerator(gradient_accumulation_steps=num_micro)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    rows = batch * num_steps * accelerator.num_processes
+    data = TensorDataset(x.repeat(9, 1)[:rows], y.repeat(9)[:rows])
+    loader = DataLoader(data, batch_size=batch)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    counts = []
+    for inputs, targets in loader:
+        before = graphs()
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(inputs), targets)
+            if reads:
+                loss.item()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        counts.append(graphs() - before)
+    model.eval()
+    for sizes in evaluates:
+        batches = [torch.arange(size) for size in sizes]
+        test_loader = accelerator.prepare(DataLoader(TensorDataset(x), batch_sampler=batches))
+        for (inputs,) in test_loader:
+            with torch.no_grad():
+                output = model(inputs).argmax(-1)
+    accelerator.wait_for_everyone()
+    return counts, graphs()
+"""
+
+
+@pytest.fixture(scope="module")
+def stepping(shared: Kernel) -> Kernel:
+    shared.run(LOOP)
+    return shared
+
+
+def launch(kernel: Kernel, arguments: str, num_processes: int = 1) -> Cell:
+    return kernel.run(
+        f"notebook_launcher(lambda m: train(m, {arguments}), (nn.Linear(8, 4),), {num_processes}, dashboard='text')",
+        timeout_s=60,
+    )
+
+
+def test_only_the_first_two_steps_compile(stepping: Kernel) -> None:
+    """The optimizer's state appears in the first step and is an input of the second. A new rate compiles nothing."""
+    cell = launch(stepping, "num_steps=6")
+    counts, total = value(cell)
+    assert counts == [1, 1, 0, 0, 0, 0]
+    assert total == 2
+    assert "nblaunch: training: 2 graphs compiled in" in cell.stdout
+    assert "for batches of 32x8, 32" in cell.stdout
+    assert "new graph" not in cell.stdout
+    assert "item()" not in cell.stdout, "what nblaunch reads by itself must not count as the user's"
+
+
+def test_several_processes_cut_each_step_in_two(stepping: Kernel) -> None:
+    """Gradients go through the host here: one graph ends with them, another begins with their averages."""
+    counts, total = value(launch(stepping, "num_steps=4", num_processes=2))
+    assert counts[2:] == [0, 0]
+    assert total == sum(counts) <= 4
+
+
+def test_accumulation_compiles_no_more_than_its_window(stepping: Kernel) -> None:
+    counts, _ = value(launch(stepping, "num_steps=8, num_micro=2"))
+    assert sum(counts[4:]) == 0
+
+
+def test_a_batch_of_another_size_is_named(stepping: Kernel) -> None:
+    cell = launch(stepping, "evaluates=[(32, 32, 32, 7, 7, 32)]")
+    _, total = value(cell)
+    assert total == 2 + 2
+    assert "nblaunch: evaluating: 1 graph compiled in" in cell.stdout
+    assert "nblaunch: evaluating step 4 compiled a new graph in" in cell.stdout
+    assert "its batch is 7x8, the others are 32x8" in cell.stdout
+    assert "even_batches=True" in cell.stdout
+    assert cell.stdout.count("new graph") == 1, "once per cause"
+
+
+def test_the_last_batch_is_completed(stepping: Kernel) -> None:
+    cell = stepping.run(
+        """
+def count(model):
+    accelerator = Accelerator()
+    loader = DataLoader(TensorDataset(x[:70]), batch_size=32)
+    model, loader = accelerator.prepare(model, loader)
+    shapes, seen = [], 0
+    for (inputs,) in loader:
+        with torch.no_grad():
+            output = accelerator.gather_for_metrics(model(inputs))
+        shapes.append(tuple(inputs.shape))
+        seen += len(output)
+    return shapes, seen
+notebook_launcher(count, (nn.Linear(8, 4),), 1)
+""",
+        timeout_s=40,
+    )
+    assert value(cell) == ([(32, 8)] * 3, 70)
+
+
+def test_a_value_read_in_every_step_is_named(stepping: Kernel) -> None:
+    cell = launch(stepping, "reads=True")
+    assert "a value is read from the device in the middle of a step (item(), float()" in cell.stdout
+    assert cell.stdout.count("in the middle of a step") == 1
+
+
+def test_something_that_changes_in_the_loop_is_named(stepping: Kernel) -> None:
+    cell = stepping.run(
+        """
+def grow(model):
+    accelerator = Accelerator()
+    loader = DataLoader(TensorDataset(x), batch_size=8)
+    model, loader = accelerator.prepare(model, loader)
+    model.eval()
+    for number, (inputs,) in enumerate(loader):
+        with torch.no_grad():
+            output = model(inputs)
+            for _ in range(number // 4):         # a graph that grows
+                output = torch.tanh(output)
+notebook_launcher(grow, (nn.Linear(8, 4),), 1, dashboard="text")
+""",
+        timeout_s=40,
+    )
+    assert "evaluating step 5 compiled a new graph in" in cell.stdout
+    assert "although its batch is 8x8 as before" in cell.stdout
+
+
+def test_an_operation_that_runs_on_the_cpu_is_named(stepping: Kernel) -> None:
+    cell = stepping.run(
+        """
+def fall_back(model):
+    accelerator = Accelerator()
+    loader = DataLoader(TensorDataset(x), batch_size=32)
+    model, loader = accelerator.prepare(model, loader)
+    for (inputs,) in loader:
+        with torch.no_grad():
+            torch.linalg.eigvals(model(inputs)[:4, :4])
+notebook_launcher(fall_back, (nn.Linear(8, 4),), 1, dashboard="text")
+""",
+        timeout_s=40,
+    )
+    assert "eig" in cell.stdout
+    assert "runs on the CPU, because the device does not have it" in cell.stdout
+
+
+def test_compiling_is_shown(stepping: Kernel) -> None:
+    """The board says so while the first steps run, and training again after them."""
+    cell = stepping.run(
+        """
+from nblaunch import context
+def states(model):
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(x), batch_size=24)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    for (inputs,) in loader:
+        seen.append(context.current().slot.state.name)
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+    return seen
+notebook_launcher(states, (nn.Linear(8, 4),), 1)
+""",
+        timeout_s=40,
+    )
+    assert value(cell) == ["COMPILING", "COMPILING", "TRAINING", "TRAINING"]
+
+
+def test_graphs_are_kept_in_a_folder_that_workers_share(stepping: Kernel) -> None:
+    """Written only: on the CPU, torch_xla 2.9 can't read executables back."""
+    cell = stepping.run(
+        """
+import tempfile
+folder = tempfile.mkdtemp()
+os.environ["NBLAUNCH_XLA_CACHE"] = folder + "/graphs"
+try:
+    notebook_launcher(lambda m: train(m, 2), (nn.Linear(8, 4),), 2)
+finally:
+    del os.environ["NBLAUNCH_XLA_CACHE"]
+len(os.listdir(folder + "/graphs"))
+""",
+        timeout_s=40,
+    )
+    assert value(cell) >= 2
