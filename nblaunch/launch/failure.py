@@ -22,6 +22,7 @@ from nblaunch.launch.reraise import rebuild
 from nblaunch.launch.supervisor import AttemptReport
 
 _LAST_LINES = 5
+_LAST_BYTES = 1 << 16
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 
@@ -116,7 +117,8 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog,
 
 
 def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
-    lines = [line for line in read_log(log.log_path(rank, attempt)).splitlines() if line.strip()]
+    text = read_log(log.log_path(rank, attempt), max_bytes=_LAST_BYTES)
+    lines = [line for line in text.splitlines() if line.strip()]
     return ["Its last lines:", *(f"    {line[:200]}" for line in lines[-_LAST_LINES:])] if lines else []
 
 

@@ -193,10 +193,13 @@ def _on_screen(line: bytes) -> str:
     return text.rpartition("\r")[2].replace("\x1b[A", "").rstrip()
 
 
-def read_log(path: Path) -> str:
-    """A rank's whole log as a person would have seen it; empty if it never printed."""
+def read_log(path: Path, max_bytes: int | None = None) -> str:
+    """A rank's log as a person would have seen it, all of it or its end; empty if it never printed."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - max_bytes) if max_bytes is not None else 0)
+            data = file.read()
     except FileNotFoundError:
         return ""
     return "\n".join(_on_screen(line) for line in data.split(b"\n"))

@@ -108,6 +108,7 @@ def test_a_log_reads_as_it_was_seen(path: Path) -> None:
     append(path, b"start\n\r 10%\r100%\nbad \xff byte\nno end")
     assert read_log(path) == "start\n100%\nbad � byte\nno end"
     assert read_log(path.with_name("none")) == ""
+    assert read_log(path, max_bytes=9) == "te\nno end"
 
 
 @pytest.fixture
