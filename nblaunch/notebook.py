@@ -7,9 +7,9 @@ from typing import Any
 
 from nblaunch import dashboard as dashboards
 from nblaunch.launch import job as jobs
+from nblaunch.launch.diagnosis.rendering import ShownAtCall
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
-from nblaunch.launch.rendering import ShownAtCall
 from nblaunch.spec import LaunchSpec, parse_port
 
 

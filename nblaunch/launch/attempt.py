@@ -12,11 +12,12 @@ from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Started
+from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog, LogTail
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.launch.supervisor import AttemptReport, Supervisor
+from nblaunch.launch.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import descriptors, outbox

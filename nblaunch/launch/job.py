@@ -15,14 +15,14 @@ from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Event, JobFinished, JobStarted, Metric, Note, Started
 from nblaunch.launch import weights
 from nblaunch.launch.attempt import Attempt
-from nblaunch.launch.failure import failure_of
+from nblaunch.launch.diagnosis.failure import failure_of
+from nblaunch.launch.diagnosis.rendering import hide_launcher
+from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.joblog import JobLog, read_log
 from nblaunch.launch.metrics import frame_of, row_of
 from nblaunch.launch.preflight import LaunchPlan
-from nblaunch.launch.rendering import hide_launcher
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests, interrupts_as_requests
-from nblaunch.launch.supervisor import AttemptReport
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample

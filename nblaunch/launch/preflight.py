@@ -14,7 +14,8 @@ from nblaunch import backends, context, env
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launch import memory, rendezvous
+from nblaunch.launch import rendezvous
+from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.weights import module_positions, trainable_bytes
 from nblaunch.spec import LaunchSpec
 

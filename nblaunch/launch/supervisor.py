@@ -15,18 +15,18 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from nblaunch.engines.base import WorkerGroup
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started
-from nblaunch.launch.hang import describe_hang
-from nblaunch.launch.inspection import Inspector, MemoryRecord
+from nblaunch.events import Event, Exited, Failed, Finished, Note, Started
+from nblaunch.launch.diagnosis.hang import describe_hang
+from nblaunch.launch.diagnosis.inspection import Inspector
+from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.joblog import LogTail
 from nblaunch.launch.ladder import StopLadder
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.launch.stackdump import StackDump
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
@@ -41,37 +41,6 @@ _POLL_S = 0.02
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
-
-
-@dataclass
-class AttemptReport:
-    """How one attempt went, rank by rank. Each rank is in ``exits``; times are wall clock seconds.
-
-    Args:
-        finished: ranks whose function returned.
-        failed: ranks whose function raised, in order of arrival.
-        exits: how each process ended, and when that was seen.
-        signalled: rank -> when it was first sent a signal by the launcher, for those that were.
-        interrupted: a person interrupted the job.
-        cancelled: a person cancelled it.
-        last_samples: the last sample of the board.
-        memory: of host and workers while it ran.
-        hang: where every rank was when the job was stopped because it hung; empty otherwise.
-    """
-
-    finished: dict[int, Finished] = field(default_factory=dict)
-    failed: dict[int, Failed] = field(default_factory=dict)
-    exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
-    signalled: dict[int, float] = field(default_factory=dict)
-    interrupted: bool = False
-    cancelled: bool = False
-    last_samples: list[Sample] = field(default_factory=list)
-    memory: MemoryRecord | None = None
-    hang: tuple[str, ...] = ()
-
-    @property
-    def is_success(self) -> bool:
-        return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
 
 
 class Supervisor:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nblaunch.launch.memory import size
+from nblaunch.launch.diagnosis.memory import size
 
 
 def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import pytest
 
 from nblaunch.errors import RemoteTraceback, WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.launch.rendering import make_traceback, with_sources, worth_showing
-from nblaunch.launch.reraise import rebuild
+from nblaunch.launch.diagnosis.rendering import make_traceback, with_sources, worth_showing
+from nblaunch.launch.diagnosis.reraise import rebuild
 from nblaunch.wire import exceptions
 from nblaunch.worker.failure import describe_failure
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from nblaunch.errors import RemoteTraceback, WorkerFailed
 from nblaunch.events import Failed
-from nblaunch.launch.rendering import RemoteRendering, make_traceback, render_as, with_sources, worth_showing
+from nblaunch.launch.diagnosis.rendering import (
+    RemoteRendering,
+    make_traceback,
+    render_as,
+    with_sources,
+    worth_showing,
+)
 from nblaunch.wire import exceptions
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.launch import stacks
-from nblaunch.launch.stacks import StackFrame, ThreadStack
+from nblaunch.launch.diagnosis import stacks
+from nblaunch.launch.diagnosis.stacks import StackFrame, ThreadStack
 
 _IDLE_SHARE = 0.02
 """Share of one core below which a rank counts as idle: threads that only wake to look around use less."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from nblaunch.launch import processes
-from nblaunch.launch.hang import Position, position_of
+from nblaunch.launch.diagnosis import processes
+from nblaunch.launch.diagnosis.hang import Position, position_of
 from nblaunch.wire.assignment import STACKS_SIGNAL
 
 _DEADLINE_S = 0.8

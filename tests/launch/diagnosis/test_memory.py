@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nblaunch.launch.memory import MemoryFacts, MemoryVerdict, judge, read_facts, shm_line, size
+from nblaunch.launch.diagnosis.memory import MemoryFacts, MemoryVerdict, judge, read_facts, shm_line, size
 
 GB = 1_000_000_000
 BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.launch.rendering import cell_name
+from nblaunch.launch.diagnosis.rendering import cell_name
 from nblaunch.wire.frames import is_own_file, is_user_file
 
 _THREAD = re.compile(

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
-from nblaunch.launch.diagnose import (
+from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.diagnosis.root_cause import (
     RootCause,
     find_root_cause,
     others_in_one_line,
     what_happened,
     what_it_means,
 )
-from nblaunch.launch.supervisor import AttemptReport
 
 
 def failed(rank: int, time_s: float, name: str = "ValueError", *, is_consequence: bool = False) -> Failed:

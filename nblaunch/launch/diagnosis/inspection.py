@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.launch import memory, processes
-from nblaunch.launch.hang import Mark, Watchdog
-from nblaunch.launch.memory import MemoryFacts
+from nblaunch.launch.diagnosis import memory, processes
+from nblaunch.launch.diagnosis.hang import Mark, Watchdog
+from nblaunch.launch.diagnosis.memory import MemoryFacts
 from nblaunch.wire.board import Sample
 
 _INTERVAL_S = 0.25

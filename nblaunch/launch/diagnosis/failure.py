@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch.errors import JobHung, WorkerDied
-from nblaunch.launch import memory, stacks
-from nblaunch.launch.diagnose import (
+from nblaunch.launch.diagnosis import memory, stacks
+from nblaunch.launch.diagnosis.memory import MemoryVerdict
+from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.diagnosis.reraise import rebuild
+from nblaunch.launch.diagnosis.root_cause import (
     RootCause,
     find_root_cause,
     others_in_one_line,
@@ -17,9 +20,6 @@ from nblaunch.launch.diagnose import (
     what_it_means,
 )
 from nblaunch.launch.joblog import JobLog, read_log
-from nblaunch.launch.memory import MemoryVerdict
-from nblaunch.launch.reraise import rebuild
-from nblaunch.launch.supervisor import AttemptReport
 
 _LAST_LINES = 5
 _LAST_BYTES = 1 << 16

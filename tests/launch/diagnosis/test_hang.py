@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.hang import Mark, Position, Watchdog, describe_hang, position_of
+from nblaunch.launch.diagnosis.hang import Mark, Position, Watchdog, describe_hang, position_of
 
 TORCH = "/usr/lib/python3/site-packages/torch"
 
@@ -133,7 +133,9 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
 def test_what_a_rank_waits_in(
     frames: list[tuple[str, int, str]], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nblaunch.launch.stacks.is_user_file", lambda name: name.startswith("/home/"))
+    monkeypatch.setattr(
+        "nblaunch.launch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/")
+    )
     position = position_of(dump(*frames, ("/home/me/train.py", 14, "train"), BOOTSTRAP))
     assert position.waiting_in == expected
     assert position.where == "/home/me/train.py, line 14 in train"

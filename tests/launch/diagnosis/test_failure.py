@@ -10,10 +10,10 @@ import pytest
 
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
-from nblaunch.launch.failure import failure_of
-from nblaunch.launch.inspection import MemoryRecord
+from nblaunch.launch.diagnosis.failure import failure_of
+from nblaunch.launch.diagnosis.inspection import MemoryRecord
+from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.joblog import JobLog
-from nblaunch.launch.supervisor import AttemptReport
 from nblaunch.wire import exceptions
 from nblaunch.wire.board import Sample
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.stacks import StackFrame, describe, merge, parse
+from nblaunch.launch.diagnosis.stacks import StackFrame, describe, merge, parse
 
 
 def test_a_real_dump_of_two_threads(tmp_path: Path) -> None:

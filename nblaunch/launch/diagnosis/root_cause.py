@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from nblaunch.events import ExitStatus, Failed
-from nblaunch.launch.supervisor import AttemptReport
+from nblaunch.launch.diagnosis.report import AttemptReport
 
 _MEANINGS = {
     "SIGKILL": "Somebody killed it, most often the system because memory ran out",

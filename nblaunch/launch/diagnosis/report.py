@@ -1,0 +1,40 @@
+"""How one attempt of a job went: the plain facts, written by the supervisor and read by everyone else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nblaunch.events import ExitStatus, Failed, Finished
+from nblaunch.launch.diagnosis.inspection import MemoryRecord
+from nblaunch.wire.board import Sample
+
+
+@dataclass
+class AttemptReport:
+    """How one attempt went, rank by rank. Each rank is in ``exits``; times are wall clock seconds.
+
+    Args:
+        finished: ranks whose function returned.
+        failed: ranks whose function raised, in order of arrival.
+        exits: how each process ended, and when that was seen.
+        signalled: rank -> when it was first sent a signal by the launcher, for those that were.
+        interrupted: a person interrupted the job.
+        cancelled: a person cancelled it.
+        last_samples: the last sample of the board.
+        memory: of host and workers while it ran.
+        hang: where every rank was when the job was stopped because it hung; empty otherwise.
+    """
+
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
+    signalled: dict[int, float] = field(default_factory=dict)
+    interrupted: bool = False
+    cancelled: bool = False
+    last_samples: list[Sample] = field(default_factory=list)
+    memory: MemoryRecord | None = None
+    hang: tuple[str, ...] = ()
+
+    @property
+    def is_success(self) -> bool:
+        return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
