@@ -13,6 +13,7 @@ from typing import Any
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16")
 ENGINES = ("auto", "local", "inline")
+STRATEGIES = ("auto", "spmd")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 RDZV_BACKENDS = ("static", "c10d")
 ON_HANG = ("report", "stop")
@@ -44,6 +45,7 @@ class LaunchSpec:
         return_all: return a list of every rank's value rather than rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
         interrupt_grace_s: seconds that workers have for their ``finally`` blocks before they are killed.
+        strategy: ``"auto"`` = data parallel, a process per device; ``"spmd"`` = one process for all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for the jobs' logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without any progress of some rank after which stacks are collected; None = never.
@@ -79,6 +81,7 @@ class LaunchSpec:
     log_dir: str | None = None
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
+    strategy: str = "auto"
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +92,8 @@ class LaunchSpec:
         _check_durations(self)
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
-        object.__setattr__(self, "defaults", {"mixed_precision": self.mixed_precision})
+        chosen = {} if self.strategy == "auto" else {"strategy": self.strategy}
+        object.__setattr__(self, "defaults", {"mixed_precision": self.mixed_precision, **chosen})
 
     @property
     def function_name(self) -> str:
@@ -145,6 +149,7 @@ def _check_choices(spec: LaunchSpec) -> None:
         ("mixed_precision", MIXED_PRECISIONS),
         ("engine", ENGINES),
         ("start_method", START_METHODS),
+        ("strategy", STRATEGIES),
         ("rdzv_backend", RDZV_BACKENDS),
         ("on_hang", ON_HANG),
     ):

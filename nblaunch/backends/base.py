@@ -98,6 +98,10 @@ class Backend(ABC):
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         """Environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
 
+    def spanning_env(self) -> dict[str, str | None] | None:
+        """Changes to :meth:`worker_env` for one worker that drives all devices; None where there is no such thing."""
+        return None
+
     # --- worker's half -------------------------------------------------------------------------------------------
 
     def prepare_child(self, topology: Topology) -> None:
@@ -116,6 +120,17 @@ class Backend(ABC):
         from nblaunch.backends import process_group
 
         process_group.join(self.process_group, topology, timeout_s)
+
+    def span_devices(self) -> None:
+        """Let this process drive all devices of the host as one; called before the device is first used.
+
+        Raises:
+            ValueError: the device has no such mode.
+            RuntimeError: it is too late: the process uses one device already.
+        """
+        raise ValueError(
+            f"strategy='spmd' is for XLA devices, and this process computes on {self.name}; leave it out there"
+        )
 
     def observe(self, note: Callable[[str], None], show: Callable[[bool], None]) -> None:
         """Whom to tell what this device does by itself.

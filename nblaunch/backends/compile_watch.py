@@ -155,16 +155,17 @@ class CompileWatch:
 
 def describe(batch: Any) -> str:
     """The shapes of a batch's tensors, as ``"32x64, 32"``."""
-    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in _tensors(batch)]
+    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors(batch)]
     return ", ".join(shapes) or "no tensors"
 
 
-def _tensors(data: Any) -> Iterator[Any]:
+def tensors(data: Any) -> Iterator[Any]:
+    """The tensors in nested lists, tuples and mappings."""
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         yield data
     elif isinstance(data, Mapping):
         for value in data.values():
-            yield from _tensors(value)
+            yield from tensors(value)
     elif isinstance(data, (list, tuple)):
         for item in data:
-            yield from _tensors(item)
+            yield from tensors(item)

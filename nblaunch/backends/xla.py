@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import env
 from nblaunch.backends import autograd_probe, host_memory, process_group, tpu_host
 from nblaunch.backends.base import Backend
-from nblaunch.backends.compile_watch import CompileWatch, Counters
+from nblaunch.backends.compile_watch import CompileWatch, Counters, tensors
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.topology import Topology
 
@@ -68,6 +68,7 @@ class XlaBackend(Backend):
         self._downcasts = False
         self._device: torch.device | None = None
         self._seed: int | None = None
+        self._mesh: Any = None
         self._watch: CompileWatch | None = None
         self._note: Callable[[str], None] = _nobody_listens
         self._show: Callable[[bool], None] = _nobody_listens
@@ -178,6 +179,9 @@ class XlaBackend(Backend):
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
+    def spanning_env(self) -> dict[str, str | None] | None:
+        return dict.fromkeys(tpu_host.TOPOLOGY_VARIABLES)  # no worker has a share: the one sees all chips
+
     # --- worker's half: joining ----------------------------------------------------------------------------------
 
     def prepare_child(self, topology: Topology) -> None:
@@ -188,6 +192,17 @@ class XlaBackend(Backend):
             os.makedirs(folder, exist_ok=True)
             _import_torch_xla()
             _runtime().initialize_cache(folder)
+
+    def span_devices(self) -> None:
+        runtime = _import_torch_xla().runtime
+        if runtime.is_spmd():
+            return
+        if _is_initialised():
+            raise RuntimeError(
+                "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
+                "notebook_launcher, or build the Accelerator first"
+            )
+        runtime.use_spmd()
 
     def device(self, topology: Topology) -> torch.device:
         if self._device is None:
@@ -269,8 +284,20 @@ class XlaBackend(Backend):
 
     def begin_step(self, phase: str, batch: Any) -> None:
         self.step_boundary()
+        if self._device is not None and _runtime().is_spmd():
+            self._cut(batch)
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
+
+    def _cut(self, batch: Any) -> None:
+        """Have every device hold its part of the batch's rows; what they don't divide is held by all of them."""
+        spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
+        count = _runtime().global_runtime_device_count()
+        if self._mesh is None:
+            self._mesh = spmd.Mesh(list(range(count)), (count,), ("data",))
+        for tensor in tensors(batch):
+            if tensor.device.type == "xla" and tensor.ndim and tensor.shape[0] % count == 0:
+                spmd.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.ndim - 1)))
 
     def end_pass(self) -> None:
         self.step_boundary()

@@ -82,6 +82,8 @@ class Accelerator(
             ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
         dynamo_plugin: compilation in full, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
+        strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
+            None: as ``notebook_launcher`` was told, else one device per process.
 
     Raises:
         ValueError: an argument has an invalid value, contradicts another one, or asks for another precision or device
@@ -109,6 +111,7 @@ class Accelerator(
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         downcast_bf16: bool = False,
+        strategy: str | None = None,
         **unsupported: Any,
     ) -> None:
         settings.refuse(unsupported)
@@ -121,6 +124,10 @@ class Accelerator(
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
+        if strategy is not None:
+            check_choice("strategy", strategy, ("auto", "spmd"))
+        if strategy == "spmd":
+            context.current().backend.span_devices()
         if downcast_bf16:
             context.current().backend.downcast_to_bf16()
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))

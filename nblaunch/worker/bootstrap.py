@@ -102,6 +102,8 @@ class _Worker:
         env.apply(assignment.environment)
         backend = backends.discover()[assignment.backend]
         backend.prepare_child(assignment.topology)
+        if assignment.defaults.get("strategy") == "spmd":
+            backend.span_devices()
         _count_built_parameters(self.slot)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         shell.connect(assignment.rank, self.sender.send)

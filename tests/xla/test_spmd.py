@@ -1,0 +1,78 @@
+"""One process that drives several XLA devices (PJRT CPU)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.xla.conftest import StartKernel, value
+
+pytestmark = pytest.mark.timeout(90)
+
+TRAIN = """
+def train(model, strategy=None):
+    accelerator = Accelerator(strategy=strategy)
+    torch.manual_seed(0)
+    x = torch.randn(96, 8)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    shardings = set()
+    for inputs, targets in loader:
+        if str(accelerator.device).startswith("xla"):
+            import torch_xla
+            shardings.add(torch_xla._XLAC._get_xla_sharding_spec(inputs))
+        loss = F.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.num_processes, sorted(shardings), loss.item(), model.weight.flatten().tolist()
+def build():
+    torch.manual_seed(1)
+    return nn.Linear(8, 1)
+"""
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_one_process_trains_on_all_devices(start_xla: StartKernel, num_devices: int) -> None:
+    kernel = start_xla(CPU_NUM_DEVICES=str(num_devices))
+    kernel.run(TRAIN)
+    cell = kernel.run(
+        """
+spmd = notebook_launcher(train, (build(),), strategy="spmd", threads_per_process=4)
+plain = notebook_launcher(train, (build(),), num_processes=1, backend="cpu")
+assert torch.allclose(torch.tensor(spmd[3]), torch.tensor(plain[3]), atol=1e-5), (spmd, plain)
+spmd[:2], is_initialised()
+""",
+        timeout_s=70,
+    )
+    (num_processes, (sharding,)), is_initialised = value(cell)
+    assert num_processes == 1
+    devices = ",".join(map(str, range(num_devices)))
+    assert sharding == f"{{devices=[{num_devices},1]{devices}}}", "every device has its own rows"
+    assert not is_initialised
+
+
+def test_it_is_refused_where_it_can_not_be(start_xla: StartKernel) -> None:
+    kernel = start_xla()
+    kernel.run(TRAIN)
+    for arguments, text in (
+        ("backend='cpu', strategy='spmd'", "strategy='spmd' is for XLA devices"),
+        ("strategy='spmd', num_processes=2", "one process drives all devices"),
+        ("strategy='zero'", "valid are 'auto', 'spmd'"),
+    ):
+        cell = kernel.run(f"notebook_launcher(train, (build(),), {arguments})", raises="ValueError")
+        assert cell.error is not None
+        assert text in cell.error.value
+    cell = kernel.run(
+        """
+def late(model):
+    PartialState()
+    return train(model, "spmd")
+from nblaunch import PartialState
+notebook_launcher(late, (build(),), num_processes=1)
+""",
+        raises="RuntimeError",
+        timeout_s=40,
+    )
+    assert cell.error is not None
+    assert "before the device is first used" in cell.error.value
