@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
 from nblaunch.topology import Topology
+
+_SETTLE_S = 0.005
 
 _abandoned: list[Any] = []
 
@@ -35,6 +38,9 @@ def is_joined() -> bool:
 def leave() -> None:
     """Destroy the default group if there is one."""
     if is_joined():
+        # A group's threads may still hold tensors of the collective before, and need the interpreter's lock to let go
+        # of them; the end of the group waits for its threads with the lock held (torch 2.13, gloo). This gives it away.
+        time.sleep(_SETTLE_S)
         sys.modules["torch.distributed"].destroy_process_group()
 
 

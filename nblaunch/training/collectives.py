@@ -12,6 +12,8 @@ compared first where that is cheap, which is on gloo; on a GPU every comparison 
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _MAX_DIMS = 14  # of a shape that is compared
+_SETTLE_S = 1.0  # far more than it takes
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,17 +120,27 @@ def gather_object(object: Any) -> Any:
     """
     if world_size() == 1:
         return object
-    gathered: list[Any] = [None] * world_size()
-    with waiting():
-        dist.all_gather_object(gathered, object)
-    return [item for part in gathered for item in part]
+    mine = _pickled(object)
+    sizes = _all_gather_bytes(torch.tensor([mine.numel()])).view(torch.int64).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    received = _all_gather_bytes(padded).cpu().reshape(world_size(), -1)
+    parts = [_unpickled(row[:size]) for row, size in zip(received, sizes, strict=True)]
+    return [item for part in parts for item in part]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Overwrite the elements of ``object_list`` with those of rank ``from_process``, in place; returns it."""
-    if world_size() > 1:
-        with waiting():
-            dist.broadcast_object_list(object_list, src=from_process)
+    if world_size() == 1:
+        return object_list
+    is_sender = rank() == from_process
+    sent = _pickled(list(object_list)) if is_sender else torch.empty(0, dtype=torch.uint8)
+    size = _send_tensor(torch.tensor([sent.numel()]), from_process)
+    if not is_sender:
+        sent = torch.empty(int(size), dtype=torch.uint8)
+    _send_tensor(sent, from_process)
+    if not is_sender:
+        object_list[:] = _unpickled(sent)
     return object_list
 
 
@@ -172,6 +185,28 @@ def _compare(operation: str, data: Any) -> None:
         )
 
 
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(row: torch.Tensor) -> Any:
+    return pickle.loads(bytes(row.numpy()))
+
+
+def _settle(*tensors: torch.Tensor) -> None:
+    """Wait until the process group's threads have let go of temporary tensors.
+
+    They do so a moment after the collective has returned. Whoever lets go of a tensor last needs the interpreter's lock
+    where Python has seen it; and taking a group down waits for its threads with that lock held. A script that ends
+    right after a collective would wait for ever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
+    """
+    if dist.get_backend() != "gloo":
+        return  # groups of devices keep tensors until the device is through, and are taken down without the lock
+    deadline = time.monotonic() + _SETTLE_S
+    while any(tensor._use_count() > 1 for tensor in tensors) and time.monotonic() < deadline:
+        time.sleep(0)  # gives the lock away
+
+
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as flat bytes, not copied unless the process group needs it elsewhere."""
     # Moved first: a device need not be able to look at its memory as bytes.
@@ -211,6 +246,7 @@ def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():
         _all_gather_flat(received, sent)
+        _settle(received, sent)
     return received
 
 
@@ -232,6 +268,7 @@ def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     sent = _as_bytes(dense)
     with waiting():
         dist.broadcast(sent, src=from_process)
+        _settle(sent)
     if (
         sent.data_ptr() != tensor.data_ptr()
     ):  # a copy was sent: the tensor is not contiguous, or on another device
@@ -246,6 +283,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.
     operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
     with waiting():
         dist.all_reduce(combined, op=operation)
+        _settle(combined)
     combined = combined.to(tensor.device)
     if reduction == "mean":
         combined = combined / world_size()

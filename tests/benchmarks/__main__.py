@@ -13,6 +13,7 @@ TITLES = {
     "output": "Output",
     "progress": "Progress",
     "repeat": "A hundred launches",
+    "step_overhead": "Step overhead",
     "lotteries": "Lotteries",
 }
 
