@@ -202,8 +202,9 @@ def _settle(*tensors: torch.Tensor) -> None:
     """
     if dist.get_backend() != "gloo":
         return  # groups of devices keep tensors until the device is through, and are taken down without the lock
+    untyped: tuple[Any, ...] = tensors  # torch's stubs don't know _use_count
     deadline = time.monotonic() + _SETTLE_S
-    while any(tensor._use_count() > 1 for tensor in tensors) and time.monotonic() < deadline:
+    while any(tensor._use_count() > 1 for tensor in untyped) and time.monotonic() < deadline:
         time.sleep(0)  # gives the lock away
 
 

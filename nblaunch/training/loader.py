@@ -120,7 +120,7 @@ class PreparedLoader(DataLoader):
     @staticmethod
     def _begin_step(session: Session, one: Pass, batch: Any) -> None:
         backend = session.member.backend
-        backend.begin_step(one.state.name.lower(), batch)
+        backend.begin_step(one.phase, batch)
         if backend.is_lazy:
             session.losses.show_due()
 
@@ -319,20 +319,27 @@ class DataLoaderShard(PreparedLoader):
         """All batches, the next one always read before the current one is handed out."""
         nothing = object()
         batches, place = self._read(session, self._take_skip()), self._place
+        is_placed = self.device is None or self.device.type == "cpu"
         if session.member.backend.places_ahead:
-            batches, place = map(place, batches), _as_it_is
+            batches, is_placed = map(place, batches), True
         current = next(batches, nothing)
         if current is nothing:
             return
-        advance = session.passes.advance
+        # Looked up once: on cheap samples, every microsecond of a step shows.
+        advance, backend, phase = session.passes.advance, session.member.backend, one.phase
+        begin_step, is_lazy, is_stateful = backend.begin_step, backend.is_lazy, self._stateful is not None
         while True:
-            current = place(current)
-            self._note_position()
+            if not is_placed:
+                current = place(current)
+            if is_stateful:
+                self._note_position()
             upcoming = next(batches, nothing)
             if upcoming is nothing:
                 self._finish_epoch()
             advance(one, nested.count_rows(current))
-            self._begin_step(session, one, current)
+            begin_step(phase, current)
+            if is_lazy:
+                session.losses.show_due()
             yield current
             if upcoming is nothing:
                 return

@@ -158,11 +158,11 @@ def count_rows(batch: Any) -> int:
     """
     while True:
         if isinstance(batch, torch.Tensor):
-            return batch.shape[0] if batch.ndim else 1
-        if isinstance(batch, Mapping):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, (list, tuple)) and batch:
+            return batch.size(0) if batch.dim() else 1
+        if isinstance(batch, (list, tuple)) and batch:
             batch = batch[0]
+        elif isinstance(batch, Mapping):
+            batch = next(iter(batch.values()), None)
         else:
             return 0
 

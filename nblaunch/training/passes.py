@@ -13,12 +13,13 @@ from nblaunch.wire.board import Slot
 class Pass:
     """One pass over a loader or an iterable. ``total`` is -1 where its length is not known."""
 
-    __slots__ = ("epoch", "state", "step", "total")
+    __slots__ = ("epoch", "phase", "state", "step", "total")
 
     def __init__(self, total: int, epoch: int, state: WorkerState) -> None:
         self.total = total
         self.epoch = epoch
         self.state = state
+        self.phase = state.name.lower()
         self.step = 0
 
 

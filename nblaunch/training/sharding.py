@@ -11,12 +11,12 @@ for another one. Moving data and keeping random orders equal is ``loader.py``'s 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 
 class BatchSamplerShard(BatchSampler):
@@ -121,7 +121,40 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.tail_rows = 0
-        return self._iter_parts() if self.split_batches else self._iter_whole()
+        if self.split_batches:
+            return self._iter_parts()
+        # A plain batch sampler cuts a flat order; doing that here saves making the other ranks' batches.
+        is_plain = (
+            type(self.batch_sampler) is BatchSampler and self.batch_size == self.batch_sampler.batch_size
+        )
+        return self._iter_flat(self.batch_sampler.sampler) if is_plain else self._iter_whole()  # type: ignore[attr-defined]
+
+    def _iter_flat(self, sampler: Any) -> Iterator[list[int]]:
+        """As :meth:`_iter_whole`, on indices in place of batches."""
+        size = self._global_size
+        round_size = size * self.num_processes
+        start = self.process_index * size
+        order = _whole_order(sampler)
+        if order is None:
+            indices, head = iter(sampler), None
+            while len(rows := list(islice(indices, round_size))) == round_size:
+                head = head or rows
+                yield rows[start : start + size]
+        else:
+            end = len(order) - len(order) % round_size
+            for first in range(start, end, round_size):
+                yield list(order[first : first + size])
+            head, rows = list(order[:round_size]), list(order[end:])
+        if rows and not self.drop_last:
+            batches = [rows[first : first + size] for first in range(0, len(rows), size)]
+            if self.even_batches:
+                batches = self._complete(batches, self.num_processes, head or rows)
+            if self.process_index < len(batches):
+                yield batches[self.process_index]
+        if isinstance(order, list):
+            # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
+            # order that it has without sharing.
+            torch.randperm(len(order), generator=sampler.generator)
 
     def _iter_whole(self) -> Iterator[list[int]]:
         """Batch ``i`` to rank ``i % P``. A round is handed out only when all P batches of it are known."""
@@ -305,9 +338,32 @@ class SeedableRandomSampler(RandomSampler):
         """The epoch whose order the next iteration has."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def seed_epoch(self) -> None:
+        """Begin the order of the epoch."""
         self.generator.manual_seed(self.seed + self.epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self.seed_epoch()
         return super().__iter__()
+
+
+def _whole_order(sampler: Any) -> Sequence[int] | None:
+    """All indices at once, where the sampler makes them so itself; None where it doesn't.
+
+    A rank then looks at its own only, which on cheap samples is most of what sharing costs.
+    """
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler.data_source))
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.seed_epoch()
+    elif type(sampler) is not RandomSampler or sampler.generator is None:
+        return None
+    num_rows = len(sampler.data_source)
+    if sampler.replacement or sampler.num_samples != num_rows:
+        return None
+    # As torch's RandomSampler does, so that any number of processes has the order that one has.
+    order: list[int] = torch.randperm(num_rows, generator=sampler.generator).tolist()
+    return order
 
 
 def sampler_of(batch_sampler: Any) -> Any:
