@@ -33,6 +33,7 @@ def notebook_launcher(
     backend: str = "auto",
     engine: str = "auto",
     start_method: str = "auto",
+    strategy: str = "auto",
     return_all: bool = False,
     sync_weights: bool = True,
     background: bool = False,
@@ -70,6 +71,8 @@ def notebook_launcher(
         backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"xla"``.
         engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
+            with batches cut over them by the compiler.
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
@@ -103,6 +106,7 @@ def notebook_launcher(
             backend=backend,
             engine=engine,
             start_method=start_method,
+            strategy=strategy,
             master_addr=master_addr,
             master_port=parse_port(use_port),
             node_rank=node_rank,

@@ -50,6 +50,7 @@ TESTED_WITH = (
     "psutil",
     "pytest",
     "pytest-timeout",
+    "safetensors",
     "scikit-learn",
     "tqdm",
 )

@@ -128,6 +128,11 @@ class Attempt:
             assignments.append(self._assignment(rank, board.fd, writing, outbox, port))
         return assignments, receivers
 
+    def _device_env(self, topology: Topology) -> dict[str, str | None]:
+        own = self.backend.worker_env(topology)
+        spanning = self.backend.spanning_env() if self.spec.strategy == "spmd" else None
+        return own | (spanning or {})
+
     def _assignment(self, rank: int, board_fd: int, event_fd: int, outbox_fd: int, port: int) -> Assignment:
         topology = Topology(
             rank=rank,
@@ -140,7 +145,7 @@ class Attempt:
         return Assignment(
             topology=topology,
             backend=self.backend.name,
-            environment=topology.to_env(self.number) | self.backend.worker_env(topology),
+            environment={**topology.to_env(self.number), **self._device_env(topology)},
             defaults=self.spec.defaults,
             attempt=self.number,
             board_fd=board_fd,

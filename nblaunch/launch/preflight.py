@@ -95,6 +95,8 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
                 "valid are 1 and None"
             )
         return 1
+    if spec.strategy == "spmd":
+        return _one_process(spec, backend)
     available = backend.device_count()
     if spec.num_processes is None:
         return available
@@ -107,6 +109,20 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
     if refusal is not None:
         raise ValueError(f"num_processes={spec.num_processes}: {refusal}")
     return spec.num_processes
+
+
+def _one_process(spec: LaunchSpec, backend: Backend) -> int:
+    if backend.spanning_env() is None:
+        raise ValueError(
+            f"strategy='spmd' is for XLA devices (backend='xla'), and this launch is for {backend.name}; there, "
+            "strategy='auto' runs one process per device"
+        )
+    if spec.num_processes not in (None, 1):
+        raise ValueError(
+            f"num_processes={spec.num_processes}: with strategy='spmd' one process drives all devices; valid are 1 and "
+            "None"
+        )
+    return 1
 
 
 def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:

@@ -1,0 +1,72 @@
+"""Host memory of processes, and what the allocator does with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nblaunch.backends import host_memory
+
+KEEPS = """
+import ctypes
+from nblaunch.backends import host_memory
+is_tuned = host_memory.tune_allocator() if {tunes} else None
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+def take(size):
+    block = libc.malloc(size)
+    libc.memset(block, 1, size)
+    return block
+libc.free(take(30 << 20))                     # glibc takes this as a sign to serve such blocks from its heap
+blocks = [take(20 << 20) for _ in range(5)]
+before = host_memory.proportional_bytes()
+last = take(1 << 20)                          # above the blocks: the heap cannot shrink past it
+for block in blocks:
+    libc.free(block)
+kept = host_memory.proportional_bytes()
+host_memory.trim()
+print(is_tuned, (before - kept) >> 20, (before - host_memory.proportional_bytes()) >> 20)
+"""
+
+
+def _run(tunes: bool) -> list[str]:
+    program = KEEPS.format(tunes=tunes)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
+    return run.stdout.split()
+
+
+def test_large_blocks_go_back_at_once_when_tuned() -> None:
+    is_tuned, given_back, _ = _run(True)
+    assert is_tuned == "True"
+    assert int(given_back) >= 95
+
+
+def test_a_trim_gives_back_what_the_heap_keeps() -> None:
+    _, given_back, after_trim = _run(False)
+    assert int(given_back) < 40, "glibc keeps its heap; if not, the tuning may go"
+    assert int(after_trim) >= 95
+
+
+def test_shared_pages_count_once() -> None:
+    own = host_memory.proportional_bytes()
+    assert own is not None
+    assert own > 1 << 20
+    assert host_memory.total_bytes([os.getpid()]) is not None
+    assert host_memory.proportional_bytes(1 << 30) is None
+    assert host_memory.total_bytes([os.getpid(), 1 << 30]) is None
+
+
+def test_another_allocator_is_known_by_its_library(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4.5.9\n"
+    )
+    assert host_memory.other_allocator(maps) == "tcmalloc"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libc.so.6\n")
+    assert host_memory.other_allocator(maps) is None
+    assert host_memory.other_allocator(tmp_path / "absent") is None

@@ -1,0 +1,90 @@
+"""Counting TPU chips, and who uses them, on made-up hosts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nblaunch.backends import tpu_host
+
+
+@pytest.fixture
+def pci(tmp_path: Path) -> Path:
+    """A bus with a network card of Google's, and with eight chips."""
+    folder = tmp_path / "devices"
+    devices = [("0x1ae0", "0x0042"), ("0x8086", "0x0063"), *[("0x1ae0", "0x0063")] * 8]
+    for number, (vendor, device) in enumerate(devices):
+        one = folder / f"0000:00:{number:02x}.0"
+        one.mkdir(parents=True)
+        (one / "vendor").write_text(vendor + "\n")
+        (one / "device").write_text(device + "\n")
+    return folder
+
+
+def test_chips_are_counted_by_vendor_and_kind(pci: Path, tmp_path: Path) -> None:
+    assert tpu_host.chips(pci) == {"v5e": 8}
+    assert tpu_host.chips(tmp_path / "absent") == {}
+
+
+def test_two_cores_per_chip_are_known(pci: Path) -> None:
+    assert not tpu_host.has_two_cores(tpu_host.chips(pci))
+    (pci / "0000:00:02.0" / "device").write_text("0x0027")
+    assert tpu_host.has_two_cores(tpu_host.chips(pci))
+
+
+def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
+    assert tpu_host.device_files(True, tmp_path) == 0
+    (tmp_path / "vfio").mkdir()
+    for name in ("vfio/vfio", "vfio/0", "vfio/1"):
+        (tmp_path / name).touch()
+    assert tpu_host.device_files(False, tmp_path) == 0, "VFIO groups may be of any device"
+    assert tpu_host.device_files(True, tmp_path) == 2
+    for name in ("accel0", "accel1", "accel2", "accelerometer"):
+        (tmp_path / name).touch()
+    assert tpu_host.device_files(False, tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_chips", "can"),
+    [(1, 8, True), (8, 8, True), (4, 4, True), (3, 8, False), (4, 8, False)],
+)
+def test_one_worker_or_one_per_chip(num_workers: int, num_chips: int, can: bool) -> None:
+    assert tpu_host.can_drive(num_workers, num_chips) is can
+
+
+def test_the_last_of_eight_workers() -> None:
+    changes = tpu_host.topology_env(7, 8)
+    assert changes["TPU_PROCESS_BOUNDS"] == "2,4,1"
+    assert changes["TPU_PROCESS_ADDRESSES"] == ",".join(f"localhost:{port}" for port in range(8476, 8484))
+    assert (changes["TPU_PROCESS_PORT"], changes["TPU_VISIBLE_CHIPS"], changes["CLOUD_TPU_TASK_ID"]) == (
+        "8483",
+        "7",
+        "7",
+    )
+    assert changes["TPU_HOST_BOUNDS"] is None
+    assert tpu_host.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,4,1,2"
+
+
+def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tmp_path: Path) -> None:
+    lock, proc = tmp_path / "libtpu_lockfile", tmp_path / "proc"
+    lock.touch()
+    (proc / "7" / "fd").mkdir(parents=True)
+    (proc / "7" / "cmdline").write_bytes(b"python\0-m\0ipykernel\0")
+    assert tpu_host.lock_holder(lock, proc) is None
+    os.symlink(lock, proc / "7" / "fd" / "3")
+    assert tpu_host.lock_holder(lock, proc) == 7
+    assert tpu_host.command_of(7, proc) == "python -m ipykernel"
+    assert tpu_host.command_of(8, proc) == "?"
+    own = proc / str(os.getpid()) / "fd"
+    own.mkdir(parents=True)
+    os.unlink(proc / "7" / "fd" / "3")
+    os.symlink(lock, own / "3")
+    assert tpu_host.lock_holder(lock, proc) is None, "this process is asked for elsewhere"
+
+
+def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:
+    (tmp_path / "9" / "fd").mkdir(parents=True)
+    os.symlink("/dev/accel3", tmp_path / "9" / "fd" / "5")
+    assert tpu_host.lock_holder(tmp_path / "lock", tmp_path) == 9

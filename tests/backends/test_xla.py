@@ -1,0 +1,164 @@
+"""What the XLA backend says of a machine before torch_xla is imported, on made-up hosts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+
+import pytest
+
+from nblaunch.backends import tpu_host, xla
+from nblaunch.backends.xla import BACKEND
+from nblaunch.topology import Topology
+
+TOPOLOGY = Topology(rank=1, local_rank=1, world_size=8, local_world_size=8, master_port=1)
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chips, no packages, no variables."""
+    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.delenv(name, raising=False)
+    host(monkeypatch, 0)
+    install(monkeypatch)
+    monkeypatch.setattr(tpu_host, "device_files", lambda names_tpu: 0)
+    monkeypatch.setattr(tpu_host, "lock_holder", lambda: None)
+    monkeypatch.setattr(xla, "_is_initialised", lambda: False)
+
+
+def host(monkeypatch: pytest.MonkeyPatch, num_chips: int, kind: str = "v5e") -> None:
+    monkeypatch.setattr(tpu_host, "chips", lambda: Counter({kind: num_chips}))
+    monkeypatch.setattr(xla, "_num_chips", lambda: num_chips)
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, *packages: str, torch: str = "2.9.0+cpu", torch_xla: str = "2.9.0"
+) -> None:
+    versions = {"torch": torch, "torch_xla": torch_xla}
+    monkeypatch.setattr(xla, "_is_installed", packages.__contains__)
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+
+
+def test_without_chips_or_torch_xla_it_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BACKEND.affinity() == 0
+    assert "torch_xla is not installed" in BACKEND.unavailable_reason()
+    assert BACKEND.overlooked() is None
+    install(monkeypatch, "torch_xla")
+    assert BACKEND.affinity() == 1, "by name only: below the plain CPU"
+
+
+@pytest.mark.parametrize("num_chips", [1, 4, 8])
+def test_chips_decide(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> None:
+    host(monkeypatch, num_chips)
+    install(monkeypatch, "torch_xla")
+    assert BACKEND.affinity() > 10
+    assert BACKEND.device_count() == num_chips
+    assert BACKEND.device_noun == "TPU chip"
+    assert not BACKEND.is_oversubscribable
+    assert BACKEND.launch_refusal() is None
+    assert BACKEND.count_refusal(num_chips) is None
+    assert BACKEND.count_refusal(1) is None
+    env = BACKEND.worker_env(Topology(0, 0, 0, num_chips, num_chips, master_port=1))
+    assert env["PJRT_DEVICE"] == "TPU"
+    assert env["PJRT_LOCAL_PROCESS_COUNT"] == str(num_chips)
+
+
+def test_a_part_of_the_chips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    assert "valid are 1 and 8" in (BACKEND.count_refusal(3) or "")
+
+
+def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    install(monkeypatch, "torch_xla")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert 2 < BACKEND.affinity() < 10
+    assert BACKEND.is_oversubscribable
+    env = BACKEND.worker_env(TOPOLOGY)
+    assert env["PJRT_DEVICE"] == "CPU"
+    assert env["TPU_PROCESS_BOUNDS"] is None
+    assert BACKEND.count_refusal(3) is None
+
+
+def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "torch_xla")
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert BACKEND.affinity() == 0
+    assert "no TPU chip on the PCI bus" in BACKEND.unavailable_reason()
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")
+    assert BACKEND.affinity() == 0
+    assert "PJRT_DEVICE=NEURON is not supported; valid are TPU and CPU" in BACKEND.unavailable_reason()
+
+
+def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    told = BACKEND.overlooked() or ""
+    assert "8 TPU chips are here, but can't be used: torch_xla is not installed" in told
+    assert 'pip install "nblaunch[tpu]"' in told
+
+
+def test_the_successor_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    install(monkeypatch, "torch_tpu")
+    assert "torch_tpu is installed, which is not supported yet" in (BACKEND.overlooked() or "")
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_xla", "fits"),
+    [
+        ("2.9.0+cpu", "2.9.0", True),
+        ("2.9.1", "2.9.0", True),
+        ("2.13.0", "2.9.0", False),
+        ("2.9.0", "2.8.1", False),
+    ],
+)
+def test_versions_that_do_not_fit_are_told_before_the_import(
+    monkeypatch: pytest.MonkeyPatch, torch: str, torch_xla: str, fits: bool
+) -> None:
+    install(monkeypatch, "torch_xla", torch=torch, torch_xla=torch_xla)
+    refusal = BACKEND.launch_refusal()
+    assert (refusal is None) is fits
+    assert fits or (torch in refusal and torch_xla in refusal and "Install torch==" in refusal)  # type: ignore[operator]
+
+
+def test_chips_with_two_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 4, "v2 or v3")
+    install(monkeypatch, "torch_xla")
+    refusal = BACKEND.launch_refusal() or ""
+    assert "two cores each" in refusal
+    assert "torch_xla.launch" in refusal
+
+
+def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 4, "v4")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
+    assert "one of several hosts" in (BACKEND.launch_refusal() or "")
+
+
+def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    monkeypatch.setattr(xla, "_is_initialised", lambda: True)
+    assert "restart the kernel" in (BACKEND.launch_refusal() or "")
+
+
+def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    monkeypatch.setattr(tpu_host, "lock_holder", lambda: 4242)
+    monkeypatch.setattr(tpu_host, "command_of", lambda pid: "python train.py")
+    refusal = BACKEND.launch_refusal() or ""
+    assert "another process uses the TPU chips: 4242 (python train.py)" in refusal
+    assert "don't delete it" in refusal
+
+
+def test_fp16_is_refused_and_names_bf16() -> None:
+    assert "bf16" in (BACKEND.supports_precision("fp16") or "")
+    assert BACKEND.supports_precision("bf16") is None
+
+
+def test_a_downcast_is_refused_elsewhere() -> None:
+    from nblaunch.backends.cpu import CpuBackend
+
+    with pytest.raises(ValueError, match="downcast_bf16=True is for XLA devices"):
+        CpuBackend().downcast_to_bf16()
+    with pytest.raises(ValueError, match="strategy='spmd' is for XLA devices"):
+        CpuBackend().span_devices()
