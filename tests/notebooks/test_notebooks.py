@@ -1,0 +1,76 @@
+"""Every example notebook, executed from top to bottom by nbclient, as a reader would run it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from jupyter_core.utils import ensure_event_loop
+
+from scripts.demo import execute
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop() -> Iterator[None]:
+    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
+    loop = ensure_event_loop()
+    yield
+    loop.close()
+
+
+def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
+    """The executed notebook, with ``parameters`` set after its own and one more cell at the end."""
+    notebook = nbformat.read(path, as_version=4)
+    if parameters:
+        tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
+        notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(parameters))
+    if last_cell:
+        notebook.cells.append(nbformat.v4.new_code_cell(last_cell))
+    execute(notebook, path.parent, timeout_s=100)
+    return notebook
+
+
+def texts(notebook: Any) -> str:
+    """All plain text that the notebook shows."""
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_untouched(path: Path) -> None:
+    notebook = executed(path)
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source)
+    assert "widgets" not in notebook.metadata or "state" in str(notebook.metadata.widgets)
+
+
+def test_the_quickstart_shows_ranks_and_accuracy() -> None:
+    text = texts(executed(FOLDER / "01_quickstart.ipynb", "num_processes = 2"))
+    assert re.search(r"^ +0 +done\b.*\n +1 +done\b", text, re.MULTILINE)
+    assert re.search(r"train: done in .* on 2 processes \(cpu, fork\)", text)
+    accuracy = re.search(r"accuracy of the notebook's model on 360 test images: ([\d.]+)%", text)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+
+
+def test_the_number_of_processes_does_not_change_the_weights(tmp_path: Path) -> None:
+    """The batches of all processes together are the same, so training is the same, to rounding."""
+    states = {}
+    for num_processes in (1, 2, 4):
+        file = tmp_path / f"{num_processes}.pt"
+        executed(
+            FOLDER / "01_quickstart.ipynb",
+            f"num_processes = {num_processes}; epochs = 6",
+            f"torch.save(model.state_dict(), {str(file)!r})",
+        )
+        states[num_processes] = torch.load(file)
+    for num_processes in (2, 4):
+        for name, weights in states[1].items():
+            torch.testing.assert_close(states[num_processes][name], weights, rtol=1e-3, atol=1e-5)
