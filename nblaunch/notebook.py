@@ -99,33 +99,15 @@ def notebook_launcher(
     __tracebackhide__ = True
     with ShownAtCall():
         spec = LaunchSpec(
-            function=function,
-            args=args,
-            num_processes=num_processes,
-            mixed_precision=mixed_precision,
-            backend=backend,
-            engine=engine,
-            start_method=start_method,
-            strategy=strategy,
-            master_addr=master_addr,
-            master_port=parse_port(use_port),
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            rdzv_backend=rdzv_backend,
-            rdzv_endpoint=rdzv_endpoint,
-            rdzv_conf=rdzv_conf,
-            rdzv_id=rdzv_id,
-            max_restarts=max_restarts,
-            monitor_interval_s=monitor_interval,
-            log_line_prefix_template=log_line_prefix_template,
-            return_all=return_all,
-            sync_weights=sync_weights,
-            interrupt_grace_s=interrupt_grace_s,
-            hang_timeout_s=hang_timeout_s,
-            on_hang=on_hang,
-            threads_per_process=threads_per_process,
-            log_dir=log_dir,
-        )
+            function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
+            backend=backend, engine=engine, start_method=start_method, strategy=strategy,
+            master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
+            rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
+            max_restarts=max_restarts, monitor_interval_s=monitor_interval,
+            log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
+            interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
+            threads_per_process=threads_per_process, log_dir=log_dir,
+        )  # fmt: skip
         return _launch(spec, background, dashboard)
 
 
