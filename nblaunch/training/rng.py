@@ -70,8 +70,8 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
         return
     if rng_type == "generator":
         if generator is not None:
-            generator.set_state(collectives.broadcast(generator.get_state()))
+            generator.set_state(collectives.broadcast_alike(generator.get_state()))
     elif rng_type == "torch":
-        torch.set_rng_state(collectives.broadcast(torch.get_rng_state()))
+        torch.set_rng_state(collectives.broadcast_alike(torch.get_rng_state()))
     else:
-        torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state()))
+        torch.cuda.set_rng_state(collectives.broadcast_alike(torch.cuda.get_rng_state()))

@@ -143,7 +143,8 @@ class BatchSamplerShard(BatchSampler):
         else:
             end = len(order) - len(order) % round_size
             for first in range(start, end, round_size):
-                yield list(order[first : first + size])
+                rows = order[first : first + size]
+                yield rows if isinstance(rows, list) else list(rows)
             head, rows = list(order[:round_size]), list(order[end:])
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]

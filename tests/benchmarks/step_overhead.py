@@ -174,7 +174,7 @@ def _loaders() -> float:
     from nblaunch import Accelerator
 
     accelerator = Accelerator()
-    dataset = _dataset(1500)
+    dataset = _dataset(4000)
     plain = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
     prepared = accelerator.prepare(DataLoader(dataset, batch_size=BATCH, shuffle=True))
     ratios = []
