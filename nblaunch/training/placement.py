@@ -104,4 +104,7 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
 
 def _size(num_bytes: int) -> str:
     """In decimal units, as the makers of devices count."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"

@@ -1,0 +1,218 @@
+"""The XLA backend on a real TPU host. Skipped where there is none; what passes here has not been seen by its authors.
+
+On a host with one chip or more (a v5e-8, say), one command runs it and prints a report to paste into an issue:
+
+    pip install -e ".[tpu,test]" && python -m pytest tests/hardware/test_tpu.py
+
+Needs chips that nobody uses: close other notebooks before.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.backends import tpu_host
+from nblaunch.backends.xla import BACKEND
+from tests.kernels import Cell, Kernel
+
+HAS_TPU = BACKEND.affinity() > 0 and BACKEND.device_noun == "TPU chip"
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(not HAS_TPU, reason="no TPU chip here, or no torch_xla"),
+    pytest.mark.timeout(600),  # the first graphs of eight chips take a while
+]
+
+PREAMBLE = """
+import os, signal, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import Accelerator, last_job, notebook_launcher
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+def data():
+    x = torch.randn(2048, 64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :10].argmax(1))
+
+def train(model, mixed_precision="no", downcast=False):
+    begun = time.time()
+    accelerator = Accelerator(mixed_precision=mixed_precision, downcast_bf16=downcast)
+    order = torch.Generator().manual_seed(2)
+    share = 256 // accelerator.num_processes
+    loader = DataLoader(data(), share, shuffle=True, generator=order, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    ready = time.time()
+    for _ in range(4):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    total = accelerator.reduce(torch.ones(2, device=accelerator.device), "sum").tolist()
+    import torch_xla.debug.metrics as metrics
+    compiled = metrics.metric_data("CompileTime")
+    weights = torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+    return {
+        "device": str(accelerator.device), "hardware": os.environ.get("PJRT_DEVICE"), "rank": accelerator.process_index,
+        "launched as": int(os.environ["RANK"]), "workers": accelerator.num_processes, "sum over ranks": total[0],
+        "loss": round(loss.item(), 4), "weights": weights.double().sum().item(), "graphs": compiled[0],
+        "compile s": round(compiled[1] / 1e9, 2), "ready s": round(ready - begun, 2),
+        "train s": round(time.time() - ready, 2),
+        "third": torch.tensor([1 / 3]).to(accelerator.device).cpu().item(),
+        "third as double": torch.tensor([1 / 3], dtype=torch.float64).to(accelerator.device).cpu().item(),
+    }
+
+def reference():
+    model = build()
+    loader = DataLoader(data(), 256, shuffle=True, generator=torch.Generator().manual_seed(2), drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item()
+"""
+
+
+@pytest.fixture(scope="module")
+def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines that are printed at the end, whatever became of the tests."""
+    lines = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_xla")]
+    lines += [f"Python {platform.python_version()}", f"chips {dict(tpu_host.chips())}"]
+    yield lines
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("\n\n--- report ---", *lines, "--- end of report ---", sep="\n")
+
+
+@pytest.fixture(scope="module")
+def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all tests: every launch but the first is one more in a kernel that has launched before."""
+    folder = tmp_path_factory.mktemp("tpu")
+    env = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_XLA_CACHE": str(folder / "graphs")}
+    with Kernel.start(env=env) as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+
+
+def _value(cell: Cell) -> Any:
+    assert cell.result is not None, cell.describe()
+    return ast.literal_eval(cell.result)
+
+
+def _launch(
+    tpu: Kernel, report: list[str], title: str, arguments: str = "(build(),)", options: str = ""
+) -> Any:
+    cell = tpu.run(
+        "begun = time.time()\n"
+        f"found = notebook_launcher(train, {arguments}, return_all=True, dashboard='text'{options})\n"
+        "found, round(time.time() - begun, 1), last_job().plan.start_method",
+        timeout_s=500,
+    )
+    found, seconds, method = _value(cell)
+    report += ["", f"## {title}: {seconds} s, {method}", *map(str, found)]
+    report += [line for line in cell.stdout.splitlines() if line.startswith("nblaunch:")]
+    return found
+
+
+def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> None:
+    found = _launch(tpu, report, "first launch")
+    count = BACKEND.device_count()
+    assert len(found) == count
+    assert sorted(one["rank"] for one in found) == list(range(count))
+    assert {one["sum over ranks"] for one in found} == {count}
+    assert len({one["weights"] for one in found}) == 1, "all ranks must end with the same weights"
+    assert {one["hardware"] for one in found} == {"TPU"}
+
+
+def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
+    """The reference runs in a worker too: a backward() in the kernel would change how later workers start."""
+    (found, *_) = _launch(tpu, report, "second launch, graphs from the cache")
+    expected = _value(tpu.run("notebook_launcher(reference, num_processes=1, backend='cpu')", timeout_s=120))
+    report.append(f"sum of weights: TPU {found['weights']}, CPU {expected}")
+    # TPUs multiply float32 matrices in bfloat16 passes by default: near, not equal.
+    assert found["weights"] == pytest.approx(expected, rel=0.05, abs=0.5)
+
+
+@pytest.mark.parametrize(("downcast", "double"), [(False, 0.333984375), (True, 0.3333333432674408)])
+def test_bf16(tpu: Kernel, report: list[str], downcast: bool, double: float) -> None:
+    (found, *_) = _launch(tpu, report, f"bf16, downcast={downcast}", f"(build(), 'bf16', {downcast})")
+    assert found["third"] == 0.333984375
+    assert found["third as double"] == double
+
+
+def test_chips_are_free_after_an_interrupt(tpu: Kernel, report: list[str], tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    cell = tpu.submit(
+        f"""
+def endless(model):
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    while True:
+        model(torch.ones(4, 64, device=accelerator.device)).sum().item()
+        open({str(begun)!r}, "w").close()
+notebook_launcher(endless, (build(),))
+"""
+    )
+    tpu.wait_until(begun.exists, 300, "the workers to compute", cell)
+    tpu.interrupt()
+    cell.wait(60)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    _launch(tpu, report, "after an interrupt")
+
+
+def test_chips_are_free_after_a_worker_is_killed(tpu: Kernel, report: list[str]) -> None:
+    cell = tpu.run(
+        """
+def die(model):
+    accelerator = Accelerator()
+    accelerator.prepare(model)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.wait_for_everyone()
+notebook_launcher(die, (build(),))
+""",
+        raises="WorkerDied",
+        timeout_s=300,
+    )
+    assert cell.error is not None
+    report += ["", "## killed", cell.error.value]
+    assert "SIGKILL" in cell.error.value
+    _launch(tpu, report, "after a kill")
+
+
+def test_one_process_drives_all_chips(tpu: Kernel, report: list[str]) -> None:
+    (found,) = _launch(tpu, report, "SPMD", options=", strategy='spmd'")
+    assert found["workers"] == 1
+
+
+def test_host_memory(report: list[str]) -> None:
+    from tests.xla import memory
+
+    taken = memory.measure("passed", device="TPU", timeout_s=500)
+    report += ["", f"## memory: {taken}"]
+    count = BACKEND.device_count()
+    assert taken.peak < taken.start + (count + 1) * memory.MODEL_BYTES, "more than a copy per worker"
+
+
+def test_a_backward_in_the_kernel_needs_no_restart(tpu: Kernel, report: list[str]) -> None:
+    """The last one: from here on this kernel's workers start through the forkserver."""
+    tpu.run("reference()", timeout_s=120)
+    _launch(tpu, report, "after a backward() in the kernel")
+    assert _value(tpu.run("last_job().plan.start_method")) == "forkserver"
