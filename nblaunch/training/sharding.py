@@ -143,8 +143,8 @@ class BatchSamplerShard(BatchSampler):
         else:
             end = len(order) - len(order) % round_size
             for first in range(start, end, round_size):
-                rows = order[first : first + size]
-                yield rows if isinstance(rows, list) else list(rows)
+                mine = order[first : first + size]
+                yield mine if isinstance(mine, list) else list(mine)
             head, rows = list(order[:round_size]), list(order[end:])
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]

@@ -1,0 +1,121 @@
+"""Helpers for nested data, for finding out what is there, and bars of several processes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch import utils
+from nblaunch.training.state import PartialState
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_batches_are_joined() -> None:
+    one = {"a": torch.ones(2), "b": Pair(torch.zeros(2, 1), [torch.ones(2)]), "c": UserDict(k=torch.ones(2))}
+    joined = utils.concatenate([one, one, one])
+    assert joined["a"].shape == (6,)
+    assert isinstance(joined["b"], Pair)
+    assert joined["b"].x.shape == (6, 1)
+    assert isinstance(joined["c"], UserDict)
+    assert utils.concatenate([torch.ones(1, 2), torch.ones(1, 3)], dim=1).shape == (1, 5)
+    assert utils.concatenate(["text"]) == "text"
+    with pytest.raises(
+        TypeError, match="only tensors in lists, tuples and mappings can be joined, not a str"
+    ):
+        utils.concatenate(["a", "b"])
+
+
+def test_functions_are_applied_to_leaves() -> None:
+    data = (torch.ones(1), {"k": [2, torch.zeros(1)]})
+    result = utils.recursively_apply(lambda tensor, add: tensor + add, data, 1)
+    assert (result[0].item(), result[1]["k"][0], result[1]["k"][1].item()) == (2, 2, 1)
+    with pytest.raises(TypeError, match="abs can't be applied to a int in nested data"):
+        utils.recursively_apply(torch.abs, data, error_on_other_type=True)
+    assert utils.recursively_apply(str, data, test_type=lambda leaf: leaf == 2)[1]["k"][0] == "2"
+    assert utils.is_namedtuple(Pair(1, 2))
+    assert not utils.is_namedtuple((1, 2))
+
+
+def test_some_keys_stay_where_they_are() -> None:
+    batch = OrderedDict(a=torch.ones(1), b={"a": torch.ones(1), "c": torch.ones(1)})
+    moved = utils.send_to_device(batch, "meta", skip_keys=["a"])
+    assert isinstance(moved, OrderedDict)
+    assert [moved["a"].is_meta, moved["b"]["a"].is_meta, moved["b"]["c"].is_meta] == [False, False, True]
+    assert utils.send_to_device(batch, torch.device("meta"), skip_keys="b")["a"].is_meta
+
+
+def test_questions_about_data() -> None:
+    batch = {"text": ["x"], "rows": torch.ones(3, 2), "flag": torch.ones(1)}
+    assert utils.find_batch_size(batch) == 3
+    assert utils.find_batch_size({"text": "x"}) is None
+    assert utils.find_device(batch) == torch.device("cpu")
+    assert utils.find_device([]) is None
+    assert utils.listify({"x": torch.ones(2, dtype=torch.bfloat16)}) == {"x": [1.0, 1.0]}
+    structure = utils.get_data_structure(batch)
+    assert utils.is_tensor_information(structure["rows"])
+    empty = utils.initialize_tensors(structure)
+    assert (empty["rows"].shape, empty["text"]) == ((3, 2), ["x"])
+    assert utils.slice_tensors(batch, slice(0, 1))["rows"].shape == (1, 2)
+
+
+@given(st.integers(1, 20), st.integers(1, 6))
+def test_inputs_are_padded_until_processes_divide_them(rows: int, num_processes: int) -> None:
+    tensor, other = utils.pad_input_tensors((torch.ones(rows, 2), torch.ones(50)), rows, num_processes)
+    assert tensor.shape[0] % num_processes == 0
+    assert rows <= tensor.shape[0] < rows + num_processes
+    assert tensor.sum() == 2 * rows
+    assert other.shape == (50,)
+
+
+@pytest.mark.parametrize("function", [utils.convert_to_fp32, lambda data: utils.send_to_device(data, "cpu")])
+def test_conversions_can_be_compiled_in_one_piece(function: Any) -> None:
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    result = compiled({"x": torch.ones(2, dtype=torch.bfloat16), "y": [torch.ones(1)]})
+    torch.testing.assert_close(result["x"].float(), torch.ones(2))
+
+
+def test_what_is_there() -> None:
+    assert utils.is_transformers_available()
+    assert utils.is_torchdata_stateful_dataloader_available()
+    assert utils.is_tensorboard_available.__doc__ == "Whether ``tensorboard`` is installed."
+    assert utils.is_bf16_available()
+    assert not utils.is_fp16_available(), "on a CPU"
+    assert utils.is_cuda_available() == torch.cuda.is_available()
+    assert not utils.is_torch_xla_available(check_is_gpu=True)
+    assert isinstance(utils.is_mps_available(), bool)
+    assert isinstance(utils.is_xpu_available(), bool)
+
+
+def test_the_bar_of_the_main_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that watches bars
+    PartialState()
+    assert list(utils.tqdm(range(3))) == [0, 1, 2]
+    assert "3/3" in capsys.readouterr().err
+    list(utils.tqdm(range(3), disable=True))
+    assert capsys.readouterr().err == ""
+
+
+def test_what_compiled_means() -> None:
+    module = torch.nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert utils.is_compiled_module(compiled)
+    assert not utils.is_compiled_module(module)
+    assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is module
+    outer = torch.nn.Sequential(compiled)
+    assert utils.extract_model_from_parallel(outer, recursive=True)[0]._orig_mod is module
+
+
+def test_kwargs_as_dictionaries() -> None:
+    options = utils.GradientAccumulationPlugin(num_steps=3, average_tail=True)
+    assert options.to_kwargs() == {"num_steps": 3, "average_tail": True}
+    assert options.to_dict()["sync_each_batch"] is False
+    assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp16", "bf16"]
+    assert str(utils.RNGType.TORCH) == "torch"
