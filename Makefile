@@ -37,11 +37,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: setup  ## run the quickstart notebook on all cores and print its ranks and accuracy
 	$(BIN)/python scripts/demo.py
 
-test: setup lint  ## lint, then run all tests
+test: setup lint  ## lint, then run all tests; with ARGS those alone, and not the XLA tests
 	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-xla)
 
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
-	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest tests/xla $(ARGS)
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest tests/xla tests/contracts/test_backend.py $(ARGS)
 
 xla-env:  ## make the environment for the XLA tests (2.6 GB; at once where it is there already)
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
