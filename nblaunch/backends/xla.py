@@ -173,6 +173,7 @@ class XlaBackend(Backend):
         if kind == "TPU":
             is_v7x = "v7x" in tpu_host.chips()
             changes |= tpu_host.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
+            changes |= _readable_accelerator_type()
         else:
             changes |= dict.fromkeys(tpu_host.TOPOLOGY_VARIABLES)
         if topology.num_nodes == 1:
@@ -214,9 +215,9 @@ class XlaBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
-        if _kind() == "CPU":
+        if _kind() == "CPU" or topology.world_size == 1:
             process_group.join("gloo", topology, timeout_s)
-        elif topology.master_port and topology.world_size > 1 and not dist.is_initialized():
+        elif topology.master_port and not dist.is_initialized():
             # The rendezvous of torch_xla tells the runtime of its neighbours (it does so where TORCHELASTIC_RUN_ID is
             # set) and gives ranks by devices, whose order is the runtime's own. Its process group, though, takes XLA
             # tensors only and can't be combined with another one (torch 2.9): gloo can do both, on the host.
@@ -366,18 +367,20 @@ def _import_torch_xla() -> Any:
     """
     if "torch_xla" in sys.modules:
         return sys.modules["torch_xla"]
-    # The import would settle PJRT_DEVICE for good, and take a variable of the topology for the whole process.
-    accelerator = env.read("TPU_ACCELERATOR_TYPE")
-    fixed = {"PJRT_DEVICE": _kind()}
-    if accelerator and "-" not in accelerator:
-        fixed["TPU_ACCELERATOR_TYPE"] = f"{accelerator}-{_num_chips()}"  # or torch_xla can't parse it
     try:
-        with env.patched(fixed):
+        # Left alone, the import would settle PJRT_DEVICE for the whole process.
+        with env.patched({"PJRT_DEVICE": _kind(), **_readable_accelerator_type()}):
             for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
                 importlib.import_module(f"torch_xla.{name}")
     except (ImportError, OSError) as error:
         raise RuntimeError(_version_mismatch() or f"torch_xla can't be imported: {error}") from error
     return sys.modules["torch_xla"]
+
+
+def _readable_accelerator_type() -> dict[str, str]:
+    """TPU_ACCELERATOR_TYPE with its number of chips, without which torch_xla can't parse it; nothing where it has."""
+    kind = env.read("TPU_ACCELERATOR_TYPE")
+    return {"TPU_ACCELERATOR_TYPE": f"{kind}-{_num_chips()}"} if kind and "-" not in kind else {}
 
 
 def _runtime() -> Any:

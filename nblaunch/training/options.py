@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 PRECISIONS = ("no", "fp16", "bf16")
-RNG_TYPES = ("generator", "torch", "cuda")
+RNG_TYPES = ("generator", "torch", "cuda", "xla")
 
 
 class PrecisionType(str, enum.Enum):

@@ -24,6 +24,9 @@ class Replacements:
     def __init__(self) -> None:
         self._new: dict[int, tuple[weakref.ref[Any], torch.nn.Parameter]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replacements, ()  # what is pickled with it has the new parameters already
+
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
         self._new[id(old)] = (weakref.ref(old), new)
 

@@ -60,7 +60,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
     Args:
         rng_type: ``"generator"``: the given one, nothing where it is None; ``"torch"``: torch's global CPU generator;
-            ``"cuda"``: that of the current CUDA device.
+            ``"cuda"``: that of the current CUDA device; ``"xla"``: that of the backend's device.
 
     Raises:
         ValueError: the type is unknown.
@@ -73,5 +73,8 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
             generator.set_state(collectives.broadcast_alike(generator.get_state()))
     elif rng_type == "torch":
         torch.set_rng_state(collectives.broadcast_alike(torch.get_rng_state()))
+    elif rng_type == "xla":
+        backend = context.current().backend
+        backend.set_rng_state(collectives.broadcast_object_list([dict(backend.rng_state())])[0])
     else:
         torch.cuda.set_rng_state(collectives.broadcast_alike(torch.cuda.get_rng_state()))

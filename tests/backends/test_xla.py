@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,15 @@ def test_chips_decide(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> None:
     env = BACKEND.worker_env(Topology(0, 0, 0, num_chips, num_chips, master_port=1))
     assert env["PJRT_DEVICE"] == "TPU"
     assert env["PJRT_LOCAL_PROCESS_COUNT"] == str(num_chips)
+
+
+def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla 2.9 fails to parse it otherwise, in the kernel and in every worker."""
+    host(monkeypatch, 8)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod")
+    assert BACKEND.worker_env(TOPOLOGY)["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    assert "TPU_ACCELERATOR_TYPE" not in BACKEND.worker_env(TOPOLOGY)
 
 
 def test_a_part_of_the_chips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +159,13 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
     refusal = BACKEND.launch_refusal() or ""
     assert "another process uses the TPU chips: 4242 (python train.py)" in refusal
     assert "don't delete it" in refusal
+
+
+def test_no_other_file_imports_torch_xla() -> None:
+    package = Path(xla.__file__).parents[1]
+    importing = re.compile(r"^\s*(import|from) torch_xla|import_module\(.torch_xla", re.MULTILINE)
+    found = [path.name for path in package.rglob("*.py") if importing.search(path.read_text())]
+    assert found == ["xla.py"]
 
 
 def test_fp16_is_refused_and_names_bf16() -> None:

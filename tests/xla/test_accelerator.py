@@ -199,6 +199,20 @@ return first == second, third == first
     assert found == [(True, True), (True, False)]
 
 
+def test_ranks_agree_on_the_devices_generator(shared: Kernel) -> None:
+    found = run(
+        shared,
+        """
+from nblaunch.training.rng import synchronize_rng_state
+set_seed(5, device_specific=True)
+synchronize_rng_state("xla")
+together = torch.rand(2, device=accelerator.device).tolist()
+return together
+""",
+    )
+    assert found[0] == found[1]
+
+
 def test_the_runtimes_own_rendezvous_gives_the_ranks(shared: Kernel) -> None:
     """The way to the process group that workers take on a TPU: by the runtime's ordinals, which are made up here."""
     cell = shared.run(
