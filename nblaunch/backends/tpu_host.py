@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -49,8 +50,14 @@ TOPOLOGY_VARIABLES = (
 )
 
 
-def chips(pci: Path = PCI_DEVICES) -> Counter[str]:
-    """The TPU chips on the PCI bus by their kind, as ``Counter({"v5e": 8})``."""
+@cache
+def chips() -> Counter[str]:
+    """The TPU chips of this host by their kind, as ``Counter({"v5e": 8})``. Looked for once per process."""
+    return chips_on(PCI_DEVICES)
+
+
+def chips_on(pci: Path) -> Counter[str]:
+    """The TPU chips on a PCI bus by their kind."""
     found: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
         if _text(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(_text(device / "device"))):

@@ -24,14 +24,14 @@ def pci(tmp_path: Path) -> Path:
 
 
 def test_chips_are_counted_by_vendor_and_kind(pci: Path, tmp_path: Path) -> None:
-    assert tpu_host.chips(pci) == {"v5e": 8}
-    assert tpu_host.chips(tmp_path / "absent") == {}
+    assert tpu_host.chips_on(pci) == {"v5e": 8}
+    assert tpu_host.chips_on(tmp_path / "absent") == {}
 
 
 def test_two_cores_per_chip_are_known(pci: Path) -> None:
-    assert not tpu_host.has_two_cores(tpu_host.chips(pci))
+    assert not tpu_host.has_two_cores(tpu_host.chips_on(pci))
     (pci / "0000:00:02.0" / "device").write_text("0x0027")
-    assert tpu_host.has_two_cores(tpu_host.chips(pci))
+    assert tpu_host.has_two_cores(tpu_host.chips_on(pci))
 
 
 def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
