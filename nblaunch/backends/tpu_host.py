@@ -49,6 +49,9 @@ TOPOLOGY_VARIABLES = (
     "PJRT_LOCAL_PROCESS_COUNT",
 )
 
+NO_LOCAL_RANK: dict[str, str | None] = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
+"""For a process that is no part of several on its host."""
+
 
 @cache
 def chips() -> Counter[str]:

@@ -66,6 +66,7 @@ class XlaBackend(Backend):
 
     def __init__(self) -> None:
         self._downcasts = False
+        self._is_bf16: bool | None = None
         self._device: torch.device | None = None
         self._seed: int | None = None
         self._mesh: Any = None
@@ -181,7 +182,9 @@ class XlaBackend(Backend):
         return changes
 
     def spanning_env(self) -> dict[str, str | None] | None:
-        return dict.fromkeys(tpu_host.TOPOLOGY_VARIABLES)  # no worker has a share: the one sees all chips
+        # Nobody has a share: what the image says of its chips holds, as in any plain script on this host.
+        image = env.snapshot()
+        return {name: image.get(name) for name in tpu_host.TOPOLOGY_VARIABLES} | tpu_host.NO_LOCAL_RANK
 
     # --- worker's half: joining ----------------------------------------------------------------------------------
 
@@ -240,6 +243,11 @@ class XlaBackend(Backend):
         self._downcasts = True
 
     def represents_in_bf16(self) -> bool:
+        if self._is_bf16 is None:
+            self._is_bf16 = self._try_bf16()
+        return self._is_bf16
+
+    def _try_bf16(self) -> bool:
         variable, other = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")[:: 1 if self._downcasts else -1]
         # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without a
         # successor of the same meaning; the test below tells when they are gone.

@@ -74,6 +74,17 @@ def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.M
     assert "TPU_ACCELERATOR_TYPE" not in BACKEND.worker_env(TOPOLOGY)
 
 
+def test_a_single_process_for_all_chips_has_what_the_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    monkeypatch.setenv("TPU_CHIPS_PER_PROCESS_BOUNDS", "2,4,1")
+    monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "8")
+    monkeypatch.delenv("TPU_VISIBLE_CHIPS", raising=False)
+    env = BACKEND.worker_env(Topology(master_port=1)) | (BACKEND.spanning_env() or {})
+    assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
+    assert env["TPU_VISIBLE_CHIPS"] is None
+    assert env["PJRT_LOCAL_PROCESS_COUNT"] is None
+
+
 def test_a_part_of_the_chips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     assert "valid are 1 and 8" in (BACKEND.count_refusal(3) or "")

@@ -174,6 +174,27 @@ notebook_launcher(endless, (build(),), num_processes=2)
     assert value(cell) == 360
 
 
+def test_loaders_with_processes_of_their_own(digits: Kernel) -> None:
+    """They are forked from a worker whose runtime is up: they read and collate, and never touch the device."""
+    cell = digits.run(
+        """
+def read(model):
+    accelerator = Accelerator()
+    loader = DataLoader(test_set, batch_size=60, num_workers=2)
+    model, loader = accelerator.prepare(model, loader)
+    seen = 0
+    for _ in range(2):
+        for x, y in loader:
+            with torch.no_grad():
+                seen += len(accelerator.gather_for_metrics(model(x).argmax(1)))
+    return seen
+notebook_launcher(read, (build(),), num_processes=2)
+""",
+        timeout_s=60,
+    )
+    assert value(cell) == 720
+
+
 def test_one_worker_still_runs(digits: Kernel) -> None:
     """As on a host with one chip. Its last batch is completed, so that its shape is no new one."""
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]", timeout_s=60)
