@@ -45,12 +45,15 @@ def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, method: str
     cell = shared.run(
         f"""
 def train(folder):
+    open(folder + f"/here{{rank()}}", "w").close()
+    while not all(os.path.exists(folder + f"/here{{other}}") for other in range(3)):
+        time.sleep(0.001)
     if rank() == 2:
         open(folder + "/raised", "w").close()
         raise LookupError("the first")
     while not os.path.exists(folder + "/raised"):
         time.sleep(0.001)
-    time.sleep(0.05 * (1 + rank()))
+    time.sleep(0.02 * (1 + rank()))
     raise ValueError(f"{{rank()}} is later")
 notebook_launcher(train, ({str(tmp_path)!r},), 3, start_method={method!r})
 """,
