@@ -97,18 +97,23 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
         return 1
     if spec.strategy == "spmd":
         return _one_process(spec, backend)
-    available = backend.device_count()
     if spec.num_processes is None:
-        return available
-    if spec.num_processes > available and not backend.is_oversubscribable:
-        raise ValueError(
-            f"num_processes={spec.num_processes}, but this machine has {available} {backend.device_noun}"
-            f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
-        )
+        return backend.device_count()
+    if not backend.is_oversubscribable:
+        _check_devices(spec.num_processes, backend)
     refusal = backend.count_refusal(spec.num_processes)
     if refusal is not None:
         raise ValueError(f"num_processes={spec.num_processes}: {refusal}")
     return spec.num_processes
+
+
+def _check_devices(num_processes: int, backend: Backend) -> None:
+    available = backend.device_count()
+    if num_processes > available:
+        raise ValueError(
+            f"num_processes={num_processes}, but this machine has {available} {backend.device_noun}"
+            f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
+        )
 
 
 def _one_process(spec: LaunchSpec, backend: Backend) -> int:
