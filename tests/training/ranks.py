@@ -112,6 +112,9 @@ def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline
 def _rank_main(
     call: bytes, environment: dict[str, str], backend: str, sender: multiprocessing.connection.Connection
 ) -> None:
+    # A process takes over the start method it was made by; the readers of a loader would then come from one more
+    # server, which ends some time after the rank. In launched workers and under torchrun they are forked.
+    multiprocessing.set_start_method("fork", force=True)
     env.apply(environment)
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
