@@ -46,10 +46,10 @@ _PUBLIC = {
     "debug_launcher": "nblaunch.notebook",
     "find_executable_batch_size": "nblaunch.training.memory",
     "last_job": "nblaunch.launch.job",
-    "load_checkpoint_in_model": "nblaunch.training.model_files",
+    "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
     "set_seed": "nblaunch.training.rng",
-    "skip_first_batches": "nblaunch.training.loading",
+    "skip_first_batches": "nblaunch.training.data.loading",
     "synchronize_rng_states": "nblaunch.training.rng",
 }
 
@@ -109,10 +109,10 @@ if TYPE_CHECKING:
     from nblaunch.launch.job import Job, last_job
     from nblaunch.notebook import debug_launcher, notebook_launcher
     from nblaunch.training.accelerator import Accelerator
-    from nblaunch.training.loading import skip_first_batches
+    from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
+    from nblaunch.training.data.loading import skip_first_batches
     from nblaunch.training.local_sgd import LocalSGD
     from nblaunch.training.memory import find_executable_batch_size
-    from nblaunch.training.model_files import load_checkpoint_in_model
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,

@@ -5,10 +5,10 @@ This module only hands on objects that live in ``nblaunch.training``; it defines
 
 from __future__ import annotations
 
-from nblaunch.training.dispatcher import DataLoaderDispatcher
-from nblaunch.training.loader import DataLoaderShard
-from nblaunch.training.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
-from nblaunch.training.sharding import (
+from nblaunch.training.data.dispatcher import DataLoaderDispatcher
+from nblaunch.training.data.loader import DataLoaderShard
+from nblaunch.training.data.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
+from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,

@@ -40,6 +40,7 @@ from nblaunch.training.availability import (
     is_xpu_available,
 )
 from nblaunch.training.bars import tqdm
+from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
 from nblaunch.training.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
@@ -57,7 +58,6 @@ from nblaunch.training.memory import (
     release_memory,
     should_reduce_batch_size,
 )
-from nblaunch.training.model_files import load_checkpoint_in_model
 from nblaunch.training.nested import (
     TensorInformation,
     concatenate,

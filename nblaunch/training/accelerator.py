@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import profiling, settings, strategies
-from nblaunch.training.checkpoint import Checkpointing
-from nblaunch.training.checkpointer import Checkpointer
+from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints.checkpointing import Checkpointing
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.loading import skip_first_batches
 from nblaunch.training.data_settings import DataSettings
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.gradients import GradientControl
-from nblaunch.training.loader import PreparedLoader
-from nblaunch.training.loading import skip_first_batches
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     RNG_TYPES,
@@ -269,7 +269,7 @@ class Accelerator(
         return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-        """A loader that goes on behind the first batches; see :func:`nblaunch.training.loading.skip_first_batches`."""
+        """A loader that goes on behind the first batches; see ``data/loading.py``."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from nblaunch.training import advice, nested, strategies
+from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import AutocastKwargs
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.sharding import BatchSamplerShard
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import Strategy
 

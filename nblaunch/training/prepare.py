@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.events import Note
 from nblaunch.training import compiling, precision
-from nblaunch.training.loader import PreparedLoader
-from nblaunch.training.loading import Share, share_loader
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.loading import Share, share_loader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import Replacements, memory_line, place

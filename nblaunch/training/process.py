@@ -21,7 +21,7 @@ from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
-from nblaunch.training import sharding
+from nblaunch.training import splitting
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire import stopping
 from nblaunch.wire.board import Slot
@@ -316,7 +316,7 @@ class ProcessControl(ABC):
             TypeError: ``inputs`` is none of these types.
         """
         topology = self._member.topology
-        yield sharding.split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
+        yield splitting.split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
 
     def destroy_process_group(self) -> None:
         """Leave the process group, if there is one."""

@@ -27,7 +27,7 @@ from nblaunch import (
     context,
     set_seed,
 )
-from nblaunch.training import checkpointer, model_files, safe_save
+from nblaunch.training.checkpoints import checkpointer, model_files, safe_save
 from tests.training import ranks
 
 ROWS = 44

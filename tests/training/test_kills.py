@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
-from nblaunch.training import model_files, safe_save
+from nblaunch.training.checkpoints import model_files, safe_save
 
 # Of Python's audit events (https://docs.python.org/3/library/audit_events.html), those of the file system.
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")

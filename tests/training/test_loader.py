@@ -24,10 +24,10 @@ from torch.utils.data import (
 from nblaunch import Accelerator, context
 from nblaunch.events import WorkerState
 from nblaunch.training import nested
-from nblaunch.training.loader import PreparedLoader
-from nblaunch.training.loading import Share, share_loader
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.loading import Share, share_loader
+from nblaunch.training.data.sharding import BatchSamplerShard, SeedableRandomSampler
 from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.sharding import BatchSamplerShard, SeedableRandomSampler
 from nblaunch.wire.board import Sample
 
 

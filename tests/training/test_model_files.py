@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nblaunch import Accelerator, CheckpointError
-from nblaunch.training import model_files, safe_save
-from nblaunch.training.model_files import load_checkpoint_in_model, parse_size, save_sharded
+from nblaunch.training.checkpoints import model_files, safe_save
+from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model, parse_size, save_sharded
 
 
 class Tied(nn.Module):

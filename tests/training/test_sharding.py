@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from nblaunch.training.sharding import (
+from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     sampler_of,
-    share_of,
-    split_evenly,
 )
+from nblaunch.training.splitting import share_of, split_evenly
 
 LENGTHS = st.integers(0, 70)
 BATCHES = st.integers(1, 9)

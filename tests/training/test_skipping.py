@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.training.loader import PreparedLoader
-from nblaunch.training.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
+from nblaunch.training.data.sharding import BatchSamplerShard, SkipBatchSampler
 from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.sharding import BatchSamplerShard, SkipBatchSampler
 from tests.training import ranks
 
 

@@ -1,7 +1,7 @@
 """What an ``Accelerator`` offers for saving and loading: :class:`Checkpointing`.
 
-A group of methods that needs one attribute, a :class:`~nblaunch.training.checkpointer.Checkpointer`, which does the
-work. The folder of a checkpoint, with the names that users of the reference know:
+A group of methods that needs one attribute, a :class:`Checkpointer`, which does the work. The folder of a checkpoint,
+with the names that users of the reference know:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name;
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch.training import model_files, safe_save
-from nblaunch.training.checkpointer import Checkpointer
+from nblaunch.training.checkpoints import model_files, safe_save
+from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.project import ProjectConfiguration
 
 

@@ -3,7 +3,7 @@
     save    hooks ─ state dicts ─ random states of every rank ──> Snapshot ── written aside by the main process, renamed
     load    is it whole? does it fit? ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
 
-How files are made safe is ``safe_save.py``'s, what they are called ``checkpoint_files.py``'s, and how ranks find each
+How files are made safe is ``safe_save.py``'s, what they are called ``files.py``'s, and how ranks find each
 other ``meeting.py``'s business.
 """
 
@@ -25,14 +25,15 @@ from torch.utils.hooks import RemovableHandle
 from nblaunch import context
 from nblaunch.errors import CheckpointError
 from nblaunch.events import Note
-from nblaunch.training import advice, collectives, loader_states, model_files, rng_states, safe_save
-from nblaunch.training import checkpoint_files as files
-from nblaunch.training.checkpoint_files import Contents
-from nblaunch.training.cpu_copies import CpuCopies
-from nblaunch.training.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
+from nblaunch.training import advice, collectives
+from nblaunch.training.checkpoints import files, model_files, rng_states, safe_save
+from nblaunch.training.checkpoints.cpu_copies import CpuCopies
+from nblaunch.training.checkpoints.files import Contents
+from nblaunch.training.checkpoints.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
+from nblaunch.training.checkpoints.safe_save import Staging
+from nblaunch.training.data import loader_states
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
-from nblaunch.training.safe_save import Staging
 from nblaunch.training.state import Session
 
 _PLACES = (None, "cpu", "on_device")

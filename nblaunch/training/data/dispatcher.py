@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nblaunch.training import collectives, nested
-from nblaunch.training.loader import PreparedLoader
+from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.nested import TensorInformation
 from nblaunch.training.passes import Pass
 from nblaunch.training.state import Session

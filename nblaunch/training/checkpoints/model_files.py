@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.safe_save import Staging, finish_commit
+from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
 from nblaunch.training.strategies import unwrap
 
 SAFE_NAME = "model.safetensors"

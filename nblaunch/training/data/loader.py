@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader
 
 from nblaunch.events import WorkerState
 from nblaunch.training import nested, rng
-from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.passes import Pass
-from nblaunch.training.sharding import (
+from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     SkipBatchSampler,
     sampler_of,
 )
+from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.passes import Pass
 from nblaunch.training.state import Session, open_session
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import model_files, safe_save
+from nblaunch.training.checkpoints import model_files, safe_save
 
 CONTENTS = "nblaunch_checkpoint.json"
 SCALER = "scaler.pt"

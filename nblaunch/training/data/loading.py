@@ -17,16 +17,16 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from nblaunch import context
 from nblaunch.training import advice, collectives
-from nblaunch.training.dispatcher import DataLoaderDispatcher
-from nblaunch.training.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.sharding import (
+from nblaunch.training.data.dispatcher import DataLoaderDispatcher
+from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
+from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     sampler_of,
 )
+from nblaunch.training.options import DataLoaderConfiguration
 
 _ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
 # What says how data is read, not which: taken over from the person's loader. Not every torch has all of them.

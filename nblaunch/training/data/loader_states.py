@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.training.loader import PreparedLoader
-from nblaunch.training.sharding import SeedableRandomSampler, sampler_of
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.sharding import SeedableRandomSampler, sampler_of
 from nblaunch.training.state import Session
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.model_files import view_of
+from nblaunch.training.checkpoints.model_files import view_of
 
 
 class CpuCopies:
