@@ -1,0 +1,182 @@
+"""Which notebook service this process runs on, and what is different there.
+
+Told from the environment and from files that each service puts into its machines; nothing is imported, nothing is
+asked over the network. What can be measured (memory, /dev/shm, chips) is measured elsewhere: services change it.
+Values of variables are never kept: some services put tokens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_CORE_WIDGETS = "ipywidgets' own controls; others need google.colab.output.enable_custom_widget_manager()"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A notebook service, as it is here.
+
+    Args:
+        name: ``"colab"``, ``"kaggle"``, ``"databricks"``, ``"sagemaker"``, ``"binder"``, ``"vscode"``,
+            ``"jupyterlab"``, ``"notebook"``, ``"jupyter"`` (a kernel of some other client) or ``"none"``.
+        title: as people call it.
+        evidence: what told: the variable or file that was found.
+        widgets: what is known of live widgets there, as the end of a sentence; empty where they just work.
+        is_interactive: whether somebody may sit in front of it; False where it is known that nobody does.
+        notes: what a person who launches training there has to know, a sentence each.
+    """
+
+    name: str
+    title: str
+    evidence: str = ""
+    widgets: str = ""
+    is_interactive: bool = True
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Signs:
+    """By what a service is known: any of these variables is set, or any of these files exists."""
+
+    platform: Platform
+    variables: tuple[str, ...]
+    files: tuple[str, ...] = ()
+
+
+# The first that fits wins. Kaggle comes before Colab, whose variables its images can inherit; whatever hosts
+# Jupyter or VS Code comes before them. Sources: Kaggle/kagglehub (env.py) for Kaggle and Colab; "Databricks Runtime
+# release notes" for DATABRICKS_RUNTIME_VERSION; aws/sagemaker-jupyterlab-extension-common for SAGEMAKER_APP_TYPE and
+# the SageMaker guide, "Custom image specifications", for the metadata file; jupyterhub/binderhub (BinderSpawnerMixin)
+# for BINDER_*; microsoft/vscode-jupyter#3364 for VSCODE_PID.
+_KNOWN = (
+    _Signs(
+        Platform(
+            "kaggle",
+            "Kaggle",
+            notes=(
+                "packages can be installed only where the notebook's settings allow the internet",
+                "a TPU session has eight chips (v5e-8) and shares one host's memory among their processes: build the "
+                "model in a cell and pass it",
+            ),
+        ),
+        ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE"),
+    ),
+    _Signs(
+        Platform(
+            "databricks",
+            "Databricks",
+            widgets="works on a running cluster; widget state is not kept between sessions",
+            notes=(
+                "processes run on the driver's machine alone: choose a node with all the GPUs that you want to use",
+            ),
+        ),
+        ("DATABRICKS_RUNTIME_VERSION",),
+    ),
+    _Signs(
+        Platform(
+            "sagemaker",
+            "SageMaker Studio",
+            notes=("GPUs come with the instance type of the space; the default one has none",),
+        ),
+        ("SAGEMAKER_APP_TYPE", "SAGEMAKER_INTERNAL_IMAGE_URI"),
+        ("opt/ml/metadata/resource-metadata.json",),
+    ),
+    _Signs(
+        Platform(
+            "binder",
+            "Binder",
+            notes=(
+                "one or two CPU cores and 1 to 2 GB of memory: good for num_processes=2 and small models",
+            ),
+        ),
+        ("BINDER_LAUNCH_HOST", "BINDER_REPO_URL", "BINDER_REQUEST"),
+    ),
+    _Signs(
+        Platform(
+            "colab",
+            "Google Colab",
+            widgets=_CORE_WIDGETS,
+            notes=(
+                "a session has one GPU, or one TPU chip (v5e-1): one process there. More than one process computes "
+                "on the CPU",
+            ),
+        ),
+        ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION", "COLAB_JUPYTER_TRANSPORT"),
+    ),
+    _Signs(
+        Platform(
+            "vscode",
+            "VS Code",
+            widgets="works once VS Code has loaded them, from the Python environment or from the internet",
+        ),
+        ("VSCODE_PID", "VSCODE_CRASH_REPORTER_PROCESS_TYPE", "VSCODE_HANDLES_UNCAUGHT_ERRORS"),
+    ),
+)
+
+_NOBODY = Platform("none", "no notebook service")
+
+
+def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
+    """The service that this process runs on; name ``"none"`` outside of notebooks.
+
+    Processes that a notebook starts, as by ``!nblaunch env`` in a cell, inherit the environment and so the answer.
+
+    Args:
+        environ: the environment, from :func:`nblaunch.env.snapshot`.
+        root: of the file system.
+    """
+    for signs in _KNOWN:
+        evidence = _evidence(signs, environ, root)
+        if evidence:
+            return _in_detail(replace(signs.platform, evidence=evidence), environ)
+    return _jupyter(environ, root / "proc")
+
+
+def _evidence(signs: _Signs, environ: Mapping[str, str], root: Path) -> str:
+    variables = (name for name in signs.variables if environ.get(name))
+    files = (f"/{name}" for name in signs.files if (root / name).exists())
+    return next(variables, "") or next(files, "")
+
+
+def _in_detail(platform: Platform, environ: Mapping[str, str]) -> Platform:
+    """What the variables say beyond the name."""
+    if platform.name == "kaggle" and environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
+        return replace(platform, is_interactive=False, widgets='nobody sees them in "Save & Run All"')
+    return platform
+
+
+def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
+    """Which client runs this kernel.
+
+    A kernel can't see its front end, but jupyter_client gives it the process that started it (JPY_PARENT_PID), and
+    jupyter_server the notebook's path (JPY_SESSION_NAME).
+    """
+    parent = environ.get("JPY_PARENT_PID", "")
+    if not parent and not environ.get("JPY_SESSION_NAME"):
+        return _NOBODY
+    evidence = "JPY_PARENT_PID" if parent else "JPY_SESSION_NAME"
+    words = _command(proc / parent / "cmdline") if parent.isdigit() else []
+    if _names(words, ("jupyter-lab", "jupyterlab", "lab")):
+        return Platform("jupyterlab", "JupyterLab", evidence)
+    if _names(words, ("jupyter-notebook", "notebook")):
+        return Platform("notebook", "Jupyter Notebook", evidence)
+    is_headless = _names(
+        words, ("jupyter-nbconvert", "nbconvert", "papermill", "jupyter-execute", "nblaunch")
+    )
+    if is_headless:
+        return Platform("jupyter", "a notebook runner", evidence, "nobody sees them", is_interactive=False)
+    return Platform("jupyter", "a Jupyter kernel", evidence)
+
+
+def _command(path: Path) -> list[str]:
+    """The names in a command line, without folders: programs, and what they were asked to do."""
+    try:
+        return [Path(word).name for word in path.read_text().split("\0")[:4]]
+    except OSError:
+        return []
+
+
+def _names(words: Iterable[str], names: tuple[str, ...]) -> bool:
+    return any(word in names for word in words)

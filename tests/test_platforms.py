@@ -1,0 +1,96 @@
+"""Notebook services are told by what they document of their machines, and never by the contents of secrets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nblaunch import platforms
+from tests.kernels import Kernel
+
+# What each service sets in a kernel, shortened: from its own documentation or its published image.
+ENVIRONMENTS = {
+    "colab": {"COLAB_RELEASE_TAG": "release-colab_20250904", "COLAB_GPU": "", "JPY_PARENT_PID": "87"},
+    "kaggle": {
+        "KAGGLE_KERNEL_RUN_TYPE": "Interactive",
+        "KAGGLE_URL_BASE": "https://www.kaggle.com",
+        "KAGGLE_DATA_PROXY_TOKEN": "secret",
+        "COLAB_RELEASE_TAG": "release-colab-external-images",  # its image is built on Colab's
+    },
+    "databricks": {"DATABRICKS_RUNTIME_VERSION": "16.4", "DB_HOME": "/databricks"},
+    "sagemaker": {"SAGEMAKER_APP_TYPE": "JupyterLab", "SAGEMAKER_SPACE_NAME": "space", "JPY_PARENT_PID": "9"},
+    "binder": {
+        "BINDER_LAUNCH_HOST": "https://mybinder.org/",
+        "BINDER_REPO_URL": "https://github.com/someone/something",
+        "JPY_PARENT_PID": "7",
+    },
+    "vscode": {"VSCODE_PID": "94309", "VSCODE_CWD": "/", "JPY_SESSION_NAME": "/home/me/train.ipynb"},
+    "none": {"HOME": "/root", "TERM_PROGRAM": "vscode"},  # a terminal of VS Code is no notebook
+}
+
+PARENTS = {
+    "jupyterlab": ["/opt/conda/bin/python3.11", "/opt/conda/bin/jupyter-lab", "--no-browser"],
+    "notebook": ["python3", "/usr/bin/jupyter-notebook", "--ip=0.0.0.0"],
+    "jupyter": ["/usr/bin/python3", "-m", "somebody.else"],
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_services_are_told_by_their_variables(name: str, tmp_path: Path) -> None:
+    platform = platforms.detect(ENVIRONMENTS[name], root=tmp_path)
+    assert platform.name == name
+    assert platform.is_interactive
+    assert (platform.evidence in ENVIRONMENTS[name]) == (name != "none")
+    assert "secret" not in repr(platform)
+
+
+def test_sagemaker_is_also_told_by_its_metadata_file(tmp_path: Path) -> None:
+    file = tmp_path / "opt/ml/metadata/resource-metadata.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"AppType": "KernelGateway"}')
+    platform = platforms.detect({"AWS_REGION": "eu-west-1"}, root=tmp_path)
+    assert (platform.name, platform.evidence) == ("sagemaker", "/opt/ml/metadata/resource-metadata.json")
+
+
+def test_nobody_watches_a_saved_version_on_kaggle(tmp_path: Path) -> None:
+    platform = platforms.detect({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, root=tmp_path)
+    assert platform.name == "kaggle"
+    assert not platform.is_interactive
+
+
+@pytest.mark.parametrize("name", PARENTS)
+def test_jupyter_clients_are_told_by_the_process_that_started_the_kernel(name: str, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "41").mkdir(parents=True)
+    (tmp_path / "proc" / "41" / "cmdline").write_text("\0".join([*PARENTS[name], ""]))
+    assert platforms.detect({"JPY_PARENT_PID": "41"}, root=tmp_path).name == name
+
+
+@pytest.mark.parametrize("runner", ["papermill", "jupyter-nbconvert", "nblaunch"])
+def test_notebook_runners_have_nobody_in_front(runner: str, tmp_path: Path) -> None:
+    (tmp_path / "proc" / "41").mkdir(parents=True)
+    (tmp_path / "proc" / "41" / "cmdline").write_text(f"/usr/bin/python\0/usr/bin/{runner}\0in.ipynb\0")
+    platform = platforms.detect({"JPY_PARENT_PID": "41"}, root=tmp_path)
+    assert platform.name == "jupyter"
+    assert not platform.is_interactive
+
+
+@pytest.mark.parametrize("parent", ["41", "", "not a number"])
+def test_a_process_that_ended_is_no_obstacle(parent: str, tmp_path: Path) -> None:
+    environ = {"JPY_PARENT_PID": parent, "JPY_SESSION_NAME": "a.ipynb"}
+    assert platforms.detect(environ, root=tmp_path).title == "a Jupyter kernel"
+
+
+def test_a_real_kernel_and_what_it_starts_know_that_they_are_one(kernel: Kernel) -> None:
+    source = "from nblaunch import env, platforms; print(platforms.detect(env.snapshot()).name)"
+    known = "".join(
+        f"os.environ.pop({name!r}, None);" for name in {n for e in ENVIRONMENTS.values() for n in e}
+    )
+    kernel.run(
+        f"import os, sys; {known.replace(chr(39) + 'JPY_PARENT_PID' + chr(39), repr('HOME_OF_NOBODY'))}"
+    )
+    assert kernel.run(source).stdout.strip() == "jupyter"
+    child = kernel.run(
+        f"import subprocess; print(subprocess.check_output([sys.executable, '-c', {source!r}], text=True))"
+    )
+    assert child.stdout.strip() == "jupyter"
