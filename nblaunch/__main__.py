@@ -1,0 +1,10 @@
+"""``python -m nblaunch``: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from nblaunch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The entry point: what every command has in common."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nblaunch import cli
+
+PROGRAM = [sys.executable, "-m", "nblaunch"]
+
+
+def test_help_names_every_command() -> None:
+    text = subprocess.check_output([*PROGRAM, "--help"], text=True)
+    assert all(name in text for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"], ["launch"]])
+def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom nblaunch import cli\n"
+        f"try:\n    cli.main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "sys.exit(sorted({'torch', 'numpy', 'IPython', 'ipywidgets'} & sys.modules.keys()) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["lunch"])
+    assert left.value.code == 2
+    assert "lunch" in capfd.readouterr().err
