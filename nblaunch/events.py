@@ -133,9 +133,16 @@ class Metric(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """One line for the person, from a worker or (``rank`` -1) from the launcher."""
+    """One line for the person, from a worker or (``rank`` -1) from the launcher.
+
+    Args:
+        text: what there is to say.
+        kind: ``"note"``; ``"warning"``: something may go wrong, and the summary of the job says so too; ``"hang"``: no
+            progress, ``text`` goes on with a line for each place where ranks are.
+    """
 
     text: str = ""
+    kind: str = "note"
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,8 @@ class JobStarted(Event):
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: its number, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
+        strategy: how the model is spread, if the launch was told; ``""`` or ``"auto"`` if not.
+        mixed_precision: what accelerators in the workers use by default.
     """
 
     function_name: str = ""
@@ -209,6 +218,8 @@ class JobStarted(Event):
     log_dir: str = ""
     attempt: int = 0
     label_template: str | None = None
+    strategy: str = ""
+    mixed_precision: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,20 @@ class StatusLine(Event):
     r"""The text after a rank's last ``\r``: a progress bar, or a line not ended yet."""
 
     text: str = ""
+
+
+@dataclass(frozen=True)
+class HostMemory(Event):
+    """What a worker's process takes of the host's memory, looked at from outside.
+
+    Args:
+        num_bytes: as a number.
+        is_proportional: pages shared by several processes count in parts, so that the sum over ranks is what they
+            take together; False: they count in full, because the system does not tell more.
+    """
+
+    num_bytes: int = 0
+    is_proportional: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,16 @@ from math import isfinite
 from typing import Any
 
 from nblaunch import events
+from nblaunch.dashboard.bars import Bar, read_bar
+from nblaunch.dashboard.curves import Curve
 from nblaunch.events import Event, ExitStatus, WorkerState
 from nblaunch.wire.board import Sample
 
 HISTORY_LENGTH = 64
 """Points of a loss history at most; longer ones are thinned, so that they always cover the whole job."""
+
+CHART_LENGTH = 200
+"""Points of a logged metric at most, likewise."""
 
 TAIL_LENGTH = 20
 """Last lines of output kept in the view, all ranks together."""
@@ -32,6 +37,7 @@ WINDOW_S = 10.0
 _MARK_SPACING_S = 0.5
 _LINE_LENGTH = 400  # characters of an output line that a view keeps
 _NUM_NOTES = 20
+_NUM_CURVES = 12  # logged metrics that are kept for charts
 _STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
 _PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
@@ -62,10 +68,11 @@ class RankView:
         steps_per_s: step rate, smoothed over about :data:`WINDOW_S`; None before it is known.
         samples_per_s: sample rate, likewise.
         loss: the last loss, perhaps not finite; None before the first.
-        loss_history: finite losses over the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
+        losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
         metrics: the last value of everything logged by ``accelerator.log``.
         metrics_step: the step they were logged at.
         status_line: progress bar or unfinished line on the rank's terminal, without escape sequences.
+        bar: the same, if it is a progress bar of tqdm.
         last_line: last whole line that it printed, without escape sequences.
         num_lines: lines that it printed.
         exit_status: how its process ended; None while it lives.
@@ -73,6 +80,14 @@ class RankView:
         is_consequence: the failure was most likely caused by another rank's.
         has_returned: the user's function returned.
         stepped_s: ``now_s`` of the first look that found the current step; 0.0 before the first step.
+        moved_s: the last time that it was seen to do anything: steps, states, output; 0.0 before.
+        state_s: ``now_s`` of the first look that found its slot in the state that it is in.
+        waited_s: seconds that it spent waiting for others, not counting the wait that it is in.
+        host_bytes: host memory of its process; None before it is known.
+        host_peak_bytes: the most that was seen.
+        device_bytes: memory of its device that it has taken; None where nothing is known.
+        device_peak_bytes: the most so far.
+        device_limit_bytes: all there is.
         sample: what its slot of the board held at the last look.
     """
 
@@ -85,10 +100,11 @@ class RankView:
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     loss: float | None = None
-    loss_history: tuple[float, ...] = ()
+    losses: Curve = field(default_factory=Curve)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
     status_line: str = ""
+    bar: Bar | None = None
     last_line: str = ""
     num_lines: int = 0
     exit_status: ExitStatus | None = None
@@ -96,11 +112,28 @@ class RankView:
     is_consequence: bool = False
     has_returned: bool = False
     stepped_s: float = 0.0
+    moved_s: float = 0.0
+    state_s: float = 0.0
+    waited_s: float = 0.0
+    host_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    device_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    device_limit_bytes: int | None = None
     sample: Sample | None = None
     marks: tuple[Mark, ...] = ()
     steps_done: int = 0
-    loss_seen: int = 0
-    loss_stride: int = 1
+
+    @property
+    def loss_history(self) -> tuple[float, ...]:
+        """Finite losses over the whole job, evenly thinned."""
+        return self.losses.ys
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended it that the launcher did not send."""
+        is_by_signal = self.exit_status is not None and self.exit_status.code < 0
+        return is_by_signal and self.state is WorkerState.FAILED
 
     @property
     def has_progress(self) -> bool:
@@ -129,6 +162,8 @@ class JobView:
         backend: device family.
         start_method: how they were started.
         reason: why so.
+        strategy: how the model is spread, if that was told; may be empty.
+        mixed_precision: ``"fp16"`` or ``"bf16"`` if that was told; empty otherwise.
         log_dir: where complete logs are.
         attempt: restarts so far.
         started_s: when the job started; 0.0 before.
@@ -137,6 +172,12 @@ class JobView:
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
+        warnings: those of them that warn, likewise.
+        hang: what was last found about ranks that make no progress, and where they are; empty otherwise.
+        curves: numbers logged by ``accelerator.log``, by name.
+        host_bytes: host memory of all workers together; None before it is known.
+        host_peak_bytes: the most that was seen.
+        is_host_proportional: whether that counts shared pages once.
         tail: ``(rank, line)`` of the last lines of output.
         ranks: one view per worker, by rank.
     """
@@ -146,6 +187,8 @@ class JobView:
     backend: str = ""
     start_method: str = ""
     reason: str = ""
+    strategy: str = ""
+    mixed_precision: str = ""
     log_dir: str = ""
     attempt: int = 0
     started_s: float = 0.0
@@ -154,6 +197,12 @@ class JobView:
     failed_rank: int | None = None
     message: str = ""
     notes: tuple[tuple[int, str], ...] = ()
+    warnings: tuple[tuple[int, str], ...] = ()
+    hang: tuple[str, ...] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    host_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    is_host_proportional: bool = True
     tail: tuple[tuple[int, str], ...] = ()
     ranks: tuple[RankView, ...] = ()
 
@@ -169,6 +218,12 @@ class JobView:
     def elapsed_s(self) -> float:
         """Seconds from the start to the last look, or to the end."""
         return max(self.now_s - self.started_s, 0.0)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the slowest rank has ended its present pass; None where that is unknown."""
+        known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
+        return max(known, default=None)
 
 
 def clean(text: str) -> str:
@@ -205,6 +260,8 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         backend=event.backend,
         start_method=event.start_method,
         reason=event.reason,
+        strategy="" if event.strategy == "auto" else clean(event.strategy),
+        mixed_precision="" if event.mixed_precision == "no" else clean(event.mixed_precision),
         log_dir=event.log_dir,
         attempt=event.attempt,
         # A restart is the same job to the person who waits for it.
@@ -213,6 +270,8 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         outcome="",
         failed_rank=None,
         message="",
+        hang=(),
+        host_bytes=None,
         ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
     )
 
@@ -238,11 +297,16 @@ def _settle(view: JobView, rank: RankView) -> RankView:
     if rank.state.is_final:
         return rank
     is_done = rank.has_returned or view.outcome == "done"
-    return replace(rank, state=WorkerState.DONE if is_done else WorkerState.STOPPED, status_line="")
+    return replace(rank, state=WorkerState.DONE if is_done else WorkerState.STOPPED, status_line="", bar=None)
 
 
 def _note(view: JobView, event: events.Note) -> JobView:
-    return replace(view, notes=(*view.notes, (event.rank, clean(event.text)))[-_NUM_NOTES:])
+    if event.kind == "hang":
+        return replace(view, hang=tuple(clean(line) for line in event.text.splitlines()))
+    note = (event.rank, clean(event.text))
+    if event.kind == "warning" and note not in view.warnings:
+        view = replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
+    return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
 
 
 def _log_lines(view: JobView, event: events.LogLines) -> JobView:
@@ -250,7 +314,12 @@ def _log_lines(view: JobView, event: events.LogLines) -> JobView:
         return view
     last = tuple((event.rank, clean(line)) for line in event.lines[-TAIL_LENGTH:])
     rank = view.ranks[event.rank]
-    rank = replace(rank, last_line=last[-1][1], num_lines=rank.num_lines + len(event.lines))
+    rank = replace(
+        rank,
+        last_line=last[-1][1],
+        num_lines=rank.num_lines + len(event.lines),
+        moved_s=max(rank.moved_s, event.time_s),
+    )
     return replace(_with_rank(view, rank), tail=(*view.tail, *last)[-TAIL_LENGTH:])
 
 
@@ -265,12 +334,46 @@ def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
     return replace(rank, pid=event.pid, state=max(rank.state, WorkerState.RUNNING))
 
 
-def _metric(view: JobView, rank: RankView, event: events.Metric) -> RankView:
-    return replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
+def _metric(view: JobView, event: events.Metric) -> JobView:
+    if not 0 <= event.rank < len(view.ranks):
+        return view
+    rank = view.ranks[event.rank]
+    rank = replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
+    return replace(_with_rank(view, rank), curves=_with_points(view.curves, event))
+
+
+def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[str, Curve]:
+    """``curves`` with the numbers of ``event``; what is no number, or not finite, can't be drawn."""
+    extended = dict(curves)
+    for name, value in event.values.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
+            continue
+        curve = extended.get(name, Curve())
+        step = curve.num_seen if event.step is None else event.step
+        extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
+    return extended
+
+
+def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
+    if not 0 <= event.rank < len(view.ranks) or view.ranks[event.rank].state.is_final:
+        return view
+    rank = view.ranks[event.rank]
+    peak = max(event.num_bytes, rank.host_peak_bytes or 0)
+    view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
+    # Of ranks that ended, the memory is free again.
+    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
+    return replace(
+        view,
+        host_bytes=total,
+        host_peak_bytes=max(total, view.host_peak_bytes or 0),
+        is_host_proportional=event.is_proportional,
+    )
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
-    return replace(rank, status_line=clean(event.text).strip())
+    line = clean(event.text).strip()
+    return replace(rank, status_line=line, bar=read_bar(line), moved_s=max(rank.moved_s, event.time_s))
 
 
 def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView:
@@ -280,18 +383,19 @@ def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView
 
 def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
     if event.info.type_name.rpartition(".")[2] == "KeyboardInterrupt":
-        return replace(rank, state=WorkerState.STOPPED, status_line="")
+        return replace(rank, state=WorkerState.STOPPED, status_line="", bar=None)
     return replace(
         rank,
         state=WorkerState.FAILED,
         failure=describe_failure(event.info),
         is_consequence=event.is_consequence,
         status_line="",
+        bar=None,
     )
 
 
 def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
-    rank = replace(rank, exit_status=event.status, status_line="")
+    rank = replace(rank, exit_status=event.status, status_line="", bar=None)
     if rank.state.is_final:
         return rank
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
@@ -326,11 +430,12 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.Note: _note,
     events.LogLines: _log_lines,
     events.Displayed: _displayed,
+    events.Metric: _metric,
+    events.HostMemory: _host_memory,
 }
 
 _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
-    events.Metric: _metric,
     events.StatusLine: _status_line,
     events.Finished: _finished,
     events.Failed: _failed,
@@ -358,12 +463,14 @@ def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobV
 def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     last = rank.sample or Sample(rank.rank)
     is_new_pass = _is_new_pass(last, sample)
+    has_new_state = rank.state_s == 0.0 or sample.state != last.state
+    has_waited = has_new_state and last.state is WorkerState.WAITING
     steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
     moved = is_new_pass or sample.step != last.step
     marks = _marked(() if is_new_pass else rank.marks, sample, steps_done)
     steps_per_s, samples_per_s = _rates(marks, rank)
     return replace(
-        _with_loss(rank, sample, moved=moved),
+        _with_loss(rank, sample, steps_done, moved=moved),
         state=_state(rank, sample.state),
         step=sample.step,
         total=sample.total,
@@ -371,6 +478,12 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         stepped_s=now_s if moved else rank.stepped_s,
+        moved_s=now_s,
+        state_s=now_s if has_new_state else rank.state_s,
+        waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
+        device_bytes=sample.device_bytes or rank.device_bytes,
+        device_peak_bytes=sample.device_peak_bytes or rank.device_peak_bytes,
+        device_limit_bytes=sample.device_limit_bytes or rank.device_limit_bytes,
         sample=sample,
         marks=marks,
         steps_done=steps_done,
@@ -418,15 +531,10 @@ def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float
     return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
 
 
-def _with_loss(rank: RankView, sample: Sample, *, moved: bool) -> RankView:
+def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:
     loss = sample.loss
     if loss is None or (loss == rank.loss and not moved):
         return rank
     if not isfinite(loss):
         return replace(rank, loss=loss)
-    history, stride, seen = rank.loss_history, rank.loss_stride, rank.loss_seen
-    if seen % stride == 0:
-        if len(history) >= HISTORY_LENGTH:
-            history, stride = history[::2], stride * 2
-        history = (*history, loss)
-    return replace(rank, loss=loss, loss_history=history, loss_stride=stride, loss_seen=seen + 1)
+    return replace(rank, loss=loss, losses=rank.losses.extended(float(steps_done), loss, HISTORY_LENGTH))

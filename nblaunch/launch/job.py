@@ -205,7 +205,7 @@ class Job:
     def _run_attempts(self) -> None:
         self._announce()
         for warning in self.plan.warnings:
-            self._tell(Note(rank=-1, time_s=time.time(), text=warning))
+            self._tell(Note(rank=-1, time_s=time.time(), text=warning, kind="warning"))
         if self.plan.start_method == "inline":
             self._run_inline()
             return
@@ -229,7 +229,7 @@ class Job:
             f"{self._past_failures[-1]}; starting all ranks again "
             f"(restart {self.attempt} of at most {self.spec.max_restarts})"
         )
-        self._tell(Note(rank=-1, time_s=time.time(), text=text))
+        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="warning"))
         self.pids = {}
         self._announce()
 
@@ -273,6 +273,8 @@ class Job:
                 log_dir=str(self._log.attempt_path(self.attempt)),
                 attempt=self.attempt,
                 label_template=self.spec.log_line_prefix_template,
+                strategy=self.spec.strategy,
+                mixed_precision=self.spec.mixed_precision,
             )
         )
 
@@ -301,7 +303,7 @@ class Job:
             position: dict(state) for position, state in back.weights.items() if position not in loaded
         }
         for line in lines:
-            self._tell(Note(rank=-1, time_s=time.time(), text=line))
+            self._tell(Note(rank=-1, time_s=time.time(), text=line, kind="warning"))
 
     def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
         """What to raise when a return value could not travel whole; the parts that could are kept in the error."""

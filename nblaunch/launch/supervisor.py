@@ -257,7 +257,7 @@ class Supervisor:
     def _on_hang(self, lines: list[str]) -> None:
         timeout_s = self._inspector.hang_timeout_s
         text = "\n".join([f"no progress for {timeout_s:g} s:", *(f"    {line}" for line in lines)])
-        self._tell(Note(rank=-1, time_s=time.time(), text=text))
+        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="hang"))
         if self._stops_on_hang and self._ladder is None:
             self.report.hang = tuple(lines)
             self._begin_stop_after_failure()

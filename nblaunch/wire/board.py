@@ -26,6 +26,7 @@ _SLOT_BYTES = 8 * _WORDS
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS = 7
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stopping.py
+_DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME = 16, 17  # doubles
 
 
@@ -44,6 +45,9 @@ class Sample:
         step_time_s: ``time.monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
         interrupts: SIGINTs that the worker's Python code has noticed.
         built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
+        device_bytes: memory of its device that the rank has taken; 0 where nothing is known.
+        device_peak_bytes: the most so far.
+        device_limit_bytes: all that the device has; 0 where that is not known.
     """
 
     rank: int
@@ -56,6 +60,9 @@ class Sample:
     step_time_s: float = 0.0
     interrupts: int = 0
     built_bytes: int = 0
+    device_bytes: int = 0
+    device_peak_bytes: int = 0
+    device_limit_bytes: int = 0
 
 
 class Slot:
@@ -98,6 +105,13 @@ class Slot:
 
     def add_built_bytes(self, num_bytes: int) -> None:
         self._ints[_BUILT_BYTES] += num_bytes
+
+    def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
+        """Bytes of the device: taken now, the most so far, all there are (0 where that is not known)."""
+        ints = self._ints
+        ints[_DEVICE_BYTES] = taken
+        ints[_DEVICE_PEAK_BYTES] = peak
+        ints[_DEVICE_LIMIT_BYTES] = limit
 
     @property
     def built_bytes(self) -> int:
@@ -152,6 +166,9 @@ class Slot:
             step_time_s=self._doubles[_STEP_TIME],
             interrupts=ints[_INTERRUPTS],
             built_bytes=ints[_BUILT_BYTES],
+            device_bytes=ints[_DEVICE_BYTES],
+            device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
+            device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
         )
 
 

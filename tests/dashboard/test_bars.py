@@ -1,0 +1,61 @@
+"""Progress bars read from what workers print: tqdm's own lines, and lines that only look like them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from nblaunch.dashboard.bars import Bar, read_bar
+
+
+def last_line(num_done: int, **options: Any) -> str:
+    """What tqdm leaves on the screen after ``num_done`` of its steps."""
+    stream = io.StringIO()
+    bar = tqdm(file=stream, mininterval=0, miniters=1, **options)
+    bar.update(num_done)
+    bar.set_postfix(loss=0.25)
+    bar.close()
+    return stream.getvalue().rpartition("\r")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"total": 100, "desc": "train epoch 2"}, ("train epoch 2", "21", "100", 0.21)),
+        ({"total": 100}, ("", "21", "100", 0.21)),
+        ({"total": 100, "ascii": True, "unit": " samples", "ncols": 70}, ("", "21", "100", 0.21)),
+        ({"total": 84_000, "unit": "B", "unit_scale": True, "desc": "data"}, ("data", "21.0", "84.0k", 0.0)),
+        ({"desc": "fold: 3"}, ("fold: 3", "21", "", None)),
+        ({"desc": "s", "unit": " samples"}, ("s", "21", "", None)),
+        ({"total": 10, "desc": "too far"}, ("too far", "21", "", None)),
+    ],
+)
+def test_bars_of_tqdm_are_read(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    bar = read_bar(last_line(21, **options))
+    assert bar is not None
+    assert (bar.description, bar.count, bar.total, bar.fraction) == expected
+    assert "loss=0.25" in bar.meter
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "epoch 3: loss 0.3 [a]",
+        "12:30 50% done [x]",
+        "[1] hello",
+        "list [1, 2]",
+        "took: 5s [2, 3]",
+        "45%|##",
+    ],
+)
+def test_other_lines_are_no_bars(line: str) -> None:
+    assert read_bar(line) is None
+
+
+def test_a_bar_in_words() -> None:
+    assert Bar("train", "45", "100", 0.45).text == "train 45/100"
+    assert Bar("", "45", "", None).text == "45"

@@ -1,0 +1,28 @@
+"""Curves: thinned evenly, never beyond their size, never going back."""
+
+from __future__ import annotations
+
+from nblaunch.dashboard.curves import Curve
+
+
+def test_a_long_curve_is_thinned_and_covers_everything() -> None:
+    curve = Curve()
+    for step in range(1000):
+        curve = curve.extended(step, step / 2, 10)
+        assert len(curve.xs) == len(curve.ys) <= 10
+    assert curve.xs[0] == 0
+    assert {after - before for before, after in zip(curve.xs, curve.xs[1:], strict=False)} == {128}
+    assert curve.points()[-1] == (999, 499.5)
+    assert curve.num_seen == 1000
+
+
+def test_steps_that_begin_anew_count_on() -> None:
+    curve = Curve()
+    for step in (0, 5, 0, 5, 20):
+        curve = curve.extended(step, 1.0, 10)
+    assert curve.xs == (0, 5, 6, 7, 20)
+
+
+def test_an_empty_curve_has_no_points() -> None:
+    assert Curve().points() == []
+    assert Curve().extended(3, 0.5, 10).points() == [(3, 0.5)]
