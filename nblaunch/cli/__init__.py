@@ -24,6 +24,7 @@ from nblaunch.cli.usage import UsageError
 COMMANDS = {
     "config": "nblaunch.cli.config",
     "launch": "nblaunch.cli.launch",
+    "env": "nblaunch.cli.environment",
 }
 """Name of a command -> its module, in the order of the help."""
 

@@ -1,0 +1,302 @@
+"""``nblaunch env``: what a launch would find on this machine, for bug reports and for a first look.
+
+Of a fresh kernel, that is; ``%run -m nblaunch env`` in a cell tells of the kernel that it runs in, with all that its
+cells have done. Looks at devices without touching them, and starts nothing. Values of environment variables are shown
+only where the variable is one of ours (see ``env.TABLE``): others may hold secrets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform as system_platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from nblaunch import __version__, backends, env, platforms
+from nblaunch.backends import cgroup, cpu, cuda, tpu_host
+from nblaunch.dashboard import kernel_shell
+from nblaunch.launch.diagnosis import memory
+from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.spec import LaunchSpec
+
+_PACKAGES = (
+    "torch", "torch_xla", "libtpu", "ipykernel", "ipython", "ipywidgets", "jupyter_client", "cloudpickle",
+    "safetensors", "numpy", "accelerate", "transformers", "lightning", "deepspeed", "ray", "torchdata",
+)  # fmt: skip
+
+_SMALL_SHM_BYTES = 512 << 20
+_FILES_PER_PROCESS = 64  # descriptors that a launcher holds for a worker, generously
+_SMI_QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "env",
+        help="report versions, devices and what would not work here",
+        description="Report versions, devices, memory, the notebook platform, how a launch from a fresh kernel would "
+        "start its workers, and what would not work here. For bug reports; contains no secrets.",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = collect()
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """The report: sections by name, each a mapping of names to values that JSON knows, and ``"findings"``."""
+    refusal, plan = "", None
+    torch_error = _torch_error()
+    if torch_error is None:
+        try:
+            plan = plan_launch(LaunchSpec(function=_nothing))
+        except (ValueError, RuntimeError) as error:
+            refusal = str(error)
+    platform = platforms.detect(env.snapshot())
+    devices = _devices() if torch_error is None else {}
+    return {
+        "versions": _versions(),
+        "notebook": _notebook(platform),
+        "devices": {"cpu": _cores(), **devices},
+        "gpus": _gpus(),
+        "tpu_chips": dict(tpu_host.chips()),
+        "memory": _memory(),
+        "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",
+        "launch": _launch(plan, refusal or torch_error or ""),
+        "variables": _variables(),
+        "findings": [
+            *([torch_error] if torch_error else []),
+            *([f"a launch is not possible: {refusal}"] if refusal else []),
+            *(_launch_findings(plan) if plan else ()),
+            *_device_findings(devices),
+            *_host_findings(plan),
+            *platform.notes,
+        ],
+    }
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "nblaunch": __version__,
+        "python": f"{system_platform.python_version()} ({sys.executable})",
+        "system": system_platform.platform(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_error() -> str | None:
+    """Why torch can't be imported; None where it can."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises whatever its libraries do
+        return (
+            f"torch can't be imported: {type(error).__name__}: {error}. Install it again: https://pytorch.org"
+        )
+    return None
+
+
+def _notebook(platform: platforms.Platform) -> dict[str, Any]:
+    return {
+        "platform": platform.name,
+        "title": platform.title,
+        "told_by": platform.evidence or None,
+        "live_widgets": platform.widgets or None,
+        "is_interactive": platform.is_interactive,
+    }
+
+
+def _cores() -> dict[str, Any]:
+    return {
+        "count": cpu.usable_cores(),
+        "noun": "CPU core",
+        "of_machine": os.cpu_count(),
+        "affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+        "quota": cpu.cpu_quota(cgroup.folders("cpu")),
+        "unusable_because": None,
+    }
+
+
+def _devices() -> dict[str, dict[str, Any]]:
+    """Every device family but the CPU: how many devices, or why none of them can be used."""
+    found = {}
+    for name, backend in backends.discover().items():
+        if name == "cpu":
+            continue
+        is_usable = backend.affinity() > 0
+        found[name] = {
+            "count": backend.device_count() if is_usable else 0,
+            "noun": backend.device_noun,
+            "unusable_because": backend.launch_refusal() if is_usable else backend.unavailable_reason(),
+        }
+    return found
+
+
+def _gpus() -> list[str]:
+    """Name, driver and memory of each GPU of the host, as its driver tells; also of those that are hidden."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        answer = subprocess.run(
+            [program, *_SMI_QUERY], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
+
+
+def _memory() -> dict[str, int | None]:
+    facts = memory.read_facts()
+    return {
+        "limit_bytes": facts.limit,
+        "available_bytes": facts.available,
+        "dev_shm_bytes": facts.shm_size,
+        "dev_shm_used_bytes": facts.shm_used,
+        "oom_kills": facts.oom_kills,
+    }
+
+
+def _launch(plan: LaunchPlan | None, refusal: str) -> dict[str, Any]:
+    if plan is None:
+        return {"refusal": refusal}
+    return {
+        "backend": plan.backend.name,
+        "num_processes": plan.num_processes,
+        "process_group": plan.backend.process_group,
+        "start_method": plan.start_method,
+        "reason": plan.reason,
+        "threads_per_process": plan.num_threads,
+    }
+
+
+def _variables() -> dict[str, str]:
+    """Those that nblaunch reads; of the others that steer processes, only that they are set."""
+    environ = env.snapshot()
+    steering = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        *tpu_host.TOPOLOGY_VARIABLES,
+    )
+    return {
+        **{name: environ[name] for name in env.TABLE if name in environ},
+        **{name: "(set)" for name in steering if name in environ},
+    }
+
+
+# --- findings --------------------------------------------------------------------------------------------------------
+
+
+def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
+    yield from plan.warnings
+    # Asked for fp16 only: whether a GPU has bf16 can't be told without a CUDA context.
+    refusal = plan.backend.supports_precision("fp16")
+    if refusal is not None:
+        yield f"mixed_precision='fp16': {refusal}"
+
+
+def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Devices that are here and can't be used. That there are none is no finding."""
+    for name, found in devices.items():
+        is_here = found["count"] > 0 or (name == "cuda" and cuda.physical_gpus())
+        if is_here and found["unusable_because"]:
+            yield f"backend={name!r} can't be used: {found['unusable_because']}"
+
+
+def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
+    facts = memory.read_facts()
+    if 0 < facts.shm_size < _SMALL_SHM_BYTES:
+        yield (
+            f"/dev/shm has only {memory.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data loaders "
+            "with workers put batches there, and die of a bus error when it is full. Start the container with "
+            "--shm-size=8g, or use num_workers=0"
+        )
+    if line := memory.shm_line(facts):
+        yield line
+    if facts.oom_kills:
+        yield f"the system has killed {facts.oom_kills} processes here for want of memory since this container started"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
+    if 0 <= files < needed:
+        yield f"only {files} files may be open at once (ulimit -n), and {needed} may be needed: ulimit -n 4096"
+
+
+def _nothing() -> None:
+    """What is planned to be launched."""
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report as text, a fact a line."""
+    notebook, launch, facts = report["notebook"], report["launch"], report["memory"]
+    lines = ["versions"]
+    lines += [_line(name, value) for name, value in report["versions"].items() if value]
+    absent = [name for name, value in report["versions"].items() if not value]
+    lines += [_line("not installed", ", ".join(absent))] if absent else []
+    lines += ["", "notebook", _line("platform", _platform_text(notebook))]
+    lines += [_line("live widgets", notebook["live_widgets"])] if notebook["live_widgets"] else []
+    lines += ["", "devices"]
+    lines += [_line(name, _device_text(found)) for name, found in report["devices"].items()]
+    lines += [_line(f"GPU {index}", text) for index, text in enumerate(report["gpus"])]
+    lines += [_line(f"TPU {kind}", f"{count} chips") for kind, count in report["tpu_chips"].items()]
+    lines += ["", "memory"]
+    lines += [_line("host", f"{_size(facts['available_bytes'])} available of {_size(facts['limit_bytes'])}")]
+    shm_text = f"{_size(facts['dev_shm_used_bytes'])} used of {_size(facts['dev_shm_bytes'])}"
+    lines += [_line("/dev/shm", shm_text if facts["dev_shm_bytes"] else "there is none")]
+    lines += ["", f"a launch from {report['launch_from']}"]
+    lines += [_line(name.replace("_", " "), value) for name, value in launch.items()]
+    if report["variables"]:
+        lines += ["", "environment variables"]
+        lines += [_line(name, value) for name, value in report["variables"].items()]
+    lines += ["", "what will not work here, and what to know"]
+    lines += [f"  - {text}" for text in report["findings"]] or ["  nothing was found"]
+    return "\n".join(lines)
+
+
+def _line(name: str, value: Any) -> str:
+    return f"  {name:<20} {value}"
+
+
+def _platform_text(notebook: Mapping[str, Any]) -> str:
+    told_by = f" (told by {notebook['told_by']})" if notebook["told_by"] else ""
+    return (
+        notebook["title"] + told_by + ("" if notebook["is_interactive"] else "; nobody sits in front of it")
+    )
+
+
+def _device_text(found: Mapping[str, Any]) -> str:
+    if found["unusable_because"]:
+        return f"can't be used: {found['unusable_because']}"
+    text = f"{found['count']} {found['noun']}{'s' if found['count'] != 1 else ''}"
+    if "of_machine" not in found:
+        return text
+    quota = f", a quota of {found['quota']:g}" if found["quota"] else ""
+    return f"{text} usable (the machine has {found['of_machine']}, this process may run on {found['affinity']}{quota})"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else memory.size(num_bytes)

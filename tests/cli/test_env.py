@@ -1,0 +1,143 @@
+"""``nblaunch env``: what it reports is what is here, told from outside of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels import Kernel
+
+SMI = """#!{python}
+import sys
+if "-L" in sys.argv:
+    print("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5f1a8a2e-0000-0000-0000-000000000001)")
+else:
+    print("NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB")
+"""
+
+
+def report(
+    *options: str, environ: dict[str, str] | None = None, before: Callable[[], Any] | None = None
+) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "nblaunch", "env", *options],
+        capture_output=True, text=True, timeout=100, env={**os.environ, **(environ or {})}, preexec_fn=before,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended
+
+
+def found(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return dict(json.loads(report("--json", *arguments, **options).stdout))
+
+
+def test_it_reports_what_is_here() -> None:
+    told = found()
+    assert told["versions"]["torch"] == metadata.version("torch")
+    assert told["versions"]["ipykernel"] == metadata.version("ipykernel")
+    assert told["versions"]["ray"] is None
+    cores = len(os.sched_getaffinity(0))
+    assert told["devices"]["cpu"]["affinity"] == cores
+    assert 1 <= told["devices"]["cpu"]["count"] <= cores
+    total = int(re.findall(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
+    assert 0 < told["memory"]["available_bytes"] < told["memory"]["limit_bytes"] <= total
+    status = os.statvfs("/dev/shm")
+    assert told["memory"]["dev_shm_bytes"] == status.f_blocks * status.f_frsize
+
+
+@pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="about a machine without GPUs")
+def test_a_machine_of_cores_forks_one_process_each_and_has_no_fp16() -> None:
+    told = found(before=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]))
+    assert told["devices"]["cpu"]["affinity"] == 2
+    assert told["launch"]["backend"] == "cpu"
+    assert told["launch"]["num_processes"] == 2
+    assert told["launch"]["start_method"] == "fork"
+    assert any("fp16" in text and "bf16" in text for text in told["findings"])
+    assert told["devices"]["cuda"]["count"] == 0
+    assert "GPU" in told["devices"]["cuda"]["unusable_because"]
+
+
+def test_the_text_says_the_same_and_holds_no_secrets() -> None:
+    environ = {
+        "HF_TOKEN": "hf_secret",
+        "MASTER_ADDR": "10.0.0.77",
+        "NBLAUNCH_KEEP_JOBS": "7",
+        "KAGGLE_KERNEL_RUN_TYPE": "Batch",
+    }
+    text = report(environ=environ).stdout
+    for heading in (
+        "versions",
+        "notebook",
+        "devices",
+        "memory",
+        "a launch from a fresh kernel",
+        "what will not work",
+    ):
+        assert re.search(rf"^{heading}", text, re.MULTILINE), heading
+    assert re.search(r"^  start method +\w+$", text, re.MULTILINE)
+    assert re.search(r"^  platform +Kaggle \(told by KAGGLE_KERNEL_RUN_TYPE\); nobody", text, re.MULTILINE)
+    assert re.search(r"^  NBLAUNCH_KEEP_JOBS +7$", text, re.MULTILINE)
+    assert re.search(r"^  MASTER_ADDR +\(set\)$", text, re.MULTILINE)
+    assert "hf_secret" not in text
+    assert "10.0.0.77" not in text
+
+
+@pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="about a torch without CUDA")
+def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI.format(python=sys.executable))
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    told = found(environ=environ)
+    assert told["gpus"] == ["NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"]
+    assert any("built without CUDA" in text and "pytorch.org" in text for text in told["findings"])
+
+
+def test_too_few_open_files_are_a_finding() -> None:
+    def limit() -> None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    assert any("ulimit -n" in text for text in found(before=limit)["findings"])
+
+
+def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
+    told = found(environ={"PYTHONPATH": str(tmp_path)})
+    assert any("libtorch_cpu.so" in text for text in told["findings"])
+    assert "libtorch_cpu.so" in told["launch"]["refusal"]
+    assert told["devices"]["cpu"]["count"] >= 1
+
+
+def test_a_variable_that_would_stop_every_launch_is_named() -> None:
+    told = found(environ={"OMP_NUM_THREADS": "many"})
+    assert "OMP_NUM_THREADS='many'" in told["launch"]["refusal"]
+    assert any("OMP_NUM_THREADS='many'" in text for text in told["findings"])
+
+
+def test_in_a_cell_it_tells_of_that_kernel(kernel: Kernel) -> None:
+    """A launch from a thread can't fork: so does a kernel say of itself, and not of a fresh one."""
+    text = kernel.run("%run -m nblaunch env").stdout
+    assert "a launch from this kernel" in text
+    assert "no notebook service" not in text
+    source = (
+        "import threading; from nblaunch.cli import main\n"
+        "thread = threading.Thread(target=main, args=(['env', '--json'],)); thread.start(); thread.join()"
+    )
+    # Prints of a thread: whichever cell they belong to, they are in this one.
+    told = json.loads(kernel.run(source).stdout)
+    assert told["launch_from"] == "this kernel"
+    assert told["launch"]["start_method"] == "forkserver"
+    assert "thread" in told["launch"]["reason"]
+    assert any("forkserver" in text for text in told["findings"])
