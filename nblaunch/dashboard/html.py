@@ -1,6 +1,6 @@
 """A job as one piece of HTML that stands alone: no scripts, no style sheet, nothing fetched.
 
-Owns colours and layout. Everything a worker can influence is escaped. Styles are inline, because GitHub and untrusted
+Owns layout. Everything a worker can influence is escaped. Styles are inline, because GitHub and untrusted
 notebooks drop style sheets; where they drop inline styles and SVG too, a plain table with words and numbers is left.
 Text takes the colour of its surroundings and lines and tints are half-transparent greys, so that the same HTML reads
 well in light and dark themes, which a kernel can't know. A colour never stands without its word.
@@ -11,27 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from nblaunch.dashboard import colours
 from nblaunch.dashboard.table import Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
-
-# Each reads on white and on near-black.
-_LIVE, _GOOD, _BAD, _CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
-
-_COLOURS = {
-    WorkerState.STARTING: _CALM,
-    WorkerState.RUNNING: _LIVE,
-    WorkerState.TRAINING: _LIVE,
-    WorkerState.EVALUATING: "#8b6fd6",
-    WorkerState.WAITING: "#c98a1b",
-    WorkerState.COMPILING: "#8b6fd6",
-    WorkerState.FINISHING: _GOOD,
-    WorkerState.DONE: _GOOD,
-    WorkerState.FAILED: _BAD,
-    WorkerState.STOPPED: _CALM,
-}
-_OUTCOME_COLOURS = {"": _LIVE, "done": _GOOD, "failed": _BAD}
 
 _LINE = "border:0;border-bottom:1px solid rgba(128,128,128,.2);"
 _CELL = f"padding:3px 14px 3px 0;{_LINE}white-space:nowrap;"
@@ -75,7 +59,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
 
 
 def _title(view: JobView, table: Table) -> str:
-    colour = _OUTCOME_COLOURS.get(view.outcome, _CALM)
+    colour = colours.of_outcome(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     setting = f' <span style="{_MUTED}">on {escape(table.setting)}</span>' if view.is_started else ""
     return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>"
@@ -106,11 +90,11 @@ def _table(table: Table) -> str:
 
 def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
     is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
-    state = f"{_dot(_COLOURS[row.state])}{escape(row.state_text)}"
+    state = f"{_dot(colours.OF_STATE[row.state])}{escape(row.state_text)}"
     cells = [_cell(row.label, _RIGHT), _cell(state, _LEFT)]
     for name, text in zip(columns, row.cells, strict=True):
         if name == "step" and "progress" in names:
-            cells.append(_cell(_bar(row.fraction, _COLOURS[row.state]), _LEFT))
+            cells.append(_cell(_bar(row.fraction, colours.OF_STATE[row.state]), _LEFT))
         cells.append(_cell(escape(text), _RIGHT))
         if name == "loss" and "trend" in names:
             cells.append(_cell(_spark(row.loss_history), _LEFT))
@@ -161,7 +145,7 @@ def _spark(history: Sequence[float]) -> str:
 
 def _failure(label: str, text: str) -> str:
     return (
-        f'<div style="margin:2px 0"><span style="color:{_BAD}">{escape(label)}</span> '
+        f'<div style="margin:2px 0"><span style="color:{colours.BAD}">{escape(label)}</span> '
         f'<span style="{_MONO}">{escape(text)}</span></div>'
     )
 
