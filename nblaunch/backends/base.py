@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.backends.meter import DeviceMeter
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Backend(ABC):
 
     reduces_gradients = False
     """Whether :meth:`reduce_gradients` averages gradients over ranks, rather than a wrapper of the model."""
+
+    shares_devices = False
+    """Whether several workers may use one device, where a person asks for this backend by its name."""
 
     transfers_in_turn = False
     """Whether workers move their models one after the other: all at once would need too much host memory."""
@@ -86,6 +90,18 @@ class Backend(ABC):
     def count_refusal(self, num_processes: int) -> str | None:
         """Why there can't be just so many workers, though not more than devices; None where there can."""
         return None
+
+    def first_use(self) -> tuple[tuple[str, int, str], ...]:
+        """Where this process first used the device: (file name, line, function), innermost first; empty if unknown."""
+        return ()
+
+    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
+        """What a person has to know about a launch of so many workers, a sentence each."""
+        return ()
+
+    def open_meter(self) -> DeviceMeter:
+        """What reads the memory and the use of the devices from outside; to be closed."""
+        return DeviceMeter()
 
     def prepare_parent(self) -> None:
         """Called before workers are forked from this process: what each would do by itself and a fork can share.
@@ -189,6 +205,14 @@ class Backend(ABC):
     def host_bytes_of_device(self, num_bytes: int) -> int | None:
         """How much host memory ``num_bytes`` on the device take: 0 where it has its own; None: not to be told."""
         return None
+
+    def own_memory(self) -> tuple[int, int, int] | None:
+        """Bytes of its device that this process has taken: now, at most so far, and all there are; None: unknown."""
+        return None
+
+    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
+        """What the device has to do with ``error``, which ended the function, and what to try; lines for a person."""
+        return ()
 
     def empty_cache(self) -> None:
         """Give cached device memory back."""

@@ -1,0 +1,43 @@
+"""Looking at devices from outside: how much of their memory is taken and by whom, and how busy they are.
+
+Done by the launcher while workers run, so it must not create a device context. What a worker knows of its own memory
+it tells by itself (``Backend.own_memory``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DeviceReading:
+    """One device at one moment.
+
+    Args:
+        name: as people count them: ``"GPU 0"``. In the order of local ranks.
+        used_bytes: of its memory, by all processes of the host.
+        total_bytes: of its memory.
+        utilisation: share of the last moments in which it computed, 0 to 1; None where the device does not tell.
+        by_process: process id -> bytes, as far as the driver tells. In a container these are the host's numbers.
+    """
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+    utilisation: float | None = None
+    by_process: Mapping[int, int] = field(default_factory=dict)
+
+
+class DeviceMeter:
+    """Reads the devices of a backend until it is closed. This one knows of none."""
+
+    is_cheap = True
+    """Whether a reading takes a millisecond or so, and can be taken several times a second."""
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        """The devices now, in the order of local ranks; those that can't be read are left out. Never raises."""
+        return ()
+
+    def close(self) -> None:
+        """Release what reading needs."""
