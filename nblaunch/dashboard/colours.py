@@ -5,13 +5,14 @@ from __future__ import annotations
 from nblaunch.events import WorkerState
 
 LIVE, GOOD, BAD, CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
+CAUTION = "#c98a1b"
 
 OF_STATE = {
     WorkerState.STARTING: CALM,
     WorkerState.RUNNING: LIVE,
     WorkerState.TRAINING: LIVE,
     WorkerState.EVALUATING: "#8b6fd6",
-    WorkerState.WAITING: "#c98a1b",
+    WorkerState.WAITING: CAUTION,
     WorkerState.COMPILING: "#8b6fd6",
     WorkerState.FINISHING: GOOD,
     WorkerState.DONE: GOOD,

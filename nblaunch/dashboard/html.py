@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from html import escape
 
 from nblaunch.dashboard import colours
-from nblaunch.dashboard.table import Row, Table, tabulate
+from nblaunch.dashboard.chart import charts, sparkline
+from nblaunch.dashboard.notices import Notice
+from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
@@ -23,7 +25,6 @@ _LEFT, _RIGHT = f"{_CELL}text-align:left", f"{_CELL}text-align:right"
 _HEAD = "font-weight:normal;opacity:.65;"
 _MUTED = "opacity:.65"
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
-_SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 
 
 def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
@@ -45,11 +46,16 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
     parts = [_title(view, table)]
     if table.rows:
         parts.append(_table(table))
-    parts += [_failure(label, text) for label, text in table.failures]
+    parts += [_grid(table.grid)] if table.grid else []
+    parts += [_marked(label, text, colours.BAD) for label, text in table.failures]
+    parts += [_notice(notice) for notice in table.notices]
+    parts += [_marked("warning", text, colours.CAUTION) for text in table.warnings]
     parts += [_line(table.metrics)] if table.metrics else []
+    parts += [charts(view)] if view.is_over else []
     if with_output:
         parts += [_line(f"note: {text}") for text in table.notes]
         parts += [_tail(view.tail)] if view.tail else []
+    parts += [_line(table.memory)] if table.memory else []
     if table.log_dir:
         parts.append(_line(f"logs: {table.log_dir}"))
     return (
@@ -73,9 +79,8 @@ def _table(table: Table) -> str:
     has_bar = any(row.fraction is not None for row in table.rows)
     has_spark = any(len(row.loss_history) > 1 for row in table.rows)
     has_detail = any(row.detail for row in table.rows)
-    heads = [("rank", _RIGHT), ("state", _LEFT)]
+    heads = [("rank", _RIGHT), ("state", _LEFT), *([("progress", _LEFT)] if has_bar else [])]
     for name in table.columns:
-        heads += [("progress", _LEFT)] if name == "step" and has_bar else []
         heads.append((name, _RIGHT))
         heads += [("trend", _LEFT)] if name == "loss" and has_spark else []
     heads += [("output", _LEFT)] if has_detail else []
@@ -92,12 +97,12 @@ def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
     is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
     state = f"{_dot(colours.OF_STATE[row.state])}{escape(row.state_text)}"
     cells = [_cell(row.label, _RIGHT), _cell(state, _LEFT)]
+    if "progress" in names:
+        cells.append(_cell(_bar(row.fraction, colours.OF_STATE[row.state]), _LEFT))
     for name, text in zip(columns, row.cells, strict=True):
-        if name == "step" and "progress" in names:
-            cells.append(_cell(_bar(row.fraction, colours.OF_STATE[row.state]), _LEFT))
         cells.append(_cell(escape(text), _RIGHT))
         if name == "loss" and "trend" in names:
-            cells.append(_cell(_spark(row.loss_history), _LEFT))
+            cells.append(_cell(sparkline(row.loss_history), _LEFT))
     if "output" in names:
         cells.append(_cell(_detail(row.detail), _LEFT))
     style = f"background:none;{_MUTED}" if is_calm else "background:none"
@@ -124,30 +129,40 @@ def _bar(fraction: float | None, colour: str) -> str:
     )
 
 
-def _spark(history: Sequence[float]) -> str:
-    """The loss over the whole job as a line; its first and last values in words, for those who can't see it."""
-    if len(history) < 2:
-        return ""
-    low, high = min(history), max(history)
-    scale = (_SPARK_HEIGHT - 3) / (high - low) if high > low else 0.0
-    step = (_SPARK_WIDTH - 3) / (len(history) - 1)
-    points = " ".join(
-        f"{1.5 + index * step:.1f},{_SPARK_HEIGHT - 1.5 - (value - low) * scale:.1f}"
-        for index, value in enumerate(history)
+def _grid(cells: Sequence[GridCell]) -> str:
+    """Ranks without a row: a tile each, with number, state or progress in words, and a bar."""
+    rows = "".join(
+        f'<tr style="background:none">{"".join(map(_tile, cells[start : start + GRID_COLUMNS]))}</tr>'
+        for start in range(0, len(cells), GRID_COLUMNS)
     )
-    label = f"loss from {history[0]:.4g} to {history[-1]:.4g}"
     return (
-        f'<svg width="{_SPARK_WIDTH}" height="{_SPARK_HEIGHT}" role="img" aria-label="{label}" '
-        f'style="vertical-align:middle;opacity:.75"><title>{label}</title><polyline points="{points}" fill="none" '
-        'stroke="currentColor" stroke-width="1.2" stroke-linejoin="round"></polyline></svg>'
+        '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:11px;width:auto">'
+        f"<tbody>{rows}</tbody></table>"
     )
 
 
-def _failure(label: str, text: str) -> str:
+def _tile(cell: GridCell) -> str:
+    colour = colours.OF_STATE[cell.state]
+    width = 100 * (cell.fraction if cell.fraction is not None else 1.0 if cell.state.is_final else 0.0)
+    bar = f'<div style="width:{width:.0f}%;height:3px;background:{colour}"></div>'
     return (
-        f'<div style="margin:2px 0"><span style="color:{colours.BAD}">{escape(label)}</span> '
+        f'<td style="border:0;padding:1px 8px 3px 0;text-align:left;min-width:72px">'
+        f'<span style="{_MUTED}">{cell.rank}</span> <span>{escape(cell.text)}</span>'
+        f'<div style="height:3px;background:rgba(128,128,128,.25)">{bar}</div></td>'
+    )
+
+
+def _marked(label: str, text: str, colour: str) -> str:
+    return (
+        f'<div style="margin:2px 0"><span style="color:{colour}">{escape(label)}</span> '
         f'<span style="{_MONO}">{escape(text)}</span></div>'
     )
+
+
+def _notice(notice: Notice) -> str:
+    colour = colours.CAUTION if notice.kind == "slow" else colours.BAD
+    lines = "".join(f'<div style="{_MONO};padding-left:2em">{escape(line)}</div>' for line in notice.lines)
+    return f'<div style="margin:2px 0">{_dot(colour)}{escape(notice.text)}{lines}</div>'
 
 
 def _line(text: str) -> str:

@@ -20,9 +20,10 @@ from time import monotonic
 from typing import Any, TextIO, final
 
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.table import HEAD_LINES, count
+from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.text import write
 from nblaunch.dashboard.view import TAIL_LENGTH
+from nblaunch.dashboard.wording import count
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
 
@@ -43,6 +44,7 @@ class LinesPrinter(Dashboard):
         publish: shows what a worker displayed; default: its text, as a line of output.
         num_head: lines of a rank that are shown as they come.
         num_tail: last lines of a rank with more than that, shown at the end.
+        line_length: characters of a line that are shown.
         first_s: seconds before the first write, so that the table of the job stands above its output.
         clock: seconds on a clock that never jumps.
     """
@@ -54,6 +56,7 @@ class LinesPrinter(Dashboard):
         publish: Publish | None = None,
         num_head: int = HEAD_LINES,
         num_tail: int = TAIL_LENGTH,
+        line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -61,6 +64,7 @@ class LinesPrinter(Dashboard):
         self._publish = publish
         self._num_head = num_head
         self._num_tail = num_tail
+        self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
         self._pending: list[str | Displayed] = []
         self._num_lines: dict[int, int] = {}
@@ -110,7 +114,7 @@ class LinesPrinter(Dashboard):
         label = self._label(rank)
         num_shown = max(self._num_head - seen, 0)
         if lines[:num_shown]:
-            self._pending.append("".join(f"{label}{_shorten(line)}\n" for line in lines[:num_shown]))
+            self._pending.append("".join(f"{label}{_shorten(line, self._line_length)}\n" for line in lines[:num_shown]))
         hidden = lines[num_shown:]
         if not hidden:
             return
@@ -126,7 +130,7 @@ class LinesPrinter(Dashboard):
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
             text = f"{label}... {count(num_hidden, 'line')} not shown{log}\n"
-        self._pending.append(text + "".join(f"{label}{_shorten(line)}\n" for line in tail))
+        self._pending.append(text + "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
         event = self._with_own_display_id(event)
@@ -195,9 +199,9 @@ def publish_in_shell(shell: Any) -> Publish:
     return publish
 
 
-def _shorten(line: str) -> str:
-    if len(line) > _LINE_LENGTH:
-        line = f"{line[:_LINE_LENGTH]} ... ({count(len(line) - _LINE_LENGTH, 'character')} more)"
+def _shorten(line: str, length: int = _LINE_LENGTH) -> str:
+    if len(line) > length:
+        line = f"{line[:length]} ... ({count(len(line) - length, 'character')} more)"
     # Half a surrogate pair can't be sent to a front end.
     return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 

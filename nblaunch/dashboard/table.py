@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from nblaunch.dashboard.notices import Notice, notices
 from nblaunch.dashboard.view import JobView, RankView, clean
+from nblaunch.dashboard.wording import count, duration, loss, percent, rate, size, who, whole_duration
 from nblaunch.events import WorkerState
 
 MAX_ROWS = 16
@@ -18,6 +20,9 @@ MAX_ROWS = 16
 
 HEAD_LINES = 500
 """Lines of a rank that a blocking cell shows as they come; what lies beyond is folded, see ``lines.py``."""
+
+GRID_COLUMNS = 8
+"""Ranks in a line of the grid of those without a row."""
 
 _NUM_SLOWEST, _NUM_FASTEST, _NUM_FAILED = 4, 3, 6
 _NUM_FAILURE_LINES = 4
@@ -50,6 +55,23 @@ class Row:
 
 
 @dataclass(frozen=True)
+class GridCell:
+    """A rank without a row of its own.
+
+    Args:
+        rank: which.
+        state: what it does; decides the colour.
+        text: how far it is, or how it ended: ``"45%"``, ``"waiting"``, ``"done"``.
+        fraction: done part of the pass, 0 to 1, or None.
+    """
+
+    rank: int
+    state: WorkerState
+    text: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True)
 class Table:
     """All that is said about a job.
 
@@ -59,9 +81,13 @@ class Table:
         setting: number of processes, backend, start method.
         columns: names of the columns between the state and the detail; only those with something in them.
         rows: one per shown rank, perhaps one that sums up the others.
+        grid: the ranks without a row, by rank; in lines of :data:`GRID_COLUMNS`.
         failures: ``(who, what)``, root cause first.
+        notices: what else is wrong, in words.
         metrics: the last logged values, one line; may be empty.
-        notes: from the launcher and the workers.
+        memory: what the job takes, or took at most, one line; may be empty.
+        warnings: from the launcher, about what may go wrong.
+        notes: from the launcher and the workers, without the warnings.
         log_dir: where complete logs are; may be empty.
     """
 
@@ -70,8 +96,12 @@ class Table:
     setting: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    grid: tuple[GridCell, ...]
     failures: tuple[tuple[str, str], ...]
+    notices: tuple[Notice, ...]
     metrics: str
+    memory: str
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
     log_dir: str
 
@@ -79,68 +109,27 @@ class Table:
 def tabulate(view: JobView) -> Table:
     """The table for ``view``."""
     shown, others = select_ranks(view)
-    rows = [_row(rank) for rank in shown]
+    rows = [_row(view, rank) for rank in shown]
     if others:
-        rows.append(_summary_row(others))
-    used = [index for index in range(len(_COLUMNS)) if any(row.cells[index] for row in rows)]
+        rows.append(_summary_row(view, others))
+    used = [index for index in range(_NUM_COLUMNS) if any(row.cells[index] for row in rows)]
+    columns = _columns(view)
+    notes = [note for note in view.notes if note not in view.warnings]
     return Table(
         name=view.function_name or "job",
         headline=headline(view),
         setting=_setting(view),
-        columns=tuple(_COLUMNS[index] for index in used),
+        columns=tuple(columns[index] for index in used),
         rows=tuple(_keep(row, used) for row in rows),
+        grid=tuple(_grid_cell(rank) for rank in others),
         failures=_failures(view),
+        notices=notices(view),
         metrics=_metrics(view),
-        notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
+        memory=_memory(view),
+        warnings=tuple(_note(rank, text) for rank, text in view.warnings),
+        notes=tuple(_note(rank, text) for rank, text in notes[-_NUM_NOTES:]),
         log_dir=view.log_dir,
     )
-
-
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """``0.03 s``, ``1.2 s``, ``12 s``, ``3:07``, ``1:02:03``."""
-    if not isfinite(seconds) or seconds > 1e8:
-        return "?"
-    if seconds < 0.995:
-        return f"{seconds:.2f} s"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def whole_duration(seconds: float) -> str:
-    """The same in whole seconds, for times that are read while they change: ``0 s``, ``12 s``, ``3:07``."""
-    return f"{seconds:.0f} s" if seconds < 9.5 else duration(seconds)
-
-
-def rate(per_s: float) -> str:
-    """About three digits: ``0.083``, ``3.21``, ``38.2``, ``1,240``."""
-    if per_s >= 99.95:
-        return f"{per_s:,.0f}"
-    return f"{per_s:.1f}" if per_s >= 9.995 else f"{per_s:.2f}" if per_s >= 0.995 else f"{per_s:.3f}"
-
-
-def loss(value: float) -> str:
-    """Four digits where a loss usually lies, so that numbers stay aligned: ``0.5321``, ``12.04``, ``3.1e-05``."""
-    if not isfinite(value):
-        return str(value)
-    size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e5):
-        return f"{value:.1e}"
-    return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 1000 else f"{value:.0f}"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 process``, ``4 processes``."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
 
 
 # --- words ---------------------------------------------------------------------------------------------------------
@@ -165,11 +154,13 @@ def headline(view: JobView) -> str:
 
 
 def state_text(rank: RankView) -> str:
-    return rank.state.name.lower()
+    """What a rank does, in one word: ``starting``, ``training``, ``waiting`` (in a collective), ``killed``, ..."""
+    return "killed" if rank.is_killed else rank.state.name.lower()
 
 
 def _setting(view: JobView) -> str:
-    how = ", ".join(part for part in (view.backend, view.start_method) if part)
+    parts = (view.backend, view.start_method, view.strategy, view.mixed_precision)
+    how = ", ".join(part for part in parts if part)
     text = count(view.num_processes, "process") + (f" ({how})" if how else "")
     if view.attempt:
         text += f", attempt {view.attempt + 1}"
@@ -200,20 +191,6 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     return tuple(lines)
 
 
-def who(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2, 5-63``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = []
-    for first, last in spans:
-        parts += [str(first)] if first == last else [f"{first}-{last}"]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
-
-
 def _metrics(view: JobView) -> str:
     source = next((rank for rank in view.ranks if rank.metrics), None)
     if source is None:
@@ -227,12 +204,34 @@ def _metric(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else clean(str(value)[:20])
 
 
+def _memory(view: JobView) -> str:
+    """Memory of all ranks, and of the device of the rank that takes most."""
+    parts = []
+    taken = view.host_peak_bytes if view.is_over else view.host_bytes
+    if taken:
+        # Where the system does not tell shared pages, the ranks' numbers can't be added up.
+        together = " together" if len(view.ranks) > 1 else ""
+        shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
+        parts.append(f"host {size(taken)}{together}{shared}")
+    device = [_device_bytes(view, rank) or 0 for rank in view.ranks]
+    if any(device):
+        parts.append(
+            f"device {size(max(device))}" + (f" (rank {device.index(max(device))})" if device[1:] else "")
+        )
+    return f"{'peak memory' if view.is_over else 'memory'}: {', '.join(parts)}" if parts else ""
+
+
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-_COLUMNS = ("epoch", "step", "steps/s", "left", "loss")
+_NUM_COLUMNS = 8
 
 
-def _row(rank: RankView) -> Row:
+def _columns(view: JobView) -> tuple[str, ...]:
+    memory = ("peak memory", "peak device") if view.is_over else ("memory", "device")
+    return ("epoch", "step", "steps/s", "samples/s", "left", "loss", *memory)
+
+
+def _row(view: JobView, rank: RankView) -> Row:
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
@@ -242,13 +241,40 @@ def _row(rank: RankView) -> Row:
             f"{rank.epoch}" if rank.epoch else "",
             _steps(rank),
             rate(rank.steps_per_s) if rank.steps_per_s else "",
+            rate(rank.samples_per_s) if rank.samples_per_s else "",
             "" if rank.left_s is None else whole_duration(rank.left_s),
             "" if rank.loss is None else loss(rank.loss),
+            _size(_host_bytes(view, rank)),
+            _device(view, rank),
         ),
-        fraction=rank.fraction,
+        fraction=_fraction(rank),
         loss_history=rank.loss_history,
         detail=_detail(rank),
     )
+
+
+def _fraction(rank: RankView) -> float | None:
+    """Of the rank's loader, or where it has none, of the bar that it draws itself."""
+    if rank.fraction is None and not rank.has_progress and rank.bar is not None:
+        return rank.bar.fraction
+    return rank.fraction
+
+
+def _host_bytes(view: JobView, rank: RankView) -> int | None:
+    return rank.host_peak_bytes if view.is_over else rank.host_bytes
+
+
+def _device_bytes(view: JobView, rank: RankView) -> int | None:
+    return rank.device_peak_bytes if view.is_over else rank.device_bytes
+
+
+def _size(num_bytes: int | None) -> str:
+    return size(num_bytes) if num_bytes else ""
+
+
+def _device(view: JobView, rank: RankView) -> str:
+    taken = _size(_device_bytes(view, rank))
+    return f"{taken} of {size(rank.device_limit_bytes)}" if taken and rank.device_limit_bytes else taken
 
 
 def _steps(rank: RankView) -> str:
@@ -286,7 +312,14 @@ def select_ranks(view: JobView) -> tuple[list[RankView], list[RankView]]:
     return [view.ranks[rank] for rank in shown], [view.ranks[rank] for rank in sorted(rest)]
 
 
-def _summary_row(ranks: Sequence[RankView]) -> Row:
+def _grid_cell(rank: RankView) -> GridCell:
+    fraction = _fraction(rank)
+    is_moving = rank.state in (WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.RUNNING)
+    text = percent(fraction) if is_moving and fraction is not None else state_text(rank)
+    return GridCell(rank.rank, rank.state, text, fraction)
+
+
+def _summary_row(view: JobView, ranks: Sequence[RankView]) -> Row:
     states: dict[WorkerState, int] = {}
     for rank in ranks:
         states[rank.state] = states.get(rank.state, 0) + 1
@@ -302,8 +335,11 @@ def _summary_row(ranks: Sequence[RankView]) -> Row:
             _span([rank.epoch for rank in ranks if rank.epoch], lambda epoch: f"{epoch}"),
             _span([rank.step for rank in ranks if rank.has_progress], lambda step: f"{step:,}"),
             _span([rank.steps_per_s for rank in ranks if rank.steps_per_s], rate),
+            _span([rank.samples_per_s for rank in ranks if rank.samples_per_s], rate),
             "",
             _span([rank.loss for rank in ranks if rank.loss is not None and isfinite(rank.loss)], loss),
+            _span([taken for rank in ranks if (taken := _host_bytes(view, rank))], size),
+            _span([taken for rank in ranks if (taken := _device_bytes(view, rank))], size),
         ),
     )
 

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TextIO, final
 
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.table import Row, Table, headline, tabulate
+from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, fold, fold_samples
 from nblaunch.events import Event, JobFinished, JobStarted
 from nblaunch.wire.board import Sample
@@ -22,18 +22,22 @@ _DETAIL_WIDTH = 60
 def render_text(view: JobView, *, with_output: bool = False) -> str:
     """The table as text, without a final line end.
 
-    One header line, one line per process (beyond 16 processes the extremes and a summary), then how the job is doing,
-    failures, the last metrics and where the logs are.
+    One header line, one line per process (beyond 16 processes the extremes, a summary and a grid of the others), then
+    how the job is doing, failures, notices and warnings, the last metrics, memory and where the logs are.
 
     Args:
         view: what to render.
         with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
     """
     table = tabulate(view)
-    lines = _table_lines(table) if table.rows else []
+    lines = [*(_table_lines(table) if table.rows else []), *_grid_lines(table.grid)]
     lines.append(f"{table.name}: {table.headline} on {table.setting}" if view.is_started else table.headline)
     lines += [f"{label}: {text}" for label, text in table.failures]
+    for notice in table.notices:
+        lines += [notice.text, *(f"    {line}" for line in notice.lines)]
+    lines += [f"warning: {text}" for text in table.warnings]
     lines += [table.metrics] if table.metrics else []
+    lines += [table.memory] if table.memory else []
     if with_output:
         lines += [f"note: {text}" for text in table.notes]
         lines += ["last output:"] if view.tail else []
@@ -58,6 +62,16 @@ def _table_lines(table: Table) -> list[str]:
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def _grid_lines(cells: Sequence[GridCell]) -> list[str]:
+    """``16 45%   17 44%   18 waiting ...``: so many ranks a line, all equally wide."""
+    texts = [f"{cell.rank:>3} {cell.text}" for cell in cells]
+    width = max(map(len, texts), default=0)
+    return [
+        "  ".join(text.ljust(width) for text in texts[start : start + GRID_COLUMNS]).rstrip()
+        for start in range(0, len(texts), GRID_COLUMNS)
+    ]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

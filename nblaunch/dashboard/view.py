@@ -83,6 +83,7 @@ class RankView:
         moved_s: the last time that it was seen to do anything: steps, states, output; 0.0 before.
         state_s: ``now_s`` of the first look that found its slot in the state that it is in.
         waited_s: seconds that it spent waiting for others, not counting the wait that it is in.
+        num_waits: how often it was found to wait.
         host_bytes: host memory of its process; None before it is known.
         host_peak_bytes: the most that was seen.
         device_bytes: memory of its device that it has taken; None where nothing is known.
@@ -115,6 +116,7 @@ class RankView:
     moved_s: float = 0.0
     state_s: float = 0.0
     waited_s: float = 0.0
+    num_waits: int = 0
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     device_bytes: int | None = None
@@ -481,6 +483,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
         waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
+        num_waits=rank.num_waits + (has_new_state and sample.state is WorkerState.WAITING),
         device_bytes=sample.device_bytes or rank.device_bytes,
         device_peak_bytes=sample.device_peak_bytes or rank.device_peak_bytes,
         device_limit_bytes=sample.device_limit_bytes or rank.device_limit_bytes,

@@ -11,6 +11,12 @@ from tqdm import tqdm
 from nblaunch.dashboard.bars import Bar, read_bar
 
 
+@pytest.fixture(autouse=True)
+def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm keeps a thread that outlives its bars, to redraw those that stand still."""
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+
+
 def last_line(num_done: int, **options: Any) -> str:
     """What tqdm leaves on the screen after ``num_done`` of its steps."""
     stream = io.StringIO()

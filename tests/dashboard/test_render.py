@@ -8,11 +8,24 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
+from nblaunch.dashboard.chart import chart, sparkline
+from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.html import mimebundle, render_html
-from nblaunch.dashboard.table import count, duration, loss, rate, select_ranks, tabulate, who
+from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import progress_line, render_text
 from nblaunch.dashboard.view import JobView, fold, fold_samples
-from nblaunch.events import Event, JobFinished, JobStarted, LogLines, Metric, Note, StatusLine, WorkerState
+from nblaunch.dashboard.wording import count, duration, loss, rate, who
+from nblaunch.events import (
+    Event,
+    HostMemory,
+    JobFinished,
+    JobStarted,
+    LogLines,
+    Metric,
+    Note,
+    StatusLine,
+    WorkerState,
+)
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, told
@@ -80,9 +93,9 @@ HARMLESS = {
 @pytest.mark.parametrize("num_processes", [1, 8, 16])
 def test_text_has_one_line_per_process(num_processes: int) -> None:
     lines = render_text(trained(num_processes)).splitlines()
-    assert lines[0].split() == ["rank", "state", "step", "steps/s", "left", "loss"]
+    assert lines[0].split() == ["rank", "state", "step", "steps/s", "samples/s", "left", "loss"]
     assert [line.split()[0] for line in lines[1:-1]] == [str(rank) for rank in range(num_processes)]
-    assert lines[1].split() == ["0", "training", "100/1,000", "10.0", "1:30", "0.0099"]
+    assert lines[1].split() == ["0", "training", "100/1,000", "10.0", "320", "1:30", "0.0099"]
     assert lines[-1].startswith(f"train: running for 10 s on {count(num_processes, 'process')} (cpu, fork)")
 
 
@@ -110,6 +123,124 @@ def test_beyond_16_processes_the_extremes_and_a_summary_are_shown() -> None:
     assert f"{len(others)} others" in Reader(render_html(view)).text
 
 
+def test_the_grid_has_a_cell_for_each_rank_without_a_row() -> None:
+    view = fold_samples(
+        trained(64), [sample(rank, 100, state=WorkerState.WAITING) for rank in range(30, 35)], START_S + 11
+    )
+    table = tabulate(view)
+    shown = [row.rank for row in table.rows if row.rank is not None]
+    assert sorted([*shown, *(cell.rank for cell in table.grid)]) == list(range(64))
+    assert {cell.rank: cell.text for cell in table.grid}[36] == "10%"
+    assert {cell.rank: cell.text for cell in table.grid}[34] == "waiting"
+    lines = [line for line in render_text(view).splitlines() if re.match(r" *\d+ \d+%", line)]
+    assert len(lines) == -(-len(table.grid) // 8)
+    assert max(map(len, lines)) < 110
+    cells = [text for row in Reader(render_html(view)).rows for text in row]
+    assert {"36 10%", "34 waiting"} <= set(cells)
+    assert not tabulate(trained(16)).grid
+
+
+def test_64_processes_fit_on_a_screen() -> None:
+    view = view_of(
+        [raised(20), *(StatusLine(rank, START_S, text="x" * 300) for rank in range(64))], trained(64)
+    )
+    lines = render_text(view).splitlines()
+    assert len(lines) < 30
+    assert max(map(len, lines)) < 160
+
+
+def test_memory_is_told_per_rank_and_for_the_job_and_peaks_at_the_end() -> None:
+    view = fold_samples(
+        trained(2),
+        [sample(1, 101, device_bytes=10**9, device_peak_bytes=3 * 10**9, device_limit_bytes=16 * 10**9)],
+        1,
+    )
+    view = view_of([HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)], view)
+    view = view_of([HostMemory(1, 2.0, 500_000_000)], view)
+    assert "memory: host 1.30 GB together, device 1.00 GB (rank 1)" in render_text(view)
+    assert tabulate(view).columns[-2:] == ("memory", "device")
+    assert [row.cells[-2:] for row in tabulate(view).rows] == [
+        ("800 MB", ""),
+        ("500 MB", "1.00 GB of 16.0 GB"),
+    ]
+    over = view_of(ended(2), view)
+    assert "peak memory: host 1.70 GB together, device 3.00 GB (rank 1)" in Reader(render_html(over)).text
+    assert tabulate(over).columns[-2:] == ("peak memory", "peak device")
+    assert [row.cells[-2:] for row in tabulate(over).rows] == [
+        ("800 MB", ""),
+        ("900 MB", "3.00 GB of 16.0 GB"),
+    ]
+
+
+def test_memory_that_counts_shared_pages_for_each_rank_says_so() -> None:
+    told = [HostMemory(rank, 1.0, 10**9, is_proportional=False) for rank in range(2)]
+    assert "host 2.00 GB together, shared pages counted for each" in render_text(view_of(told, trained(2)))
+
+
+def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
+    warning = Note(-1, START_S, text="memory may run out", kind="warning")
+    view = view_of([*started(2), warning, warning, *ended(2)])
+    assert render_text(view, with_output=True).count("memory may run out") == 1
+    html = Reader(render_html(view)).text
+    assert "warning memory may run out" in html
+
+
+def test_strategy_and_precision_are_told_unless_they_are_the_usual_ones() -> None:
+    assert "(cpu, fork)" in render_text(view_of(started(2, strategy="auto", mixed_precision="no")))
+    assert "(xla, fork, spmd, bf16)" in render_text(
+        view_of(started(1, backend="xla", strategy="spmd", mixed_precision="bf16"))
+    )
+
+
+def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
+    line = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
+    view = view_of([*started(2), StatusLine(1, START_S, text=line)])
+    row = tabulate(view).rows[1]
+    assert (row.fraction, row.detail) == (0.45, line)
+    assert "width:45%" in render_html(view)
+    assert "fold 2:  45%" in render_text(view)
+
+
+def test_a_killed_rank_is_called_killed() -> None:
+    view = view_of([*started(2), killed(0, -9), JobFinished(-1, START_S + 5, "failed", 0)])
+    assert [row.state_text for row in tabulate(view).rows] == ["killed", "stopped"]
+
+
+# --- charts ----------------------------------------------------------------------------------------------------------
+
+
+def test_charts_stand_in_the_summary_only() -> None:
+    view = view_of(
+        [Metric(0, START_S, step, {"accuracy": step / 10, "name": "x"}) for step in range(9)], trained(2)
+    )
+    assert "accuracy: 0.0000 to 0.8000 in 8 steps" not in render_html(view)
+    html = render_html(view_of(ended(2), view))
+    text = Reader(html).text
+    assert "accuracy: 0.0000 to 0.8000 in 8 steps" in text
+    assert "loss of ranks 0-1: 1.0000 to 0.0099 in 100 steps, logarithmic" in text
+    assert "name:" not in text
+    assert html.count("<polyline") == 2 + 2 + 1
+
+
+def test_a_chart_stays_in_its_frame() -> None:
+    curve = Curve()
+    for step, value in enumerate([3.0, -1.0, 2.0, 2.5]):
+        curve = curve.extended(step, value, 10)
+    html = chart("x", {"": curve})
+    points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', html)[1].split()]  # type: ignore[index]
+    assert points == [(4, 4), (101, 86), (199, 24.5), (296, 14.2)]
+    assert "x: 3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
+
+
+def test_a_sparkline_is_thin_however_long_the_loss() -> None:
+    history = [1 / (step + 1) for step in range(64)]
+    points = re.search(r'points="([^"]+)"', sparkline(history))[1].split()  # type: ignore[index]
+    assert len(points) <= 24
+    assert points[0] == "2,1.5"
+    assert points[-1].split(",")[1] == "14.5"
+    assert sparkline([1.0]) == ""
+
+
 def test_columns_without_content_are_left_out() -> None:
     view = view_of([*started(2), *ended(2, 0.031)])
     expected = ["rank  state", "   0  done", "   1  done", "train: done in 0.03 s on 2 processes (cpu, fork)"]
@@ -128,7 +259,7 @@ def test_text_and_html_say_the_same() -> None:
             assert cell in html.text
     assert "accuracy 0.91 (step 7)" in text
     assert "accuracy 0.91 (step 7)" in html.text
-    heads = ["rank", "state", "progress", "step", "steps/s", "left", "loss", "trend", "output"]
+    heads = ["rank", "state", "progress", "step", "steps/s", "samples/s", "left", "loss", "trend", "output"]
     assert html.rows[0] == heads
     assert {len(row) for row in html.rows} == {len(heads)}
 
@@ -159,14 +290,19 @@ def test_a_failure_of_no_rank_is_still_told() -> None:
 
 def test_what_workers_say_is_escaped_everywhere() -> None:
     begin = started(2, function_name=HOSTILE, backend=HOSTILE, log_dir=HOSTILE)
+    drawn = [Metric(0, START_S, step, {HOSTILE: 0.5}) for step in range(3)]
     view = view_of(
         [
             *begin,
+            *drawn,
+            Note(-1, START_S, text=HOSTILE, kind="warning"),
+            Note(-1, START_S, text=f"no progress\n{HOSTILE}", kind="hang"),
             StatusLine(0, START_S, text=HOSTILE),
             LogLines(1, START_S, lines=(HOSTILE,)),
             Note(1, START_S, text=HOSTILE),
             Metric(0, START_S, 1, {HOSTILE: HOSTILE}),
             raised(1, HOSTILE),
+            JobFinished(-1, START_S + 9, "failed", 1),
         ]
     )
     html = render_html(view, with_output=True)
@@ -274,5 +410,8 @@ def test_whatever_was_told_can_be_rendered(story: list[Event | list[Sample]]) ->
     assert set(Reader(bundle["text/html"]).tags) <= HARMLESS
     assert bundle["text/plain"].encode("utf-8")
     table = tabulate(view)
-    num_lines = len(table.rows) + len(table.failures) + len(table.notes) + len(view.tail)
-    assert len(bundle["text/plain"].splitlines()) <= num_lines + 5
+    num_lines = (
+        len(table.rows) + len(table.failures) + len(table.notes) + len(table.warnings) + len(view.tail)
+    )
+    num_lines += sum(1 + len(notice.lines) for notice in table.notices)
+    assert len(bundle["text/plain"].splitlines()) <= num_lines + 6

@@ -25,6 +25,7 @@ from nblaunch.events import (
     Exited,
     Failed,
     Finished,
+    HostMemory,
     JobFinished,
     JobStarted,
     LogLines,
@@ -143,6 +144,47 @@ def test_metrics_are_merged() -> None:
     assert (view.ranks[0].metrics, view.ranks[0].metrics_step) == ({"a": 1, "b": 3}, 2)
 
 
+def test_logged_numbers_are_kept_as_curves() -> None:
+    values: list[dict[str, object]] = [{"a": 1, "text": "x"}, {"a": 0.5, "on": True}, {"a": math.nan}]
+    view = view_of([*started(1), *(Metric(0, START_S, 10 * step, one) for step, one in enumerate(values))])
+    assert {name: curve.points() for name, curve in view.curves.items()} == {"a": [(0, 1), (10, 0.5)]}
+    view = view_of([Metric(0, START_S, None, {f"m{i}": i for i in range(100)})], view)
+    assert len(view.curves) == 12
+
+
+def test_memory_is_added_up_and_its_peak_is_kept() -> None:
+    def told(rank: int, num_bytes: int) -> HostMemory:
+        return HostMemory(rank, START_S, num_bytes)
+
+    view = view_of([*started(3), told(0, 5), told(1, 7), told(0, 2), told(9, 1)])
+    assert (view.host_bytes, view.host_peak_bytes) == (9, 12)
+    assert (view.ranks[0].host_bytes, view.ranks[0].host_peak_bytes) == (2, 5)
+    view = view_of([Finished(1, START_S), Exited(1, START_S), told(1, 50), told(2, 1)], view)
+    assert (view.host_bytes, view.host_peak_bytes) == (3, 12)
+
+
+def test_device_memory_comes_from_the_board() -> None:
+    told = Sample(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
+    rank = fold_samples(view_of(started(1)), [told], START_S).ranks[0]
+    assert (rank.device_bytes, rank.device_peak_bytes, rank.device_limit_bytes) == (3, 8, 10)
+    assert view_of(started(1)).ranks[0].device_bytes is None
+
+
+def test_waiting_is_timed_by_looks() -> None:
+    view = view_of(started(1))
+    states = [WorkerState.TRAINING, WorkerState.WAITING, WorkerState.WAITING, WorkerState.TRAINING]
+    for second, state in enumerate(states):
+        view = fold_samples(view, [sample(0, 5, state=state)], START_S + second)
+    assert (view.ranks[0].waited_s, view.ranks[0].state_s) == (2.0, START_S + 3)
+
+
+def test_the_time_left_is_that_of_the_slowest() -> None:
+    view = trained(3, steps=100, total=1000)
+    view = fold_samples(view, [sample(1, 101, 2000, step_time_s=16.0)], START_S + 11)
+    assert view.left_s == view.ranks[1].left_s
+    assert view_of(started(2)).left_s is None
+
+
 def test_rates_and_time_left() -> None:
     rank = trained(2, steps=100, total=1000).ranks[1]
     assert rank.steps_per_s == pytest.approx(10)
@@ -240,7 +282,8 @@ any_event = st.one_of(
     st.builds(Started, ranks, st.just(1.0), pid=st.integers()),
     st.builds(LogLines, ranks, st.just(1.0), st.lists(texts, max_size=40).map(tuple)),
     st.builds(StatusLine, ranks, st.just(1.0), texts),
-    st.builds(Note, ranks, st.just(1.0), texts),
+    st.builds(Note, ranks, st.just(1.0), texts, st.sampled_from(["note", "warning", "hang"])),
+    st.builds(HostMemory, ranks, st.floats(0, 1e9), st.integers(0, 10**13), st.booleans()),
     st.builds(Metric, ranks, st.just(1.0), st.none(), st.dictionaries(texts, st.floats() | texts)),
     st.builds(Finished, ranks, st.just(1.0)),
     st.builds(Displayed, ranks, st.just(1.0), st.dictionaries(texts, texts), update=st.booleans()),

@@ -1,0 +1,194 @@
+"""What a person should be told about a job without being asked: who is slow, who is stuck, whose loss is lost.
+
+Read from the view alone. Stacks of ranks that hang come from the launcher, as a note of kind ``"hang"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+
+from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.wording import percent, rate, who, whole_duration
+from nblaunch.events import WorkerState
+
+SLOW_RATIO = 1.3
+"""So many times slower than the others is worth a word."""
+
+STUCK_S = 20.0
+"""Seconds without any sign of life after which a rank is said to be stuck; more where its steps take long."""
+
+_STUCK_STEPS = 20  # of its own usual steps
+_OUTSIDE_FACTOR = 3  # outside of loaders nobody knows how long a thing may take
+_MIN_SPAN_S = 3.0  # of measured rates
+_MIN_WAITING = 0.25  # part of the time
+_MIN_WAITS = 3  # a single long wait, as for a download, says nothing about who is slow
+_QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One thing to be told.
+
+    Args:
+        kind: ``"slow"``, ``"stuck"`` or ``"loss"``.
+        ranks: whom it is about.
+        text: it, in words.
+        lines: more about it, a line each.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    lines: tuple[str, ...] = ()
+
+
+def notices(view: JobView) -> tuple[Notice, ...]:
+    """All there is to tell now, the most urgent first."""
+    stuck = _stuck(view)
+    slow = [] if stuck else _slow_ranks(view) or _awaited_rank(view)
+    return (*stuck, *_lost_losses(view), *slow)
+
+
+# --- slow ----------------------------------------------------------------------------------------------------------
+
+
+def _slow_ranks(view: JobView) -> list[Notice]:
+    """Ranks whose own step rate lies far below that of the others."""
+    rates = {rank.rank: rank.steps_per_s for rank in view.ranks if _is_measured(view, rank)}
+    if len(rates) < 2:
+        return []
+    slower: dict[int, float] = {}
+    for rank, per_s in rates.items():
+        ratio = median(other for one, other in rates.items() if one != rank and other) / (per_s or 1.0)
+        if ratio >= SLOW_RATIO:
+            slower[rank] = ratio
+    if not slower or len(slower) > len(rates) // 2:
+        return []
+    usual = median(per_s for rank, per_s in rates.items() if rank not in slower and per_s)
+    return [_slow(view, slower, usual, others=[rank for rank in rates if rank not in slower])]
+
+
+def _is_measured(view: JobView, rank: RankView) -> bool:
+    """Whether its rate is its present one, over enough steps to mean something."""
+    if not rank.steps_per_s or len(rank.marks) < 2 or (rank.state.is_final and not view.is_over):
+        return False
+    first, last = rank.marks[0], rank.marks[-1]
+    return last.time_s - first.time_s >= _MIN_SPAN_S and last.steps - first.steps >= 3
+
+
+def _slow(view: JobView, slower: dict[int, float], usual: float, others: Sequence[int]) -> Notice:
+    ratios = sorted(slower.values())
+    low, high = f"{ratios[0]:.1f}", f"{ratios[-1]:.1f}"
+    times = low if low == high else f"{low} to {high}"
+    verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
+    compared = who(others) if len(others) == 1 else "the others"
+    own = median(view.ranks[rank].steps_per_s or 0.0 for rank in slower)
+    text = (
+        f"{who(list(slower))} {verb} {times} times slower than {compared} "
+        f"({rate(own)} against {rate(usual)} steps/s)"
+    )
+    return Notice("slow", tuple(sorted(slower)), text)
+
+
+def waiting_share(view: JobView, rank: RankView) -> float:
+    """Part of the job's time that ``rank`` has spent waiting for others in collectives of nblaunch, 0 to 1."""
+    waited_s = rank.waited_s
+    if rank.state is WorkerState.WAITING and rank.state_s:
+        waited_s += max(view.now_s - rank.state_s, 0.0)
+    return min(waited_s / view.elapsed_s, 1.0) if view.elapsed_s > 0 else 0.0
+
+
+def _awaited_rank(view: JobView) -> list[Notice]:
+    """Ranks in step with each other have one rate; the slow one is the one that never waits."""
+    if view.elapsed_s < _MIN_SPAN_S or len(view.ranks) < 2 or view.outcome not in ("", "done"):
+        return []
+    shares = {rank.rank: waiting_share(view, rank) for rank in view.ranks}
+    awaited = min(shares, key=lambda rank: shares[rank])
+    others = [share for rank, share in shares.items() if rank != awaited]
+    if any(rank.num_waits < _MIN_WAITS for rank in view.ranks if rank.rank != awaited):
+        return []
+    if min(others) < _MIN_WAITING or shares[awaited] > min(others) / 4:
+        return []
+    verb = "waited" if view.is_over else ("wait" if len(others) > 1 else "waits")
+    waiting = "the others" if len(others) > 1 else who([rank for rank in shares if rank != awaited])
+    text = f"{waiting} {verb} for rank {awaited} {percent(median(others))} of the time"
+    return [Notice("slow", (awaited,), text)]
+
+
+# --- stuck ---------------------------------------------------------------------------------------------------------
+
+
+def _stuck(view: JobView) -> list[Notice]:
+    """Ranks that show no sign of life, and those that wait for them."""
+    if view.is_over:
+        return [Notice("stuck", (), view.hang[0], view.hang[1:])] if view.hang else []
+    live = [rank for rank in view.ranks if not rank.state.is_final]
+    still = [rank for rank in live if _is_still(view, rank)]
+    if not still:
+        return []
+    waiting = [rank for rank in still if rank.state is WorkerState.WAITING]
+    stuck = [rank for rank in still if rank.state is not WorkerState.WAITING]
+    for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stuck or waiting))
+    if not stuck and len(waiting) < len(live):
+        return []  # whoever they wait for is at work
+    text = _where_stuck(live, stuck, waiting, for_s)
+    return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text, view.hang[1:])]
+
+
+def _is_still(view: JobView, rank: RankView) -> bool:
+    if rank.state in _QUIET or not rank.moved_s:
+        return False
+    limit_s = max(STUCK_S, _STUCK_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
+    if rank.state is WorkerState.RUNNING:
+        limit_s *= _OUTSIDE_FACTOR
+    return view.now_s - rank.moved_s >= limit_s
+
+
+def _where_stuck(
+    live: Sequence[RankView], stuck: Sequence[RankView], waiting: Sequence[RankView], for_s: str
+) -> str:
+    if not stuck:
+        return f"all ranks wait for each other in a collective since {for_s}"
+    if len(stuck) == len(live) and len(live) > 1:
+        return f"no rank has moved for {for_s}{_steps(stuck)}"
+    verb = "has" if len(stuck) == 1 else "have"
+    text = f"{_names(stuck)} {verb} not moved for {for_s}{_steps(stuck) if len(stuck) == 1 else ''}"
+    if waiting:
+        pronoun = "it" if len(stuck) == 1 else "them"
+        text += (
+            f"; {_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {pronoun} in a collective"
+        )
+    return text
+
+
+def _steps(ranks: Sequence[RankView]) -> str:
+    """At which steps they are, where they have any: the one that is behind is the one to look at."""
+    by_step: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_step.setdefault(rank.step, []).append(rank.rank)
+    if not any(rank.has_progress for rank in ranks):
+        return ""
+    if len(by_step) == 1:
+        return f", at step {ranks[0].step:,}"
+    if len(by_step) > 3:
+        return f", at steps {min(by_step):,} to {max(by_step):,}"
+    return "; " + ", ".join(f"{who(members)} at step {step:,}" for step, members in sorted(by_step.items()))
+
+
+def _names(ranks: Sequence[RankView]) -> str:
+    return who([rank.rank for rank in ranks])
+
+
+# --- losses --------------------------------------------------------------------------------------------------------
+
+
+def _lost_losses(view: JobView) -> list[Notice]:
+    lost = [rank for rank in view.ranks if rank.loss is not None and not isfinite(rank.loss)]
+    if not lost:
+        return []
+    verb = "was" if view.is_over else "is"
+    text = f"the loss of {_names(lost)} {verb} {lost[0].loss}"
+    return [Notice("loss", tuple(rank.rank for rank in lost), text)]

@@ -1,0 +1,77 @@
+"""How numbers and ranks read in a dashboard: short, aligned, the same in every renderer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+
+def duration(seconds: float) -> str:
+    """``0.03 s``, ``1.2 s``, ``12 s``, ``3:07``, ``1:02:03``."""
+    if not isfinite(seconds) or seconds > 1e8:
+        return "?"
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def whole_duration(seconds: float) -> str:
+    """The same in whole seconds, for times that are read while they change: ``0 s``, ``12 s``, ``3:07``."""
+    return f"{seconds:.0f} s" if seconds < 9.5 else duration(seconds)
+
+
+def rate(per_s: float) -> str:
+    """About three digits: ``0.083``, ``3.21``, ``38.2``, ``1,240``."""
+    if per_s >= 99.95:
+        return f"{per_s:,.0f}"
+    return f"{per_s:.1f}" if per_s >= 9.995 else f"{per_s:.2f}" if per_s >= 0.995 else f"{per_s:.3f}"
+
+
+def loss(value: float) -> str:
+    """Four digits where a loss usually lies, so that numbers stay aligned: ``0.5321``, ``12.04``, ``3.1e-05``."""
+    if not isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size != 0 and (size < 1e-3 or size >= 1e5):
+        return f"{value:.1e}"
+    return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 1000 else f"{value:.0f}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 process``, ``4 processes``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
+
+
+def size(num_bytes: float) -> str:
+    """Three digits in decimal units: ``812 MB``, ``1.31 GB``, ``24.0 GB``."""
+    if num_bytes < 999.5e6:
+        return f"{num_bytes / 1e6:.0f} MB"
+    gigabytes = num_bytes / 1e9
+    return f"{gigabytes:.2f} GB" if gigabytes < 9.995 else f"{gigabytes:.1f} GB"
+
+
+def percent(fraction: float) -> str:
+    """``0%``, ``45%``, ``100%``; 100 only where all is done."""
+    return f"{min(int(100 * fraction), 100)}%"
+
+
+def who(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2, 5-63``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = []
+    for first, last in spans:
+        parts += [str(first)] if first == last else [f"{first}-{last}"]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

@@ -1,0 +1,138 @@
+"""Words about slow and stuck ranks, from samples made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from nblaunch.dashboard.notices import STUCK_S, notices, waiting_share
+from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.view import JobView, fold_samples
+from nblaunch.events import LogLines, Note, WorkerState
+from tests.dashboard.scenes import START_S, ended, sample, started, trained, view_of
+
+
+def at_rates(rates: Sequence[float], seconds: float = 10.0, total: int = 1000) -> JobView:
+    """Ranks that make so many steps a second each."""
+    view = view_of(started(len(rates)))
+    ticks = round(seconds * 2)
+    for tick in range(ticks + 1):
+        told = [
+            sample(rank, int(per_s * tick / 2), total, step_time_s=5 + int(per_s * tick / 2) / per_s)
+            for rank, per_s in enumerate(rates)
+        ]
+        view = fold_samples(view, told, START_S + tick / 2)
+    return view
+
+
+def waiting(
+    view: JobView, ranks: Sequence[int], now_s: float, state: WorkerState = WorkerState.WAITING
+) -> JobView:
+    told = [replace(view.ranks[rank].sample, state=state) for rank in ranks]  # type: ignore[type-var]
+    return fold_samples(view, told, START_S + now_s)  # type: ignore[arg-type]
+
+
+def texts(view: JobView) -> list[str]:
+    return [notice.text for notice in notices(view)]
+
+
+def test_equal_ranks_need_no_words() -> None:
+    assert notices(at_rates([10, 10, 9.5, 10.2])) == ()
+    assert notices(view_of(started(4))) == ()
+    assert notices(JobView()) == ()
+
+
+def test_a_slow_rank_is_named_with_how_much() -> None:
+    view = at_rates([10, 10, 5.55, 10])
+    (notice,) = notices(view)
+    assert (notice.kind, notice.ranks) == ("slow", (2,))
+    assert notice.text == "rank 2 is 1.8 times slower than the others (5.55 against 10.0 steps/s)"
+    assert notice.text in render_text(view)
+
+
+def test_it_was_slow_once_the_job_is_over() -> None:
+    assert texts(view_of(ended(3), at_rates([10, 10, 5]))) == [
+        "rank 2 was 2.0 times slower than the others (5.00 against 10.0 steps/s)"
+    ]
+
+
+def test_of_two_ranks_the_other_one_is_named() -> None:
+    assert texts(at_rates([4, 8]))[0].startswith("rank 0 is 2.0 times slower than rank 1 ")
+
+
+def test_several_slow_ranks_share_a_notice() -> None:
+    assert texts(at_rates([10, 10, 5, 10, 4, 10]))[0].startswith(
+        "ranks 2, 4 are 2.0 to 2.5 times slower than the others"
+    )
+
+
+def test_the_first_second_is_too_early_to_judge() -> None:
+    assert notices(at_rates([10, 4], seconds=2)) == ()
+
+
+def test_the_rank_that_all_others_wait_for_is_named() -> None:
+    view = at_rates([10, 10, 10])
+    for second in range(10, 30):
+        state = WorkerState.TRAINING if second % 2 else WorkerState.WAITING
+        view = waiting(view, (0, 2), second, state)
+    assert waiting_share(view, view.ranks[0]) == pytest.approx(10 / 29)
+    assert texts(view) == ["the others wait for rank 1 34% of the time"]
+    assert texts(view_of(ended(3, 30), view)) == ["the others waited for rank 1 33% of the time"]
+
+
+def test_a_rank_without_a_sign_of_life_is_stuck_and_others_wait_for_it() -> None:
+    view = waiting(trained(4), (0, 2, 3), 11)
+    assert texts(fold_samples(view, [], START_S + 25)) == []
+    view = fold_samples(view, [], START_S + 55)
+    stuck = notices(view)[0]
+    assert (stuck.kind, stuck.ranks) == ("stuck", (1,))
+    assert (
+        stuck.text == "rank 1 has not moved for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
+    )
+
+
+def test_output_is_a_sign_of_life() -> None:
+    view = waiting(trained(2), (0,), 11)
+    view = view_of([LogLines(1, START_S + 50, lines=("still here",))], view)
+    assert texts(fold_samples(view, [], START_S + 55)) == []
+
+
+def test_all_ranks_at_rest_are_told_with_their_steps() -> None:
+    view = fold_samples(trained(4), [sample(2, 99)], START_S + 10)
+    view = fold_samples(view, [], START_S + 70)
+    assert texts(view) == ["no rank has moved for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
+    view = waiting(trained(2), (0, 1), 11)
+    assert texts(fold_samples(view, [], START_S + 41)) == [
+        "all ranks wait for each other in a collective since 30 s"
+    ]
+
+
+def test_slow_steps_are_not_a_hang() -> None:
+    view = at_rates([0.1, 0.1], seconds=40)
+    assert texts(fold_samples(view, [], START_S + 40 + 2 * STUCK_S)) == []
+
+
+@pytest.mark.parametrize("state", [WorkerState.COMPILING, WorkerState.FINISHING])
+def test_compiling_takes_its_time(state: WorkerState) -> None:
+    view = waiting(trained(2), (0, 1), 11, state)
+    assert texts(fold_samples(view, [], START_S + 500)) == []
+
+
+def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> None:
+    report = Note(
+        -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
+    )
+    view = fold_samples(view_of([report], trained(2)), [], START_S + 71)
+    assert notices(view)[0].lines == ("    rank 1 is at cell 5, line 9",)
+    assert "rank 1 is at cell 5, line 9" in render_text(view)
+    over = view_of(ended(2), view)
+    assert [notice.text for notice in notices(over)] == ["no progress for 60 s:"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_lost_is_told(value: float) -> None:
+    view = fold_samples(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
+    assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
