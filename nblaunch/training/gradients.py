@@ -72,7 +72,7 @@ class GradientControl(ABC):
         process wait for the device.
         """
         divisor = self._session.gradients.divisor
-        self._precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
+        self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
         self._session.losses.note(loss, not self._session.member.backend.is_lazy)
 
     @contextmanager
@@ -87,7 +87,8 @@ class GradientControl(ABC):
         gradients = self._session.gradients
         gradients.advance()
         if gradients.rescale != 1.0:
-            _multiply_gradients(models or self._preparer.models, gradients.rescale)
+            for model in models or self._preparer.models:
+                self._strategy.multiply_gradients(model, gradients.rescale)
         is_synced = gradients.sync_gradients or gradients.plugin.sync_each_batch
         with ExitStack() as stack:
             for model in () if is_synced else models:
@@ -147,12 +148,11 @@ class GradientControl(ABC):
         Returns:
             The norm before.
         """
-        parameters = self._true_gradients_of(parameters)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return self._strategy.clip_grad_norm(self._true_gradients_of(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync."""
-        torch.nn.utils.clip_grad_value_(self._true_gradients_of(parameters), clip_value)
+        self._strategy.clip_grad_value(self._true_gradients_of(parameters), clip_value)
 
     def _true_gradients_of(self, parameters: Any) -> list[torch.Tensor]:
         """The parameters as a list, once their gradients are those of all ranks, and not scaled."""
@@ -163,12 +163,6 @@ class GradientControl(ABC):
                 optimizer.reduce_gradients(wanted)
         self.unscale_gradients()
         return listed
-
-
-def _multiply_gradients(models: Sequence[torch.nn.Module], factor: float) -> None:
-    gradients = [p.grad for model in models for p in model.parameters() if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ between layers have to be tied again, and optimizers that were built before have
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,23 @@ class Replacements:
         reference, new = self._new.get(id(parameter), (None, parameter))
         return new if reference is not None and reference() is parameter else parameter
 
+    @contextmanager
+    def noted(self, model: torch.nn.Module) -> Iterator[None]:
+        """Note which parameters of ``model`` become others in the block, and keep those tied that were."""
+        before = dict(model.named_parameters(remove_duplicate=False))
+        yield
+        news: dict[int, torch.nn.Parameter] = {}
+        for name, old in before.items():
+            owner_name, _, own_name = name.rpartition(".")
+            owner = model.get_submodule(owner_name)
+            now = owner._parameters[own_name]
+            if now is old or now is None:
+                continue
+            new = news.setdefault(id(old), now)
+            if new is not now:
+                owner._parameters[own_name] = new  # tied: two names of one parameter
+            self.add(old, new)
+
     def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer go on with the new parameters, its state for each brought to the parameter's device."""
         for group in optimizer.param_groups:
@@ -52,23 +70,11 @@ class Replacements:
                     }
 
 
-def place(model: torch.nn.Module, member: Member, replacements: Replacements) -> None:
-    """Move ``model`` to the device of ``member``; its parameters that became others are noted in ``replacements``."""
-    before = dict(model.named_parameters(remove_duplicate=False))
+def place(model: torch.nn.Module, member: Member) -> None:
+    """Move ``model`` to the device of ``member``."""
     turn = context.current().turn if member.backend.transfers_in_turn else nullcontext
     with turn():
         member.backend.place(model, member.device)
-    news: dict[int, torch.nn.Parameter] = {}
-    for name, old in before.items():
-        owner_name, _, own_name = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        moved = owner._parameters[own_name]
-        if moved is old or moved is None:
-            continue
-        new = news.setdefault(id(old), moved)
-        if new is not moved:
-            owner._parameters[own_name] = new  # tied: two names of one parameter
-        replacements.add(old, new)
 
 
 def memory_line(model: torch.nn.Module, member: Member) -> str | None:

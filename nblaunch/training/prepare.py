@@ -67,6 +67,7 @@ class Preparer:
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
+        self.strategy.begin(objects)
         prepared = [
             obj if isinstance(obj, LRScheduler) else self._prepare_one(obj, placement)
             for obj, placement in zip(objects, placements, strict=True)
@@ -100,19 +101,30 @@ class Preparer:
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.agree(inner)
-        if self._places(placement):
+        if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
             self._place(inner)
-        prepared = model if evaluation_mode else self.strategy.wrap(model, self.session.member)
+        prepared = model if evaluation_mode else self._spread(model, inner)
         prepared = compiling.compile_model(prepared, self.dynamo)
         prepared._is_accelerate_prepared = True
         self.models.append(prepared)
         self.session.models.add(prepared)
         return prepared
 
-    def _place(self, inner: torch.nn.Module) -> None:
-        place(inner, self.session.member, self._replacements)
+    def _spread(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
+        with self._replacements.noted(inner):
+            prepared = self.strategy.wrap(model, self.session.member)
+        self._hand_over()
+        return prepared
+
+    def _hand_over(self) -> None:
+        """Let the optimizers that were prepared before go on with new parameters."""
         for optimizer in self.optimizers:
             self._replacements.hand_to(optimizer.optimizer)
+
+    def _place(self, inner: torch.nn.Module) -> None:
+        with self._replacements.noted(inner):
+            place(inner, self.session.member)
+        self._hand_over()
         line = memory_line(inner, self.session.member)
         if line is not None:
             ctx = context.current()

@@ -13,7 +13,7 @@ import io
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from nblaunch.training.data import loader_states
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.state import Session
+from nblaunch.training.strategies import Strategy
 
 _PLACES = (None, "cpu", "on_device")
 
@@ -111,9 +112,8 @@ class Checkpointer:
         return self.session.member.topology.world_size
 
     @property
-    def _steppers(self) -> tuple[tuple[str, Sequence[Any]], ...]:
-        """What steps, with the name of its files."""
-        return (files.OPTIMIZER, self.preparer.optimizers), (files.SCHEDULER, self.preparer.schedulers)
+    def _strategy(self) -> Strategy:
+        return self.preparer.strategy
 
     # --- saving --------------------------------------------------------------------------------------------------
 
@@ -189,6 +189,7 @@ class Checkpointer:
             raise
         meeting.post("folder", staging.folder)
         try:
+            self._require_all(meeting)
             snapshot = self._collect(staging.folder, safe)
             for rank, state in self._states_of_others(meeting, target).items():
                 snapshot.objects[files.random_states(rank)] = state
@@ -221,7 +222,7 @@ class Checkpointer:
                     f"{folder.absolute()}, which rank 0 made, is not there; the folder must be one that all machines "
                     "share"
                 )
-            self._run_save_hooks(folder)
+            self._run_save_hooks(folder, self._states(folder)[0] if self._strategy.holds_parts else None)
             answer = None, self._random_states()
         except BaseException as error:
             if meeting.has("verdict"):  # the main process has given up, and the folder is gone
@@ -229,6 +230,14 @@ class Checkpointer:
             meeting.post(f"state/{self._rank}", (f"{type(error).__name__}: {error}", b""))
             raise
         meeting.post(f"state/{self._rank}", answer)
+
+    def _require_all(self, meeting: Meeting) -> None:
+        """Where every rank has a part of the state, none can save it alone."""
+        if self._strategy.holds_parts and self._world_size > 1 and not meeting.arrivals(PATIENCE_S):
+            raise CheckpointError(
+                f"save_state was called on the main process alone, but with {self._strategy.name} every rank holds a "
+                "part of the weights; call it on all ranks, not under `if accelerator.is_main_process`"
+            )
 
     def _states_of_others(self, meeting: Meeting, target: Path) -> dict[int, bytes]:
         """Random states by rank. None come where only the main process saves, which many scripts have it do."""
@@ -252,7 +261,8 @@ class Checkpointer:
         return states
 
     def _collect(self, folder: Path, safe_serialization: bool) -> Snapshot:
-        weights = self._run_save_hooks(folder)
+        weights, optimizers = self._states(folder)
+        weights = self._run_save_hooks(folder, weights)
         prepared = self.preparer
         contents = Contents(
             world_size=self._world_size,
@@ -263,9 +273,10 @@ class Checkpointer:
             gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
         )
         snapshot = Snapshot(contents, weights, {}, safe_serialization)
-        for name, parts in self._steppers:
-            for index, part in enumerate(parts):
-                snapshot.objects[files.numbered(name, index)] = part.state_dict()
+        schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
+        for name, states in ((files.OPTIMIZER, optimizers), (files.SCHEDULER, schedulers)):
+            for index, state in enumerate(states):
+                snapshot.objects[files.numbered(name, index)] = state
         for index, loader in enumerate(prepared.loaders):
             state = loader_states.capture(loader, self.session)
             snapshot.objects[files.numbered(files.SAMPLER, index)] = state
@@ -280,10 +291,23 @@ class Checkpointer:
         snapshot.objects[files.random_states(0)] = self._random_states()
         return snapshot
 
-    def _run_save_hooks(self, folder: Path) -> list[Mapping[str, Any]]:
-        """Call the hooks; returns the weights that they have left."""
+    def _states(self, folder: Path) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+        """Whole weights and optimizer states to be written; none where ranks write their parts by themselves."""
+        prepared, strategy = self.preparer, self._strategy
+        if strategy.save_parts(folder, prepared.models, prepared.optimizers):
+            return [], []
+        return (
+            [strategy.state_dict(model_files.bare_module(model)) for model in prepared.models],
+            [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
+        )
+
+    def _run_save_hooks(
+        self, folder: Path, weights: list[Mapping[str, Any]] | None
+    ) -> list[Mapping[str, Any]]:
+        """Call the hooks with ``weights``, or those of this rank; returns the weights that they have left."""
         models = list(self.preparer.models)
-        weights = [model_files.bare_module(model).state_dict() for model in models]
+        if weights is None:
+            weights = [model_files.bare_module(model).state_dict() for model in models]
         for hook in list(self.save_hooks.values()):
             hook(models, weights, str(folder))
         return list(weights)
@@ -361,7 +385,10 @@ class Checkpointer:
         if contents is not None:
             for model, order in zip(self.preparer.models, contents.gradient_orders, strict=False):
                 self.preparer.strategy.set_gradient_order(model, order)
-        self._load_models(folder, place, strict)
+        if not self._load_models(folder, place, strict):
+            for index, optimizer in enumerate(self.preparer.optimizers):
+                state = files.read_object(folder / files.numbered(files.OPTIMIZER, index), **reading)
+                self._strategy.load_optimizer_state_dict(optimizer, state)
         self._load_objects(folder, contents, reading)
         self._load_random_states(folder, contents, reading)
         number = files.iteration_of(folder)
@@ -418,19 +445,23 @@ class Checkpointer:
         _check_custom(folder, contents.custom, len(self.custom))
         return contents
 
-    def _load_models(self, folder: Path, place: Any, strict: bool) -> None:
+    def _load_models(self, folder: Path, place: Any, strict: bool) -> bool:
+        """Load weights; whether the strategy did it, and loaded optimizers as well."""
         models = list(self.preparer.models)
         for hook in list(self.load_hooks.values()):
             hook(models, str(folder))
+        if self._strategy.load_parts(folder, models, self.preparer.optimizers):
+            return True
         for index, model in enumerate(models):
             path = files.weights_file(folder, index)
             model_files.load_weights(model, model_files.read_weights(path, place), path, strict)
+        return False
 
     def _load_objects(self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]) -> None:
         prepared = self.preparer
-        for name, parts in self._steppers:
-            for index, part in enumerate(parts):
-                part.load_state_dict(files.read_object(folder / files.numbered(name, index), **reading))
+        for index, scheduler in enumerate(prepared.schedulers):
+            name = files.numbered(files.SCHEDULER, index)
+            scheduler.load_state_dict(files.read_object(folder / name, **reading))
         for index, loader in enumerate(prepared.loaders):
             path = folder / files.numbered(files.SAMPLER, index)
             if contents is not None and path.is_file():

@@ -169,8 +169,13 @@ class Checkpointing(ABC):
     # --- weights and single objects ------------------------------------------------------------------------------
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model. ``unwrap=False``: with the names that its wrappers give them."""
-        return dict((model_files.bare_module(model) if unwrap else model).state_dict())
+        """The whole weights of a prepared model. ``unwrap=False``: with the names that its wrappers give them.
+
+        Where every rank holds a part of them, all ranks must call it; the main process of every machine gets them, in
+        CPU memory, the others an empty dict.
+        """
+        module = model_files.bare_module(model) if unwrap else model
+        return dict(self._checkpointer.preparer.strategy.state_dict(module))
 
     def save_model(
         self,
@@ -179,7 +184,7 @@ class Checkpointing(ABC):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save a model's weights, to be read without nblaunch. On the main process; the others do nothing.
+        """Save a model's weights, to be read without nblaunch. Call it on all ranks; the main process writes.
 
         Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Weights that the
         folder held before go when the new ones are complete; other files stay.
@@ -194,9 +199,11 @@ class Checkpointing(ABC):
             ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
             RuntimeError: a parameter is on the meta device.
         """
+        if not self._writes and not self._checkpointer.preparer.strategy.holds_parts:
+            return
+        weights = self.get_state_dict(model)
         if self._writes:
-            folder = Path(save_directory)
-            model_files.save_sharded(self.get_state_dict(model), folder, max_shard_size, safe_serialization)
+            model_files.save_sharded(weights, Path(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """``torch.save`` on the main process; the others do nothing. A failure leaves the file as it was.

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nblaunch.errors import CheckpointError
+from nblaunch.training import parts
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
 from nblaunch.training.strategies import unwrap
 
@@ -225,7 +226,7 @@ def load_weights(
         if twin is not None and view_of(own[name])[0] is not None:
             weights[name] = weights[twin]
     try:
-        module.load_state_dict(weights, strict=strict)
+        module.load_state_dict(parts.cut_all(weights, own), strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
 

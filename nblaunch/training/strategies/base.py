@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member
 
 
@@ -22,6 +24,17 @@ class Strategy(ABC):
 
     name: str
 
+    moves_models = False
+    """Whether :meth:`wrap` brings a model to its device by itself, part by part."""
+
+    holds_parts = False
+    """Whether a rank holds but a part of weights or optimizer states, so that all ranks take part in saving them."""
+
+    # --- preparing -----------------------------------------------------------------------------------------------
+
+    def begin(self, objects: Sequence[Any]) -> None:
+        """Look at all that one call of ``prepare`` was given, before any of it is prepared."""
+
     def agree(self, model: torch.nn.Module) -> None:
         """Make the weights those of rank 0 on every rank, before ``model`` goes to its device; no need if wrap does."""
 
@@ -29,9 +42,31 @@ class Strategy(ABC):
     def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """``model``, which lies on its device, ready for training on this rank; the very same object if that is all."""
 
+    # --- gradients -----------------------------------------------------------------------------------------------
+
     @abstractmethod
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """While it lasts, ``backward`` through ``model`` leaves gradients unreduced."""
+
+    def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
+        """``loss.backward(**kwargs)``, scaled where ``precision`` needs it."""
+        precision.backward(loss, **kwargs)
+
+    def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
+        """Multiply the gradients that were accumulated so far in ``model``."""
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Clip gradients by their total norm over all parts of all parameters; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        """Clip gradients elementwise to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """While it lasts, ranks that are through with their data answer for the others' steps."""
@@ -46,6 +81,31 @@ class Strategy(ABC):
 
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Reduce gradients in the order that :meth:`gradient_order` told in another process, from now on."""
+
+    # --- states; where the strategy holds parts, every rank calls these ------------------------------------------
+
+    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The whole weights of a person's own module.
+
+        Where the strategy holds parts: in CPU memory, on the main process of every machine; nothing on the others.
+        """
+        return module.state_dict()
+
+    def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
+        """The whole state of a prepared optimizer, as torch's optimizers give it. Of parts: see :meth:`state_dict`."""
+        return dict(optimizer.state_dict())
+
+    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Load a whole state that :meth:`optimizer_state_dict` gave."""
+        optimizer.load_state_dict(state)
+
+    def save_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        """Write this rank's parts of all models and optimizers to ``folder``; False: they are to be saved whole."""
+        return False
+
+    def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        """Load what :meth:`save_parts` wrote, over any number of ranks; False: ``folder`` has states as a whole."""
+        return False
 
 
 def unwrap(model: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Tensors that lie in parts on the ranks, as torch's :class:`DTensor`: taking them apart and putting them together.
+
+What is asked of a tensor that lies on this rank as a whole is answered with the tensor itself, so that callers need
+not tell the two kinds apart. Who decides what lies where is the strategy's business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from nblaunch.wire.pieces import Piece
+
+T = TypeVar("T")
+
+
+def is_part(value: Any) -> bool:
+    """Whether ``value`` is a tensor of which this rank holds a part."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(value: T) -> T:
+    """What of a tensor is on this rank."""
+    return value.to_local() if is_part(value) else value  # type: ignore[attr-defined]
+
+
+def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where a part lies in the whole: its offset and its shape, one number per dimension each.
+
+    Source: torch.distributed.tensor.placement_types.Shard, which cuts as ``torch.chunk`` does.
+    """
+    offset, shape = [0] * part.ndim, list(part.shape)
+    coordinate = part.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(part.placements):
+        if placement.is_replicate():
+            continue
+        dim, count, index = placement.dim, part.device_mesh.size(mesh_dim), coordinate[mesh_dim]
+        length = -(-shape[dim] // count)
+        start = min(index * length, shape[dim])
+        offset[dim] += start
+        shape[dim] = min(length, shape[dim] - start)
+    return tuple(offset), tuple(shape)
+
+
+def slice_for(part: Any, whole: torch.Tensor) -> torch.Tensor:
+    """The view of ``whole`` that this rank holds of ``part``; no copy."""
+    offset, shape = extent(part)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def cut(whole: Any, like: Any) -> Any:
+    """This rank's part of ``whole``, a part like ``like`` if that is one of the same shape."""
+    if not is_part(like) or is_part(whole) or whole.shape != like.shape:
+        return whole
+    held = slice_for(like, whole).to(device=like.to_local().device, copy=True)
+    return type(like).from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def cut_all(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`cut` of every tensor of a state dict, by its name."""
+    return {
+        name: cut(value, like.get(name)) if isinstance(value, torch.Tensor) else value
+        for name, value in whole.items()
+    }
+
+
+def gather(state: Any, keep: bool) -> Any:
+    """A nested state with whole tensors, on the CPU. All ranks call it with states of the same form.
+
+    Args:
+        state: dicts, lists and tuples of tensors and anything else.
+        keep: False: this rank only contributes, and gets None for each tensor that lies in parts.
+    """
+    if is_part(state):
+        whole = state.detach().full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(state, torch.Tensor):
+        return state.detach()
+    if isinstance(state, Mapping):
+        return {key: gather(value, keep) for key, value in state.items()}
+    if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
+        return type(state)(gather(value, keep) for value in state)
+    return state
+
+
+def pieces(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
+    """What this rank tells the launcher of a state dict: its parts of tensors; the main rank also what is whole.
+
+    Nobody waits for anybody, and of parts that several ranks hold, one rank tells.
+    """
+    told: dict[str, Any] = {}
+    for name, value in state.items():
+        if is_part(value):
+            offset, _ = extent(value)
+            if _is_first_holder(value):
+                told[name] = Piece(tuple(value.shape), offset, value.to_local().detach().cpu())
+        elif is_main:
+            told[name] = value
+    return told
+
+
+def _is_first_holder(part: Any) -> bool:
+    """Whether no rank before this one, in the order of its mesh, holds the very same part."""
+    coordinate = part.device_mesh.get_coordinate()
+    return all(
+        coordinate[dim] == 0 for dim, placement in enumerate(part.placements) if placement.is_replicate()
+    )
