@@ -25,6 +25,7 @@ COMMANDS = {
     "config": "nblaunch.cli.config",
     "launch": "nblaunch.cli.launch",
     "env": "nblaunch.cli.environment",
+    "test": "nblaunch.cli.selfcheck",
 }
 """Name of a command -> its module, in the order of the help."""
 

@@ -1,0 +1,117 @@
+"""``nblaunch test``: trains and compares across processes on this machine's own devices, and says what does not work.
+
+Owns the order of the checks and what is printed; ``selfcheck_jobs.py`` has the checks, ``selfcheck_ranks.py`` what
+their workers run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import tempfile
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from nblaunch import backends
+from nblaunch.cli.usage import UsageError
+from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.spec import START_METHODS, LaunchSpec
+
+if TYPE_CHECKING:
+    from nblaunch.cli.selfcheck_jobs import Check, Machine
+
+_CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, and so not before a test is run
+_MANY_CORES = 4  # processes on CPU cores: more of them would try the machine and not nblaunch
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "test",
+        help="check that training works on this machine's devices",
+        description="Train and compare across processes on this machine's own devices: collectives, gradients, "
+        "metrics, checkpoints, weights, errors, interrupts, kills. A line for each; exit code 1 if any fails.",
+    )
+    parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or xla")
+    parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
+    parser.add_argument(
+        "--num_processes", "--num-processes", type=int, metavar="N",
+        help="default: one per device; on CPU cores 2 to 4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start_method", "--start-method", default="auto", choices=START_METHODS, help="default: auto"
+    )
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run only these checks")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    backend = "cpu" if arguments.cpu else arguments.backend
+    plan = _plan(backend, arguments.num_processes, arguments.start_method)
+    jobs = importlib.import_module(_CHECKS)
+    chosen = arguments.only or list(jobs.CHECKS)
+    unknown = [name for name in chosen if name not in jobs.CHECKS]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
+    word = "process" if plan.num_processes == 1 else "processes"
+    print(
+        f"{plan.num_processes} {word} on {plan.backend.name} ({plan.backend.process_group}), started by "
+        f"{plan.start_method}: {plan.reason}",
+        flush=True,
+    )
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="nblaunch-test-") as log_dir:
+        machine = jobs.Machine(
+            backend=plan.backend.name,
+            num_processes=plan.num_processes,
+            start_method=arguments.start_method,
+            log_dir=log_dir,
+            # TPUs multiply fp32 in passes of bf16; elsewhere only the order of summation differs.
+            tolerance=2e-2 if plan.backend.is_lazy else 1e-4,
+        )
+        failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], machine)]
+    print(f"{len(chosen)} checks in {time.monotonic() - started_s:.1f} s: {_verdict(failed)}")
+    return 1 if failed else 0
+
+
+def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchPlan:
+    """What a launch would be here.
+
+    Raises:
+        UsageError: it was asked for what this machine has not.
+    """
+    try:
+        found = backends.choose(backend)
+        if num_processes is None and found.is_oversubscribable:
+            num_processes = min(_MANY_CORES, max(2, found.device_count()))
+        spec = LaunchSpec(
+            function=_nothing, num_processes=num_processes, backend=backend, start_method=start_method
+        )
+        return plan_launch(spec)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _passes(name: str, check: Check, machine: Machine) -> bool:
+    """Run a check and print its line, and where it failed the evidence."""
+    began_s = time.monotonic()
+    try:
+        text, evidence = check(machine), ""
+    except Exception as error:
+        # Whatever it raises: the next checks still tell something, and this one's evidence is what it raised.
+        text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "not as it must be:"
+        evidence = str(error) if text.endswith(":") else traceback.format_exc()
+    took_s = time.monotonic() - began_s
+    print(f"  {'FAILED' if evidence else 'ok':<7}{name:<13}{took_s:5.1f} s  {text}", flush=True)
+    for line in evidence.splitlines():
+        print(f"          {line}", flush=True)
+    return not evidence
+
+
+def _verdict(failed: list[str]) -> str:
+    if not failed:
+        return "all is well"
+    return f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and that of `nblaunch env`"
+
+
+def _nothing() -> None:
+    """What is planned to be launched."""

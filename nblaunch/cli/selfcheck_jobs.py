@@ -1,0 +1,232 @@
+"""The checks of ``nblaunch test``: each launches a job on this machine's devices and judges what comes of it.
+
+A check returns the evidence that all is well, in a few words, or raises :class:`CheckFailed` with the evidence that it
+is not. Each has a job of its own, so that one that breaks a device or hangs leaves the others to be judged.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nblaunch.cli import selfcheck_ranks as ranks
+from nblaunch.errors import WorkerDied
+from nblaunch.events import Event, LogLines
+from nblaunch.launch.job import Job
+from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.board import Sample
+
+_HANG_TIMEOUT_S = 45.0
+_START_TIMEOUT_S = 120.0  # the first use of an accelerator can take a minute
+_GONE_TIMEOUT_S = 10.0
+
+
+class CheckFailed(Exception):
+    """What should have been, what was, and on which ranks."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """On what the checks run.
+
+    Args:
+        backend: name of the device family.
+        num_processes: how many workers.
+        start_method: how they start.
+        log_dir: folder for the jobs' logs.
+        tolerance: relative difference of weights that different orders of summation may make.
+    """
+
+    backend: str
+    num_processes: int
+    start_method: str
+    log_dir: str
+    tolerance: float
+
+    def job(
+        self, function: Callable[..., Any], *args: Any, listeners: Sequence[Any] = ()
+    ) -> tuple[Job, LaunchPlan]:
+        """A job of ``function`` that has not started."""
+        spec = LaunchSpec(
+            function=function, args=args, num_processes=self.num_processes, backend=self.backend,
+            start_method=self.start_method, return_all=True, log_dir=self.log_dir,
+            hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop", interrupt_grace_s=5.0,
+        )  # fmt: skip
+        plan = plan_launch(spec)
+        return Job(spec, plan, listeners), plan
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Every rank's value."""
+        job, _ = self.job(function, *args)
+        job.run()
+        return list(job.result())
+
+
+Check = Callable[[Machine], str]
+
+
+def check_collectives(machine: Machine) -> str:
+    _expect_nothing_wrong(machine.run(ranks.collectives))
+    return "gather, reduce, broadcast, pad and objects give what they must on every rank"
+
+
+def check_gradients(machine: Machine) -> str:
+    _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance))
+    return "the weights are those of training in a single process on the same samples"
+
+
+def check_metrics(machine: Machine) -> str:
+    _expect_nothing_wrong(machine.run(ranks.metrics))
+    return "gather_for_metrics gives every sample of an uneven set once, in order"
+
+
+def check_checkpoint(machine: Machine) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        _expect_nothing_wrong(machine.run(ranks.checkpoint, str(Path(folder, "state")), machine.tolerance))
+    return "steps after load_state are those after save_state: weights, optimizer, random numbers"
+
+
+def check_weights_back(machine: Machine) -> str:
+    model = ranks.build_model()
+    before = ranks.first_weights(model)
+    trained = machine.run(ranks.train_passed_model, model)
+    after = ranks.first_weights(model)
+    if after != trained[0]:
+        raise CheckFailed(f"rank 0's trained model begins with {trained[0]}, and the one here with {after}")
+    if after == before:
+        raise CheckFailed(f"training did not change the weights: they still begin with {before}")
+    return "the model that was passed has rank 0's trained weights"
+
+
+def check_errors(machine: Machine) -> str:
+    job, _ = machine.job(ranks.raise_in_last_rank)
+    job.run()
+    error = job.exception()
+    _expect_gone(job, [])
+    if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
+        raise CheckFailed(
+            f"rank {machine.num_processes - 1} raised ZeroDivisionError, and here arrived: {error!r}"
+        )
+    return "an exception of one rank arrives as it is, and ends the others that wait for it"
+
+
+def check_interrupt(machine: Machine) -> str:
+    with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
+        job.interrupt()
+        error = job.exception(_START_TIMEOUT_S)
+        if not isinstance(error, KeyboardInterrupt):
+            raise CheckFailed(f"the job was interrupted, and ended with {error!r}")
+        _expect_gone(job, children)
+        left = [rank for rank in range(machine.num_processes) if not Path(folder, f"{rank}.finally").exists()]
+        if left:
+            raise CheckFailed(f"`finally` blocks did not run on ranks {left}")
+    return "`finally` blocks ran; no process is left, nor what workers had started"
+
+
+def check_kill(machine: Machine) -> str:
+    victim = machine.num_processes - 1
+    with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
+        os.kill(job.pids[victim], signal.SIGKILL)
+        error = job.exception(_START_TIMEOUT_S)
+        if not isinstance(error, WorkerDied) or error.rank != victim or error.exitcode != -signal.SIGKILL:
+            raise CheckFailed(f"rank {victim} was killed by SIGKILL, and the job ended with {error!r}")
+        _expect_gone(job, children)
+    return f"rank {victim} and SIGKILL are named; no process is left, nor what workers had started"
+
+
+CHECKS: dict[str, Check] = {
+    "collectives": check_collectives,
+    "gradients": check_gradients,
+    "metrics": check_metrics,
+    "checkpoint": check_checkpoint,
+    "weights-back": check_weights_back,
+    "errors": check_errors,
+    "interrupt": check_interrupt,
+    "kill": check_kill,
+}
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _expect_nothing_wrong(found: Sequence[Sequence[str]]) -> None:
+    lines = [f"rank {rank}: {text}" for rank, wrong in enumerate(found) for text in wrong]
+    if lines:
+        raise CheckFailed("\n".join(lines))
+
+
+class _waiting_job:  # a context manager, named as a function is
+    """A job all of whose ranks wait, each with a child process of its own; what is left of it ends at the end."""
+
+    def __init__(self, machine: Machine, folder: str) -> None:
+        self._folder = folder
+        self._ready = _Announcements(machine.num_processes)
+        self._job, _ = machine.job(ranks.wait_with_child, folder, listeners=[self._ready])
+
+    def __enter__(self) -> tuple[Job, list[int]]:
+        self._job.run_in_background()
+        if not self._ready.event.wait(_START_TIMEOUT_S) or not self._job.is_running:
+            self._job.cancel()
+            error = self._job.exception(_START_TIMEOUT_S)
+            raise CheckFailed(f"the ranks did not get to wait: {error!r}; logs: {self._job.log_dir}")
+        children = [int(path.read_text()) for path in Path(self._folder).glob("*.child")]
+        return self._job, children
+
+    def __exit__(self, *_: object) -> None:
+        self._job.cancel()
+        self._job.wait(_START_TIMEOUT_S)
+
+
+class _Announcements:
+    """A listener that waits for every rank's line, or for the end."""
+
+    def __init__(self, num_processes: int) -> None:
+        self.event = threading.Event()
+        self._missing = set(range(num_processes))
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, LogLines) and "waits" in event.lines:
+            self._missing.discard(event.rank)
+            if not self._missing:
+                self.event.set()
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.event.set()
+
+
+def _expect_gone(job: Job, children: Sequence[int]) -> None:
+    """The workers are gone when the job has ended; what they started may take a moment longer."""
+    names = {pid: f"rank {rank}" for rank, pid in job.pids.items()} | dict.fromkeys(
+        children, "a child of a rank"
+    )
+    deadline = time.monotonic() + _GONE_TIMEOUT_S
+    alive = [pid for pid in names if _is_alive(pid)]
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+        alive = [pid for pid in alive if _is_alive(pid)]
+    if alive:
+        listed = ", ".join(f"{names[pid]} (pid {pid})" for pid in alive)
+        raise CheckFailed(f"still running {_GONE_TIMEOUT_S:g} s after the job ended: {listed}")
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether it exists and is no zombie, which nobody but its parent can bury."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return not Path("/proc/self").exists()

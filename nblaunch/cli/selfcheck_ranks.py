@@ -1,0 +1,202 @@
+"""What the workers of ``nblaunch test`` run: the user's half of each check, written as a user would write it.
+
+Functions return what is wrong on their rank, as sentences; an empty list means that all is well. They never print.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch.training.accelerator import Accelerator
+
+_BATCH_SIZE = 4
+_NUM_STEPS = 6
+_NUM_FEATURES = 12
+
+
+def collectives() -> list[str]:
+    """Gather, reduce, broadcast, pad and gather_object against what they must give, on every rank."""
+    accelerator = Accelerator()
+    rank, count = accelerator.process_index, accelerator.num_processes
+    device = accelerator.device
+    own = torch.tensor([float(rank), 10.0 * rank], device=device)
+    ragged = torch.full((rank + 1,), float(rank), device=device)
+    total = count * (count - 1) / 2
+    pairs = [(float(other), 10.0 * other) for other in range(count)]
+    padded = [[float(other)] * (other + 1) + [-1.0] * (count - other - 1) for other in range(count)]
+    # Told apart by name, so that the message says which one is wrong.
+    checks = {
+        "gather": (accelerator.gather(own), [number for pair in pairs for number in pair]),
+        "reduce(sum)": (accelerator.reduce(own, "sum"), [total, 10 * total]),
+        "reduce(mean)": (accelerator.reduce(own, "mean"), [total / count, 10 * total / count]),
+        "broadcast": (
+            accelerator.broadcast(own + 1, from_process=count - 1),
+            [count, 10.0 * (count - 1) + 1],
+        ),
+        "pad_across_processes": (
+            accelerator.gather(accelerator.pad_across_processes(ragged, pad_index=-1)),
+            [number for row in padded for number in row],
+        ),
+    }
+    wrong = [
+        f"{name} gave {got.tolist()}, expected {[float(number) for number in expected]}"
+        for name, (got, expected) in checks.items()
+        if got.tolist() != [float(number) for number in expected]
+    ]
+    objects = accelerator.gather_object([f"rank {rank}"])
+    if objects != [f"rank {other}" for other in range(count)]:
+        wrong.append(f"gather_object gave {objects}")
+    return wrong
+
+
+def gradients(tolerance: float) -> list[str]:
+    """Training on all ranks against training in this one process on all their batches together."""
+    accelerator = Accelerator()
+    reference = build_model().to(accelerator.device)
+    model = copy.deepcopy(reference)
+    data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
+    prepared, optimizer, loader = accelerator.prepare(
+        model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
+    )
+    for features, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(prepared(features), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    _train(reference, data, _BATCH_SIZE * accelerator.num_processes, accelerator.device)
+    return _differences(reference, accelerator.unwrap_model(prepared), tolerance, "single-process training")
+
+
+def metrics() -> list[str]:
+    """An uneven evaluation set: each sample must be gathered once, in order, whatever its last batch lacks."""
+    accelerator = Accelerator()
+    length = 2 * _BATCH_SIZE * accelerator.num_processes + 3
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(length)), batch_size=_BATCH_SIZE, shuffle=False)
+    )
+    seen = [number for (batch,) in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+    if seen == list(range(length)):
+        return []
+    missing, extra = set(range(length)) - set(seen), len(seen) - len(set(seen))
+    return [
+        f"gather_for_metrics gave {len(seen)} of {length} samples: {extra} twice, missing {sorted(missing)}"
+    ]
+
+
+def checkpoint(folder: str, tolerance: float) -> list[str]:
+    """Steps after save_state against the same steps after load_state, with dropout and an optimizer with memory."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Dropout(0.3), *build_model())
+    data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05), DataLoader(data, batch_size=_BATCH_SIZE)
+    )
+    batches = list(loader)
+
+    def steps(chosen: Sequence[list[torch.Tensor]]) -> None:
+        for features, targets in chosen:
+            accelerator.backward(nn.functional.mse_loss(model(features), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    half = len(batches) // 2
+    steps(batches[:half])
+    accelerator.save_state(folder)
+    steps(batches[half:])
+    first = copy.deepcopy(accelerator.unwrap_model(model))
+    accelerator.load_state(folder)
+    steps(batches[half:])
+    return _differences(first, accelerator.unwrap_model(model), tolerance, "the steps before load_state")
+
+
+def train_passed_model(model: nn.Module) -> list[float]:
+    """Train the model that the launcher passed; returns its first weights, for comparison with what came back."""
+    accelerator = Accelerator()
+    data = _dataset(_BATCH_SIZE * accelerator.num_processes)
+    prepared, optimizer, loader = accelerator.prepare(
+        model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
+    )
+    for features, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(prepared(features), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return first_weights(accelerator.unwrap_model(prepared))
+
+
+def raise_in_last_rank() -> None:
+    """The last rank fails while the others wait for it."""
+    accelerator = Accelerator()
+    if accelerator.is_last_process:
+        raise ZeroDivisionError(f"raised on purpose in rank {accelerator.process_index}")
+    accelerator.wait_for_everyone()
+
+
+def wait_with_child(folder: str) -> None:
+    """Start a process of its own, as data loaders do, say so, and wait for ever; ``finally`` leaves a file."""
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    child = subprocess.Popen(["sleep", "600"])
+    Path(folder, f"{rank}.child").write_text(str(child.pid))
+    accelerator.wait_for_everyone()
+    print("waits", flush=True)
+    try:
+        while True:
+            time.sleep(0.05)
+    finally:
+        Path(folder, f"{rank}.finally").touch()
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def build_model() -> nn.Sequential:
+    """A small network, the same at every call and on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    model = nn.Sequential(nn.Linear(_NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def first_weights(model: nn.Module) -> list[float]:
+    """A few numbers that training changes."""
+    return [float(number) for number in next(model.parameters()).detach().flatten()[:8].cpu()]
+
+
+def _dataset(length: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(11)
+    features = torch.randn(length, _NUM_FEATURES, generator=generator)
+    return TensorDataset(features, features.sum(dim=1, keepdim=True).sin())
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _train(model: nn.Module, data: TensorDataset, batch_size: int, device: torch.device) -> None:
+    optimizer = _optimizer(model)
+    for features, targets in islice(DataLoader(data, batch_size=batch_size), _NUM_STEPS):
+        loss = nn.functional.mse_loss(model(features.to(device)), targets.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _differences(expected: nn.Module, got: nn.Module, tolerance: float, what: str) -> list[str]:
+    """Weights that differ by more than ``tolerance``, relative to the largest of their tensor."""
+    wrong = []
+    for (name, one), other in zip(expected.named_parameters(), got.parameters(), strict=True):
+        difference = float((one.detach().cpu() - other.detach().cpu()).abs().max())
+        allowed = tolerance * max(1e-3, float(one.detach().abs().max()))
+        if not difference <= allowed:  # also where it is not a number
+            wrong.append(f"{name} differs from {what} by {difference:.3g} (allowed: {allowed:.3g})")
+    return wrong

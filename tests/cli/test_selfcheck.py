@@ -1,0 +1,117 @@
+"""``nblaunch test`` passes where all is well, and each of its checks fails, with evidence, where something is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nblaunch import cli
+from nblaunch.cli.selfcheck_jobs import CHECKS
+
+# The library broken in one place for each check; workers are forked, and so inherit it.
+BROKEN = """
+import os, signal, subprocess, sys
+from nblaunch.cli import main, selfcheck_jobs, selfcheck_ranks
+from nblaunch.launch import job
+from nblaunch.training.checkpoints.checkpointing import Checkpointing
+from nblaunch.training.gathering import GatherControl
+from nblaunch.training.strategies.ddp import DdpStrategy
+
+DdpStrategy.wrap = lambda self, model, member: model
+GatherControl.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
+GatherControl.gather_for_metrics = lambda self, data, **options: self.gather(data)
+Checkpointing.load_state = lambda self, folder: None
+job.weights.load_back = lambda args, state_dicts, errors: ([], set(state_dicts))
+
+def quiet():
+    selfcheck_ranks.Accelerator().wait_for_everyone()
+selfcheck_ranks.raise_in_last_rank = quiet
+
+start = subprocess.Popen
+class Escaping(start):
+    def __init__(self, command, **options):
+        if command[0] == "sleep":
+            command, options = ["sleep", "30"], {"start_new_session": True}
+        super().__init__(command, **options)
+selfcheck_ranks.subprocess.Popen = Escaping
+selfcheck_jobs._GONE_TIMEOUT_S = 0.3
+
+class Weak:
+    def kill(pid, signum):
+        os.kill(pid, signal.SIGTERM if signum == signal.SIGKILL else signum)
+selfcheck_jobs.os = Weak
+
+sys.exit(main(["test", "--cpu", "--num_processes", "2", "--start_method", "fork"]))
+"""
+
+
+def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, **options)  # type: ignore[call-overload]
+
+
+def test_all_is_well_on_cpu_cores() -> None:
+    ended = run("-m", "nblaunch", "test", "--cpu", "--num_processes", "3")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("3 processes on cpu (gloo), started by fork")
+    assert re.findall(r"^  ok +([\w-]+) +[\d.]+ s  \S", ended.stdout, re.MULTILINE) == list(CHECKS)
+    assert "all is well" in ended.stdout
+    assert not ended.stderr
+
+
+@pytest.mark.leaves_behind("the processes that escaped from their ranks on purpose, which end by themselves")
+def test_every_check_can_fail_and_shows_its_evidence() -> None:
+    ended = run("-c", BROKEN)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    parts = re.split(r"^  FAILED +([\w-]+) .*\n", ended.stdout, flags=re.MULTILINE)
+    evidence = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(evidence) == list(CHECKS), ended.stdout
+    assert "rank 1: reduce(sum)" not in evidence["collectives"]  # by chance, what it has is the sum
+    assert "rank 0: reduce(sum) gave [0.0, 0.0], expected [1.0, 10.0]" in evidence["collectives"]
+    assert re.search(
+        r"rank 0: 0\.weight differs from single-process training by [\d.e-]+ ", evidence["gradients"]
+    )
+    assert "samples: " in evidence["metrics"]
+    assert "the steps before load_state" in evidence["checkpoint"]
+    assert "rank 0's trained model begins with [" in evidence["weights-back"]
+    assert "ZeroDivisionError, and here arrived: None" in evidence["errors"]
+    assert "still running" in evidence["interrupt"]
+    assert "a child of a rank (pid " in evidence["interrupt"]
+    assert "rank 1 was killed by SIGKILL" in evidence["kill"]
+    assert "8 failed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_processes", "0"], "num_processes=0"),
+        (["--backend", "tpu"], "backend='tpu'"),
+        (["--backend", "cpu", "--only", "gradients", "speed"], "--only speed: valid are collectives"),
+    ],
+)
+def test_wrong_use_is_one_line_and_starts_nothing(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["test", *words]) == 2
+    shown = capfd.readouterr()
+    assert not shown.out
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_an_interrupt_ends_it_and_its_workers() -> None:
+    """Nothing is left: the fixture of all tests looks."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "nblaunch", "test", "--cpu", "--num_processes", "2", "--start_method", "spawn"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert program.stdout is not None
+    with program.stdout as shown:
+        assert "spawn" in shown.readline()
+        assert "collectives" in shown.readline()
+        os.kill(program.pid, signal.SIGINT)
+        assert program.wait(60) == 130
