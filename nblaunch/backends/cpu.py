@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,8 +63,14 @@ class CpuBackend(Backend):
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, limited by the quota of its control group; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota(cgroup.folders("cpu"))
+    quota = _own_quota()
     return max(1, min(cores, math.ceil(quota)) if quota else cores)
+
+
+@cache
+def _own_quota() -> float | None:
+    """Looked for once per process: reading the control groups' files takes a third of a millisecond."""
+    return cpu_quota(cgroup.folders("cpu"))
 
 
 def cpu_quota(folders: Iterable[Path]) -> float | None:
@@ -76,6 +83,8 @@ def cpu_quota(folders: Iterable[Path]) -> float | None:
         text = cgroup.read(folder / "cpu.max").split()
         if len(text) == 2 and text[0] != "max":
             quotas.append(int(text[0]) / int(text[1]))
+        if text:
+            continue
         quota, period = (cgroup.read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota and period and int(quota) > 0:
             quotas.append(int(quota) / int(period))

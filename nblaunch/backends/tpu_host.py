@@ -68,12 +68,18 @@ def chips_on(pci: Path) -> Counter[str]:
     return found
 
 
-def device_files(names_tpu: bool, dev: Path = DEV) -> int:
+@cache
+def device_files(names_tpu: bool) -> int:
+    """Chips by their device files, see :func:`device_files_in`. Looked for once per process."""
+    return device_files_in(DEV, names_tpu)
+
+
+def device_files_in(dev: Path, names_tpu: bool) -> int:
     """Chips by their device files, for containers that hide the PCI bus.
 
     Args:
-        names_tpu: whether the environment speaks of a TPU: VFIO groups may belong to any device.
         dev: the folder of device files.
+        names_tpu: whether the environment speaks of a TPU: VFIO groups may belong to any device.
     """
     accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
     groups = [path for path in dev.glob("vfio/*") if path.name.isdigit()] if names_tpu else []

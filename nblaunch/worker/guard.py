@@ -99,12 +99,16 @@ def be_first_to_go() -> None:
     Raising one's own score needs no privilege. Source: proc_pid_oom_score_adj(5).
     """
     try:
-        with open("/proc/self/oom_score_adj", "r+") as file:
-            if int(file.read()) < _OOM_SCORE:
-                file.seek(0)
-                file.write(str(_OOM_SCORE))
+        fd = os.open("/proc/self/oom_score_adj", os.O_RDWR)
     except OSError:
         return  # no such file on this system: then the choice stays the system's
+    try:
+        if int(os.read(fd, 16)) < _OOM_SCORE:
+            os.write(fd, str(_OOM_SCORE).encode())
+    except OSError:
+        return  # not allowed here: likewise
+    finally:
+        os.close(fd)
 
 
 def reset_signals() -> None:

@@ -72,8 +72,9 @@ def _refuse_input() -> None:
     builtins.input = refuse
     getpass.getpass = refuse
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
-    if kernelbase is not None:  # for cells that did ``from getpass import getpass``, and got the kernel's own
-        kernelbase.Kernel._input_request = lambda self, prompt, *args, **kwargs: refuse(prompt)
+    kernel: Any = None if kernelbase is None else kernelbase.Kernel._instance
+    if kernel is not None:  # for cells that did ``from getpass import getpass``, and got the kernel's own
+        kernel._input_request = refuse
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:

@@ -35,15 +35,15 @@ def test_two_cores_per_chip_are_known(pci: Path) -> None:
 
 
 def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
-    assert tpu_host.device_files(True, tmp_path) == 0
+    assert tpu_host.device_files_in(tmp_path, True) == 0
     (tmp_path / "vfio").mkdir()
     for name in ("vfio/vfio", "vfio/0", "vfio/1"):
         (tmp_path / name).touch()
-    assert tpu_host.device_files(False, tmp_path) == 0, "VFIO groups may be of any device"
-    assert tpu_host.device_files(True, tmp_path) == 2
+    assert tpu_host.device_files_in(tmp_path, False) == 0, "VFIO groups may be of any device"
+    assert tpu_host.device_files_in(tmp_path, True) == 2
     for name in ("accel0", "accel1", "accel2", "accelerometer"):
         (tmp_path / name).touch()
-    assert tpu_host.device_files(False, tmp_path) == 3
+    assert tpu_host.device_files_in(tmp_path, False) == 3
 
 
 @pytest.mark.parametrize(
