@@ -43,8 +43,13 @@ TABLE = {
     for row in (
         Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
+        Variable("NBLAUNCH_CONFIG_FILE", str, "", "settings of nblaunch launch; default: one in the platform's folder"),
+        Variable("XDG_CONFIG_HOME", str, "", "folder of configuration files; default: ~/.config"),
+        Variable("APPDATA", str, "", "folder of configuration files on Windows"),
         Variable("OMP_NUM_THREADS", as_first_count, 0, "CPU threads of a worker; default: usable cores / workers"),
         Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),
+        Variable("PYTORCH_NVML_BASED_CUDA_CHECK", str, None, "how torch counts GPUs; set to 1 where it is not set"),
+        Variable("NCCL_P2P_DISABLE", str, None, "whether GPUs talk through memory; set for cards that must"),
         Variable("PJRT_DEVICE", str, None, "what torch_xla computes on: TPU or CPU; default: TPU if there is one"),
         Variable("TPU_ACCELERATOR_TYPE", str, "", "kind of TPU, as the host's image says: v5litepod-8"),
         Variable("TPU_WORKER_HOSTNAMES", str, "", "hosts of the TPU slice that this machine belongs to"),

@@ -165,6 +165,16 @@ class Job:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
         self._requests.interrupt()
 
+    def terminate(self, grace_s: float = 20.0) -> None:
+        """End the job as a batch system's SIGTERM should: like :meth:`stop`; when time is up, like :meth:`interrupt`.
+
+        Where no rank looks at ``accelerator.should_stop`` or handles SIGTERM itself, ranks are interrupted at once.
+
+        Args:
+            grace_s: seconds in which ranks may write a checkpoint and return.
+        """
+        self._requests.terminate(grace_s)
+
     def cancel(self) -> None:
         """Kill every worker at once. :meth:`result` then raises :class:`nblaunch.errors.JobCancelled`."""
         self._requests.cancel()
@@ -217,7 +227,7 @@ class Job:
             self._conclude_attempt(report, outcomes)
 
     def _wants_restart(self, report: AttemptReport) -> bool:
-        was_stopped = report.interrupted or report.cancelled
+        was_stopped = report.interrupted or report.cancelled or self._requests.terminations > 0
         return not (report.is_success or was_stopped) and self.attempt < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:

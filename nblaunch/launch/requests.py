@@ -29,6 +29,8 @@ class StopRequests:
         descriptors.keep_from_children(self._reading, self._writing)
         self._is_closed = False
         self.interrupts = 0
+        self.terminations = 0
+        self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
         self.stack_queries: deque[Future[str]] = deque()
@@ -39,6 +41,14 @@ class StopRequests:
     def interrupt(self) -> None:
         """Once: ask workers to end, with grace. Twice: kill them."""
         self.interrupts += 1
+        self._wake()
+
+    def terminate(self, grace_s: float) -> None:
+        """Once: let the loops end, and interrupt them when ``grace_s`` is over. Again: interrupt at once."""
+        self.termination_grace_s = grace_s
+        self.terminations += 1
+        if self.terminations > 1:
+            self.interrupts += 1
         self._wake()
 
     def stop(self) -> None:

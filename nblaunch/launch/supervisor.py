@@ -25,8 +25,10 @@ from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.joblog import LogTail
 from nblaunch.launch.ladder import StopLadder
+from nblaunch.launch.memory_watch import MemoryWatch
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
+from nblaunch.launch.termination import Termination
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
@@ -89,8 +91,10 @@ class Supervisor:
         self._stacks_paths = stacks_paths
         self._stops_on_hang = stops_on_hang
         self._inspector = Inspector(hang_timeout_s)
+        self._memory_watch = MemoryWatch()
         self._dumps: list[tuple[StackDump, Callable[[list[str]], None]]] = []
         self._agreement: StopAgreement | None = None
+        self._termination: Termination | None = None
         self._started: set[int] = set()
         self._said = dict.fromkeys(receivers, 0)
         self._alive = set(receivers)
@@ -198,6 +202,10 @@ class Supervisor:
 
     def _heed_requests(self) -> None:
         requests = self._requests
+        if requests.terminations and self._termination is None:
+            self._begin_termination()
+        if self._termination is not None:
+            self._termination.poll(time.monotonic())
         if requests.is_cancelled and not self.report.cancelled:
             self.report.cancelled = True
             self._ladder = StopLadder.kill(time.monotonic())
@@ -215,6 +223,17 @@ class Supervisor:
         while requests.stack_queries:
             query = requests.stack_queries.popleft()
             self._dump_stacks(lambda lines, query=query: query.set_result("\n".join(lines)))  # type: ignore[misc]
+
+    def _begin_termination(self) -> None:
+        grace_s = self._requests.termination_grace_s
+        slots = {rank: self._board.slot(rank) for rank in self._receivers}
+        self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
+        text = (
+            f"asked to end (SIGTERM): ranks have {grace_s:g} s to leave by themselves"
+            if self._termination.is_heard
+            else "asked to end (SIGTERM): no rank looks at should_stop or handles the signal, so they are interrupted"
+        )
+        self._tell(Note(rank=-1, time_s=time.time(), text=text))
 
     def _begin_stop_after_failure(self) -> None:
         if self._ladder is None:
@@ -273,6 +292,8 @@ class Supervisor:
                 self._tell(event)
         samples = self._board.sample()
         self._show(samples)
+        for event in self._memory_watch.look(self._answering()):
+            self._tell(event)
         if self._inspector.look(time.monotonic(), self._answering(), samples, self._said):
             self._dump_stacks(self._on_hang)
         self._check_lingering()

@@ -31,6 +31,15 @@ def unusual_state(pid: int) -> str | None:
     return _STATES.get(fields[0]) if fields else None
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
+    for line in _read(pid, "status").splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(mask, 16) >> (signum - 1) & 1)
+    return False
+
+
 def _stat_fields(pid: int) -> list[str]:
     """The fields after the command's name, which may hold anything."""
     return _read(pid, "stat").rpartition(")")[2].split()

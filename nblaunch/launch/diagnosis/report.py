@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nblaunch.events import ExitStatus, Failed, Finished
+from nblaunch.launch.diagnosis.elsewhere import Elsewhere
 from nblaunch.launch.diagnosis.inspection import MemoryRecord
 from nblaunch.wire.board import Sample
 
 
 @dataclass
 class AttemptReport:
-    """How one attempt went, rank by rank. Each rank is in ``exits``; times are wall clock seconds.
+    """How one attempt went, rank by rank. Each rank of this node is in ``exits``; times are wall clock seconds.
 
     Args:
         finished: ranks whose function returned.
@@ -23,6 +24,7 @@ class AttemptReport:
         last_samples: the last sample of the board.
         memory: of host and workers while it ran.
         hang: where every rank was when the job was stopped because it hung; empty otherwise.
+        elsewhere: what is known of ranks on other nodes.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class AttemptReport:
     last_samples: list[Sample] = field(default_factory=list)
     memory: MemoryRecord | None = None
     hang: tuple[str, ...] = ()
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)
 
     @property
     def is_success(self) -> bool:

@@ -43,15 +43,10 @@ def find_root_cause(report: AttemptReport) -> RootCause | None:
 
     None where nothing failed by itself: every rank finished, or those that did not were ended by the launcher.
     """
-    deaths = [
-        RootCause(rank, status=status, time_s=time_s)
-        for rank, (status, time_s) in report.exits.items()
-        if rank not in report.finished and rank not in report.failed and not _was_ended_by_us(report, rank)
-    ]
-    errors = [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
-    own = [error for error in errors if not _is_consequence(report, error)]
-    if deaths or own:
-        return min(deaths + own, key=lambda cause: cause.time_s)
+    own = own_failures(report)
+    if own:
+        return min(own, key=lambda cause: cause.time_s)
+    errors = _errors(report)
     if not errors:
         return None
     leavers = [event for event in report.finished.values() if event.time_s <= min(e.time_s for e in errors)]
@@ -59,6 +54,20 @@ def find_root_cause(report: AttemptReport) -> RootCause | None:
         leaver = min(leavers, key=lambda event: event.time_s)
         return RootCause(leaver.rank, status=ExitStatus(0), left_early=True, time_s=leaver.time_s)
     return min(errors, key=lambda cause: cause.time_s)
+
+
+def own_failures(report: AttemptReport) -> list[RootCause]:
+    """What failed by itself, rather than because of another rank or of the launcher."""
+    deaths = [
+        RootCause(rank, status=status, time_s=time_s)
+        for rank, (status, time_s) in report.exits.items()
+        if rank not in report.finished and rank not in report.failed and not _was_ended_by_us(report, rank)
+    ]
+    return deaths + [error for error in _errors(report) if not _is_consequence(report, error)]
+
+
+def _errors(report: AttemptReport) -> list[RootCause]:
+    return [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
 
 
 def _was_ended_by_us(report: AttemptReport, rank: int) -> bool:

@@ -1,0 +1,186 @@
+"""Configuration files: where they are, reading them with every mistake named, writing them with comments.
+
+    # What a setting means.
+    num_processes: 4
+
+One format for ours and for those of ``accelerate config``: keys are the names of :data:`SETTINGS`, those of a strategy
+may stand in a mapping of their own (``fsdp_config:``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nblaunch import env
+from nblaunch.config import reference
+from nblaunch.config.resolving import ConfigError, Layer, convert, unknown
+from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
+
+_EXTRA_KEYS = ("gradient_accumulation_steps",)
+"""Settings of other groups that the reference writes into ``deepspeed_config``."""
+
+
+def default_path() -> Path:
+    """The file that is read where no other is named: ``NBLAUNCH_CONFIG_FILE``, or one in the platform's folder."""
+    chosen = env.read("NBLAUNCH_CONFIG_FILE")
+    return Path(chosen).expanduser() if chosen else _platform_folder() / "nblaunch" / "default.yaml"
+
+
+def _platform_folder() -> Path:
+    """Source: XDG Base Directory Specification; Apple's File System Programming Guide; Windows' known folders."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support"
+    chosen = env.read("APPDATA" if sys.platform == "win32" else "XDG_CONFIG_HOME")
+    # The specification: a relative path is invalid and must be ignored.
+    return Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".config"
+
+
+def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
+    """What the file says that was named, else the default one; nothing where there is none.
+
+    Raises:
+        ConfigError: the named file is missing, or the file can't be used.
+    """
+    if config_file is not None:
+        return [read(Path(config_file))]
+    path = default_path()
+    return [read(path)] if path.is_file() else []
+
+
+def read(path: Path) -> Layer:
+    """A configuration file as a layer of settings.
+
+    Raises:
+        ConfigError: it is missing, is no YAML, or has an unknown key or a value of a wrong type.
+    """
+    raw = _flattened(path, _load(path))
+    try:
+        ours, notes = reference.translated(raw)
+        unknown_keys = [key for key in ours if key not in SETTINGS]
+        if unknown_keys:
+            raise ConfigError("; ".join(unknown(str(key), SETTINGS) for key in unknown_keys))
+        given = {
+            name: value
+            for name, value in ours.items()
+            if value is not None and not _is_left_open(name, value)
+        }
+        values = {name: convert(name, value) for name, value in given.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return Layer(f"file {path}", values, tuple(notes))
+
+
+def _is_left_open(name: str, value: Any) -> bool:
+    """Accelerate's way to write that something is not set."""
+    return name == "num_processes" and value == -1
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml  # 15 ms, which commands without a file do not need
+
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _loader())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold keys and values, but is a {type(content).__name__}")
+    return content
+
+
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice, of which YAML would silently take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = [key for place, key in enumerate(keys) if key in keys[:place]]
+            if twice:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{twice[0]} is there twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the file and of its sections together."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in SECTIONS:
+            flat[key] = value
+            continue
+        if value is None:
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: {key}: must hold keys and values, but is {value!r}")
+        for inner, inner_value in value.items():
+            if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
+                raise ConfigError(f"{path}: {key}: {inner} does not belong there, but in the file itself")
+            flat[inner] = inner_value
+    return flat
+
+
+def write(path: Path, values: Mapping[str, Any]) -> None:
+    """Write settings as YAML with a comment for each, so that a reader ever sees the old file or the whole new one.
+
+    Raises:
+        ConfigError: the folder or the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                file.write(render(values))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}") from None
+
+
+def render(values: Mapping[str, Any]) -> str:
+    """Settings as commented YAML, in the order of the table."""
+    lines = [
+        "# Defaults of `nblaunch launch`, written by `nblaunch config`. An option on the command line beats them;"
+    ]
+    lines.append("# `nblaunch launch --help` lists all settings, and each may stand here.")
+    for group, title in GROUPS.items():
+        chosen = {
+            name: value
+            for name, value in values.items()
+            if SETTINGS[name].group == group and value is not None
+        }
+        if not chosen:
+            continue
+        lines += ["", f"# --- {title}"]
+        indent = "  " if group in SECTIONS else ""
+        lines += [f"{group}:"] if indent else []
+        for name in (name for name in SETTINGS if name in chosen):
+            lines += [f"{indent}# {SETTINGS[name].meaning}", f"{indent}{name}: {_scalar(chosen[name])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: Any) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("...").strip()

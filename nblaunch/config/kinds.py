@@ -1,0 +1,162 @@
+"""The kinds of value that a setting can have, and how each is read from a command line, a file or a Python call."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.env import as_flag
+
+
+class Kind(ABC):
+    """How a value is read."""
+
+    metavar = ""
+    choices: tuple[str, ...] = ()
+
+    @abstractmethod
+    def convert(self, value: Any) -> Any:
+        """``value``, a text or what YAML made of one, as the setting's type.
+
+        Raises:
+            ValueError: it is none; the message is the end of a sentence, as ``must be a whole number``.
+        """
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number, at least ``least`` and at most ``most``."""
+
+    least: int = 0
+    most: int | None = None
+    metavar = "N"
+
+    def convert(self, value: Any) -> int:
+        number = _number(value)
+        if number is None or number != int(number):
+            raise ValueError("must be a whole number")
+        if number < self.least or (self.most is not None and number > self.most):
+            most = f" and at most {self.most}" if self.most is not None else ""
+            raise ValueError(f"must be at least {self.least}{most}")
+        return int(number)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number of at least ``least``; with ``is_optional`` also ``none``."""
+
+    least: float = 0.0
+    is_optional: bool = False
+    metavar = "X"
+
+    def convert(self, value: Any) -> float | None:
+        if self.is_optional and (value is None or str(value).strip().lower() == "none"):
+            return None
+        number = _number(value)
+        if number is None:
+            raise ValueError("must be a number" + (" or none" if self.is_optional else ""))
+        if number < self.least:
+            raise ValueError(f"must be at least {self.least:g}")
+        return number
+
+
+@dataclass(frozen=True)
+class Flag(Kind):
+    """True or false, in any of the words that people use."""
+
+    metavar = "true|false"
+
+    def convert(self, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
+        try:
+            return as_flag(value) if isinstance(value, str) and value.strip() else _refuse()
+        except ValueError:
+            raise ValueError("must be true or false") from None
+
+
+@dataclass(frozen=True)
+class Switch(Flag):
+    """A flag that takes no value on the command line: being there makes it true."""
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of a few words, in small or capital letters; ``synonyms`` are other spellings of them."""
+
+    choices: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] | None = None
+
+    @property
+    def metavar(self) -> str:  # type: ignore[override]
+        return "|".join(self.choices)
+
+    def convert(self, value: Any) -> str:
+        # YAML reads the words no and yes as truth values.
+        text = {False: "no", True: "yes"}.get(value, value) if isinstance(value, bool) else value
+        text = str(text).strip()
+        by_lower = {choice.lower(): choice for choice in self.choices}
+        wanted = (self.synonyms or {}).get(text.lower(), text)
+        found = by_lower.get(wanted.lower())
+        if found is None:
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """Any text, but not an empty one."""
+
+    metavar: str = "TEXT"
+
+    def convert(self, value: Any) -> str:
+        if isinstance(value, (bool, Mapping, list)) or not str(value).strip():
+            raise ValueError("must be a text")
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Word(Kind):
+    """A name in small letters that somebody else checks."""
+
+    metavar = "NAME"
+
+    def convert(self, value: Any) -> str:
+        text = (
+            "no" if value is False else str(value).strip().lower()
+        )  # YAML reads the word no as a truth value
+        if value is True or not text.replace("_", "").replace("-", "").isalnum():
+            raise ValueError("must be a name")
+        return text
+
+
+@dataclass(frozen=True)
+class Pairs(Kind):
+    """``key=value,key=value``, or a mapping in a file."""
+
+    metavar = "KEY=VALUE,..."
+
+    def convert(self, value: Any) -> dict[str, str]:
+        if isinstance(value, Mapping):
+            return {str(key): str(content) for key, content in value.items()}
+        pairs = [part.partition("=") for part in str(value).split(",") if part.strip()]
+        if not pairs or any(not (key.strip() and equals) for key, equals, _ in pairs):
+            raise ValueError("must be pairs such as timeout=900,join_timeout=600")
+        return {key.strip(): content.strip() for key, _, content in pairs}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _refuse() -> bool:
+    raise ValueError

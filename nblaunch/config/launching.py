@@ -1,0 +1,165 @@
+"""From resolved settings to a :class:`LaunchSpec`, which counts per machine and knows plugins by their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nblaunch.config.files import find_layers
+from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve
+from nblaunch.spec import LaunchSpec
+
+_ALWAYS = (
+    "backend",
+    "mixed_precision",
+    "rdzv_backend",
+    "rdzv_conf",
+    "rdzv_id",
+    "max_restarts",
+    "log_dir",
+    "log_line_prefix_template",
+    "hang_timeout_s",
+    "on_hang",
+    "interrupt_grace_s",
+)
+_WHERE_SET = {
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "master_port",
+    "num_cpu_threads_per_process": "threads_per_process",
+    "monitor_interval": "monitor_interval_s",
+    "start_method": "start_method",
+    "rdzv_endpoint": "rdzv_endpoint",
+    "rdzv_timeout_s": "rdzv_timeout_s",
+}
+
+_DYNAMO_ARGUMENTS = {
+    "dynamo_backend": "backend",
+    "dynamo_mode": "mode",
+    "dynamo_use_fullgraph": "fullgraph",
+    "dynamo_use_dynamic": "dynamic",
+    "dynamo_use_regional_compilation": "use_regional_compilation",
+}
+"""Setting -> argument of ``TorchDynamoPlugin``."""
+
+_FSDP_ARGUMENTS = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_offload_params": "cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "fsdp_min_num_params": "min_num_params",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_sharding_strategy": "sharding_strategy",
+    "fsdp_backward_prefetch": "backward_prefetch",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_use_orig_params": "use_orig_params",
+    "fsdp_sync_module_states": "sync_module_states",
+}
+"""Setting -> argument of ``FullyShardedDataParallelPlugin``."""
+
+_DEEPSPEED_ARGUMENTS = {
+    "deepspeed_config_file": "hf_ds_config",
+    "zero_stage": "zero_stage",
+    "offload_optimizer_device": "offload_optimizer_device",
+    "offload_param_device": "offload_param_device",
+    "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
+    "offload_param_nvme_path": "offload_param_nvme_path",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "zero3_init_flag": "zero3_init_flag",
+    "zero3_save_16bit_model": "zero3_save_16bit_model",
+    "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
+}
+"""Setting -> argument of ``DeepSpeedPlugin``."""
+
+
+def spec_from_file(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    config_file: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> LaunchSpec:
+    """A launch of ``function(*args)`` with the settings of a configuration file.
+
+    Args:
+        function: called in every worker.
+        args: its positional arguments.
+        config_file: written by ``nblaunch config`` or ``accelerate config``; None = the default one, if it exists.
+        options: settings by name that beat the file's, as ``num_processes=2``.
+
+    Raises:
+        ConfigError: the file or an option is wrong; the message is one line.
+    """
+    return spec_of(resolved_settings(config_file, options), function, args)
+
+
+def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
+    """Arguments of a Python call over a file over the defaults; options that are None are left to the file."""
+    given = {name: convert(name, value) for name, value in options.items() if value is not None}
+    return resolve([Layer("argument", given), *find_layers(config_file)])
+
+
+def spec_of(
+    resolved: Resolved, function: Callable[..., Any], args: tuple[Any, ...] = (), **further: Any
+) -> LaunchSpec:
+    """The launch that settings describe; ``further`` are arguments of :class:`LaunchSpec` that no setting has.
+
+    Raises:
+        ConfigError: the settings do not make a launch.
+    """
+    given = {name: resolved[name] for name in _ALWAYS}
+    given |= {ours: resolved[name] for name, ours in _WHERE_SET.items() if resolved[name] is not None}
+    given["num_processes"] = processes_per_machine(resolved)
+    given["strategy"] = "spmd" if resolved["strategy"] == "spmd" else "auto"
+    given["accelerator"] = accelerator_settings(resolved)
+    try:
+        return LaunchSpec(function=function, args=args, **(given | further))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def processes_per_machine(resolved: Resolved) -> int | None:
+    """``num_processes`` counts those of all machines; None = one per device of each."""
+    total: int | None = resolved["num_processes"]
+    return None if total is None else total // resolved["num_machines"]
+
+
+def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
+    """What an ``Accelerator()`` in a worker takes where its own argument is not given, by argument."""
+    settings: dict[str, Any] = {}
+    if resolved["gradient_accumulation_steps"] is not None:
+        settings["gradient_accumulation_steps"] = resolved["gradient_accumulation_steps"]
+    settings |= {name: True for name in ("downcast_bf16", "debug") if resolved[name]}
+    if resolved["dynamo_backend"] != "no":
+        chosen = resolved.group("dynamo_config")
+        settings["dynamo_plugin"] = {
+            name.removeprefix("dynamo_").removeprefix("use_"): v for name, v in chosen.items()
+        }
+        if "regional_compilation" in settings["dynamo_plugin"]:
+            plugin = settings["dynamo_plugin"]
+            plugin["use_regional_compilation"] = plugin.pop("regional_compilation")
+    if resolved["strategy"] == "fsdp":
+        settings["fsdp_plugin"] = _fsdp_arguments(resolved)
+    if resolved["strategy"] == "deepspeed":
+        chosen = resolved.group("deepspeed_config") | {
+            name: settings[name] for name in ("gradient_accumulation_steps",) if name in settings
+        }
+        settings["deepspeed_plugin"] = {_DEEPSPEED_ARGUMENTS[name]: value for name, value in chosen.items()}
+    return settings
+
+
+def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
+    plugin = {_FSDP_ARGUMENTS[name]: value for name, value in resolved.group("fsdp_config").items()}
+    plugin["fsdp_version"] = int(resolved["fsdp_version"])
+    names = plugin.get("transformer_cls_names_to_wrap")
+    if names is not None:
+        plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
+    reshard = str(plugin.get("reshard_after_forward", "")).lower()
+    if reshard in ("true", "false"):
+        plugin["reshard_after_forward"] = reshard == "true"
+    return plugin

@@ -1,0 +1,172 @@
+"""The table of all settings of a launch, under the names that Hugging Face Accelerate gives them where it has them.
+
+One row is an option of ``nblaunch launch``, a key of a configuration file and an argument of :func:`nblaunch.launch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.config.kinds import Choice, Flag, Kind, Number, Pairs, Switch, Text, Whole, Word
+from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
+
+GROUPS = {
+    "devices": "what to compute on",
+    "processes": "how many processes, and how they start",
+    "machines": "several machines",
+    "training": "what an Accelerator() in the script uses where it is not told otherwise",
+    "dynamo_config": "compiling models (torch.compile)",
+    "fsdp_config": "fully sharded data parallel, with --use_fsdp",
+    "deepspeed_config": "DeepSpeed, with --use_deepspeed",
+    "running": "while it runs",
+}
+"""Group -> its title. The groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
+
+STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "spmd")
+DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table.
+
+    Args:
+        name: of the option, the key and the argument.
+        kind: what values it has.
+        default: its value where nobody sets it; None = decided at the launch.
+        meaning: a line for help and for comments in files.
+        group: of :data:`GROUPS`.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    group: str
+
+
+_TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
+    "devices": (
+        (
+            "backend",
+            Choice(("auto", "cpu", "cuda", "xla")),
+            "auto",
+            "device family; auto = the best one here",
+        ),
+        ("gpu_ids", Text("IDS"), "all", "GPUs of this machine to use, as 0,2"),
+    ),
+    "processes": (
+        ("num_processes", Whole(1), None, "processes of all machines together; default: one per device"),
+        ("num_cpu_threads_per_process", Whole(1), None, "CPU threads of each; default: cores / processes"),
+        (
+            "start_method",
+            Choice(START_METHODS),
+            None,
+            "how processes start; default for scripts: spawn (fresh ones)",
+        ),
+    ),
+    "machines": (
+        ("num_machines", Whole(1), 1, "number of machines"),
+        ("machine_rank", Whole(0), 0, "which of them this one is, from 0"),
+        ("main_process_ip", Text("ADDRESS"), None, "address of machine 0; default on one machine: 127.0.0.1"),
+        ("main_process_port", Whole(0, 65535), None, "port of machine 0; default on one machine: a free one"),
+        ("rdzv_backend", Choice(RDZV_BACKENDS), "static", "how machines find each other"),
+        ("rdzv_endpoint", Text("HOST:PORT"), None, "where c10d machines meet; default: machine 0"),
+        ("rdzv_conf", Pairs(), None, "further settings of the rendezvous"),
+        (
+            "rdzv_timeout_s",
+            Number(0.001),
+            None,
+            "seconds in which machines must find each other; default: 600",
+        ),
+        ("rdzv_id", Text("NAME"), "none", "name of the job among several at one rendezvous"),
+        ("max_restarts", Whole(0), 0, "how often all processes are started again after a failure"),
+        ("monitor_interval", Number(0.001), 0.1, "changes nothing: processes are watched by events"),
+    ),
+    "training": (
+        ("mixed_precision", Choice(MIXED_PRECISIONS), "no", "precision of forward passes"),
+        ("gradient_accumulation_steps", Whole(1), None, "micro-batches per optimizer step; default: 1"),
+        ("strategy", Choice(STRATEGIES), "auto", "how models are spread; auto = data parallel (ddp)"),
+        ("downcast_bf16", Switch(), False, "TPU with bf16: hold float as bfloat16 and double as float32"),
+        ("debug", Switch(), False, "compare the shapes of collective operations over ranks"),
+    ),
+    "dynamo_config": (
+        ("dynamo_backend", Word(), "no", "compile models with this backend of torch.compile, as inductor"),
+        ("dynamo_mode", Choice(DYNAMO_MODES), None, "what to optimise for"),
+        ("dynamo_use_fullgraph", Switch(), False, "compile models in one piece or fail"),
+        ("dynamo_use_dynamic", Switch(), None, "compile for changing shapes; default: as torch finds"),
+        ("dynamo_use_regional_compilation", Switch(), False, "compile repeated blocks only"),
+    ),
+    "fsdp_config": (
+        ("fsdp_version", Choice(("1", "2")), "2", "2 = fully_shard; settings of version 1 are translated"),
+        (
+            "fsdp_reshard_after_forward",
+            Text("true|false|NAME"),
+            None,
+            "free gathered weights after the forward pass",
+        ),
+        ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
+        ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None, "which submodules are sharded one by one"),
+        ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None, "blocks, for TRANSFORMER_BASED_WRAP"),
+        ("fsdp_min_num_params", Whole(1), None, "least number of parameters, for SIZE_BASED_WRAP"),
+        (
+            "fsdp_state_dict_type",
+            Choice(STATE_DICT_TYPES),
+            None,
+            "weights in checkpoints: whole, or a part per rank",
+        ),
+        ("fsdp_cpu_ram_efficient_loading", Flag(), None, "only rank 0 loads the pretrained weights"),
+        ("fsdp_activation_checkpointing", Flag(), None, "compute activations again rather than keep them"),
+        ("fsdp_sharding_strategy", Text("NAME"), None, "version 1: FULL_SHARD, SHARD_GRAD_OP, ..."),
+        ("fsdp_backward_prefetch", Text("NAME"), None, "version 1: BACKWARD_PRE, BACKWARD_POST"),
+        ("fsdp_forward_prefetch", Flag(), None, "version 1: gather the next weights early"),
+        ("fsdp_use_orig_params", Flag(), None, "version 1: frozen and trained parameters in one module"),
+        ("fsdp_sync_module_states", Flag(), None, "version 1: rank 0's weights go to all ranks at the start"),
+    ),
+    "deepspeed_config": (
+        (
+            "deepspeed_config_file",
+            Text("FILE"),
+            None,
+            "DeepSpeed's own JSON file, instead of the options below",
+        ),
+        ("zero_stage", Whole(0, 3), None, "shard 1: optimizer states, 2: gradients too, 3: parameters too"),
+        ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where optimizer states lie"),
+        ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where parameters lie (stage 3)"),
+        ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
+        ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
+        ("gradient_clipping", Number(0.0), None, "greatest norm of the gradients"),
+        ("zero3_init_flag", Flag(), None, "stage 3: shard weights while the model is built"),
+        ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
+        ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
+    ),
+    "running": (
+        (
+            "dashboard",
+            Choice(("text", "none")),
+            "text",
+            "text = lines of progress and a final table on stderr",
+        ),
+        ("log_dir", Text("FOLDER"), None, "folder for logs; default: NBLAUNCH_LOG_DIR, or a temporary one"),
+        ("log_line_prefix_template", Text("TEMPLATE"), None, "label of printed lines, as '[${rank}] '"),
+        (
+            "hang_timeout_s",
+            Number(0.001, is_optional=True),
+            300.0,
+            "seconds without progress until stacks are shown",
+        ),
+        ("on_hang", Choice(ON_HANG), "report", "report a hang, or stop the job as well"),
+        ("interrupt_grace_s", Number(0.0), 5.0, "seconds for finally blocks after Ctrl-C, before the kill"),
+        ("stop_grace_s", Number(0.0), 20.0, "seconds for a checkpoint after SIGTERM, before an interrupt"),
+    ),
+}
+
+SETTINGS = {row[0]: Setting(*row, group) for group, rows in _TABLE.items() for row in rows}
+"""Name -> setting, in the order in which people are shown them."""
+
+SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
+"""The groups that are mappings of their own in files."""
