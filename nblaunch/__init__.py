@@ -13,6 +13,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.backends import cuda_in_kernel
+from nblaunch.worker import imports
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -126,6 +129,11 @@ if TYPE_CHECKING:
     from nblaunch.training.project import ProjectConfiguration
     from nblaunch.training.rng import set_seed, synchronize_rng_states
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+
+# So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
+cuda_in_kernel.watch()
+imports.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Any
 
 from nblaunch import __version__, backends, env, platforms
-from nblaunch.backends import cgroup, cpu, cuda, tpu_host
+from nblaunch.backends import cgroup, cpu, cuda_host, tpu_host
 from nblaunch.dashboard import kernel_shell
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
@@ -220,7 +220,7 @@ def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
 def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Devices that are here and can't be used. That there are none is no finding."""
     for name, found in devices.items():
-        is_here = found["count"] > 0 or (name == "cuda" and cuda.physical_gpus())
+        is_here = found["count"] > 0 or (name == "cuda" and cuda_host.physical_gpus())
         if is_here and found["unusable_because"]:
             yield f"backend={name!r} can't be used: {found['unusable_because']}"
 

@@ -1,168 +1,115 @@
-"""The CUDA backend's launcher half, with fake machines; real hardware is in tests/hardware/test_cuda.py."""
+"""The CUDA backend with fake machines and recorded calls; real hardware is in tests/hardware/test_cuda.py."""
 
 from __future__ import annotations
 
-import os
-import stat
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from nblaunch import backends
-from nblaunch.backends import autograd_probe, cuda
-from nblaunch.backends.cuda import BACKEND, Gpu
+from nblaunch.backends import cuda, cuda_in_kernel
+from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
+from tests.backends.conftest import FakeSmi
+from tests.backends.fake_nvml import FakeGpu, FakeNvml
 
-TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
-PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
-
-LISTING = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-cccc3333)
-  MIG 3g.20gb     Device  0: (UUID: MIG-1111)
-  MIG 3g.20gb     Device  1: (UUID: MIG-2222)
-GPU 1: Tesla T4 (UUID: GPU-dddd4444)
-"""
+NvmlMaker = Callable[..., FakeNvml]
+TWO = Topology(world_size=2, local_world_size=2)
 
 
-@pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake ``nvidia-smi``, the only program on PATH; there is no NVML."""
-    program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(cuda, "_WSL_SMI", str(tmp_path / "none"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(cuda, "_query_gpus", cuda._query_gpus.__wrapped__)
-    return program
-
-
-def _write(program: Path, body: str) -> None:
-    program.write_text(f"#!/bin/sh\n{body}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-
-
-def _lists(program: Path, text: str) -> None:
-    # Builtins only: PATH holds nothing else.
-    _write(program, "".join(f"echo '{line}'\n" for line in text.splitlines()))
-
-
-def test_gpus_are_counted_by_nvidia_smi(smi: Path) -> None:
-    _lists(smi, "GPU 0: Tesla T4 (UUID: GPU-aaaa1111)\nGPU 1: Tesla T4 (UUID: GPU-aabb2222)")
-    assert cuda.physical_gpus() == TWO
-    assert BACKEND.device_count() == 2
-
-
-def test_mig_instances_belong_to_their_gpu() -> None:
-    assert cuda.parse_smi(LISTING) == PARTITIONED
-
-
-@pytest.mark.parametrize(
-    "body", ["exit 9", "echo NVIDIA-SMI has failed", "echo 'GPU 0: T4 (UUID: GPU-1)'; exit 1"]
-)
-def test_a_driver_in_a_bad_state_counts_as_no_gpu(smi: Path, body: str) -> None:
-    _write(smi, body)
+def test_no_gpu_is_the_reason_where_there_is_none(smi: FakeSmi) -> None:
+    smi.does("exit 9")
     assert BACKEND.device_count() == 0
     assert BACKEND.affinity() == 0
+    assert BACKEND.overlooked() is None
     assert BACKEND.unavailable_reason() == "neither NVML nor nvidia-smi finds an NVIDIA GPU on this machine"
 
 
-def test_no_nvidia_smi_counts_as_no_gpu(smi: Path) -> None:
-    assert BACKEND.device_count() == 0
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        (None, ["GPU-aaaa1111", "GPU-aabb2222"]),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("1", ["GPU-aabb2222"]),
-        ("1, 0", ["GPU-aabb2222", "GPU-aaaa1111"]),
-        ("0,-1,1", ["GPU-aaaa1111"]),
-        ("0,7,1", ["GPU-aaaa1111"]),
-        ("0,0", []),
-        ("GPU-aabb", ["GPU-aabb2222"]),
-        ("GPU-aa", []),
-        ("GPU-aaaa1111,1", ["GPU-aaaa1111", "GPU-aabb2222"]),
-        ("GPU-ffff", []),
-    ],
-)
-def test_cuda_visible_devices(setting: str | None, expected: list[str]) -> None:
-    assert cuda.visible_devices(TWO, setting) == expected
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        (None, ["MIG-1111"]),
-        ("1", ["GPU-dddd4444"]),
-        ("MIG-2222", ["MIG-2222"]),
-        ("MIG-1111,MIG-2222", ["MIG-1111"]),
-    ],
-)
-def test_at_most_one_partition_is_shown(setting: str | None, expected: list[str]) -> None:
-    assert cuda.visible_devices(PARTITIONED, setting) == expected
-
-
-def test_a_torch_without_cuda_is_named_as_the_reason(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    _lists(smi, "GPU 0: Tesla T4 (UUID: GPU-aaaa1111)")
+def test_a_torch_without_cuda_is_named_as_the_reason(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml(FakeGpu("GPU-aaaa1111"))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert BACKEND.affinity() == 0
     assert "built without CUDA" in BACKEND.unavailable_reason()
+    assert str(BACKEND.overlooked()).startswith(
+        "1 GPU is here, but can't be used: the installed torch was built"
+    )
     with pytest.raises(RuntimeError, match=r"backend='cuda' can't be used here: .*built without CUDA"):
         backends.choose("cuda")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert BACKEND.overlooked() is None
     assert backends.choose("auto") is BACKEND
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert BACKEND.affinity() == 0
     assert BACKEND.unavailable_reason() == "CUDA_VISIBLE_DEVICES='' hides all 1 GPUs"
 
 
-def test_cuda_used_through_torch_is_a_fork_hazard(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "has used CUDA through torch" in str(BACKEND.fork_hazard())
-
-
-def test_cuda_used_by_another_library_is_seen_in_proc(tmp_path: Path) -> None:
-    folder = tmp_path / "fd"
-    folder.mkdir()
-    (folder / "0").symlink_to("/dev/null")
-    (folder / "1").symlink_to("socket:[123]")
-    (folder / "2").write_text("closed meanwhile")
-    assert not cuda.has_open_device(folder)
-    (folder / "3").symlink_to("/dev/nvidia-uvm")
-    assert cuda.has_open_device(folder)
-    assert not cuda.has_open_device(tmp_path / "no-proc")
-    assert not cuda.has_open_device(Path("/proc/self/fd"))
-
-
-def test_a_backward_in_the_kernel_is_a_fork_hazard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd_probe, "fork_failure", lambda: "RuntimeError: Unable to handle autograd")
-    assert BACKEND.fork_hazard() == (
-        "backward() ran in this process, and would fail in every forked worker "
-        "(RuntimeError: Unable to handle autograd)"
-    )
-    monkeypatch.setattr(autograd_probe, "fork_failure", lambda: None)
+def test_a_hazard_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_in_kernel, "hazard", lambda: "has used CUDA")
+    assert BACKEND.fork_hazard() == "this process has used CUDA"
+    monkeypatch.setattr(cuda_in_kernel, "hazard", lambda: None)
     assert BACKEND.fork_hazard() is None
 
 
-def test_one_machines_rendezvous_stays_on_it() -> None:
+def test_libraries_that_use_gpus_can_be_imported_in_the_kernel(tmp_path: Path) -> None:
+    """Modules that ask torch about GPUs when they are imported, as these libraries do."""
+    for name in ("bitsandbytes", "torchao"):
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\nHAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()\n"
+        )
+    program = (
+        "import nblaunch, bitsandbytes, torchao; from nblaunch.backends.cuda import BACKEND;"
+        "hazard = BACKEND.fork_hazard(); assert hazard is None, hazard"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, env={"PYTHONPATH": f"{tmp_path}:."}
+    )
+
+
+def test_one_machines_rendezvous_stays_on_it(nvml: NvmlMaker) -> None:
+    nvml()
     alone, several = Topology(), Topology(local_world_size=1, world_size=2, num_nodes=2)
     assert BACKEND.worker_env(alone) == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     assert BACKEND.worker_env(several) == {}
 
 
-def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    import torch.distributed as dist
+def test_cards_without_direct_connections_are_told_so(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml(*(FakeGpu(f"GPU-{index}", "NVIDIA GeForce RTX 4090") for index in range(2)), driver="535.54")
+    hints = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    assert BACKEND.worker_env(TWO).items() >= hints.items()
+    assert not BACKEND.worker_env(Topology()).keys() & hints.keys()
+    (note,) = BACKEND.launch_notes(2)
+    assert note.startswith(
+        "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver"
+    )
+    assert "NVIDIA GeForce RTX 4090" in note
+    assert BACKEND.launch_notes(1) == ()
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert not BACKEND.worker_env(TWO).keys() & hints.keys(), "a person's own choice holds"
+    assert BACKEND.launch_notes(2) == ()
 
+
+def test_other_cards_are_left_alone(nvml: NvmlMaker) -> None:
+    nvml(FakeGpu("GPU-0"), FakeGpu("GPU-1"))
+    assert "NCCL_P2P_DISABLE" not in BACKEND.worker_env(TWO)
+    assert BACKEND.launch_notes(2) == ()
+
+
+def test_sharing_a_gpu_is_told(nvml: NvmlMaker) -> None:
+    nvml(FakeGpu("GPU-0"))
+    (note,) = BACKEND.launch_notes(2)
+    assert note.startswith("2 workers share one GPU and talk by gloo, through host memory")
+
+
+def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
     monkeypatch.setattr(cuda.process_group, "join", lambda group, topology, timeout_s: joined.append(group))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -173,8 +120,6 @@ def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -185,8 +130,7 @@ def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     assert BACKEND.supports_precision("bf16") == "Tesla T4 has no bf16; use mixed_precision='fp16'"
@@ -195,37 +139,10 @@ def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.supports_precision("bf16") is None
 
 
-def test_nvml_is_asked_first(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(smi, "exit 1")
-    closed: list[bool] = []
-
-    class NVMLError(Exception):
-        pass
-
-    def no_partitions(handle: int) -> None:
-        raise NVMLError
-
-    nvml = SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: closed.append(True),
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUUID=lambda index: (b"GPU-aaaa1111", "GPU-aabb2222")[index],
-        nvmlDeviceGetMigMode=no_partitions,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
-    assert cuda.physical_gpus() == TWO
-    assert closed == [True]
-
-
-def test_counting_opens_no_device(smi: Path) -> None:
-    _lists(smi, LISTING)
-    assert BACKEND.device_count() == 1
-    opened = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if fd.isdigit() and os.path.islink(f"/proc/self/fd/{fd}")
-    ]
-    assert not any("nvidia" in target for target in opened)
+def test_the_launcher_asks_for_no_precision_that_would_cost_a_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append("bf16"))
+    assert BACKEND.supports_precision("bf16") is None
+    assert asked == []

@@ -1,0 +1,142 @@
+"""What NVML, the driver's own library, tells of this host's GPUs; asked through nvidia-ml-py (module ``pynvml``).
+
+NVML makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a process which asks it can still be forked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nblaunch.backends.cuda_visible import Gpu
+from nblaunch.backends.meter import DeviceMeter, DeviceReading
+
+
+def list_gpus() -> tuple[Gpu, ...] | None:
+    """The GPUs of this host in the driver's order; None where NVML can't be asked."""
+    with _opened() as pynvml:
+        if pynvml is None:
+            return None
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            return tuple(_describe(pynvml, handle) for handle in handles)
+        except pynvml.NVMLError:
+            return None
+
+
+def driver_version() -> str | None:
+    """As ``"550.54.15"``; None where NVML can't be asked."""
+    with _opened() as pynvml:
+        if pynvml is None:
+            return None
+        try:
+            return _text(pynvml.nvmlSystemGetDriverVersion())
+        except pynvml.NVMLError:
+            return None
+
+
+class NvmlMeter(DeviceMeter):
+    """Reads GPUs and MIG instances through NVML, which stays open meanwhile.
+
+    Args:
+        uuids: of what is read, in the order of local ranks.
+        pynvml: the module, with NVML initialised.
+    """
+
+    def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
+        self._pynvml = pynvml
+        self._handles: list[tuple[str, Any]] = []
+        for index, uuid in enumerate(uuids):
+            try:
+                self._handles.append((f"GPU {index}", pynvml.nvmlDeviceGetHandleByUUID(uuid)))
+            except pynvml.NVMLError:
+                continue
+
+    @classmethod
+    def open(cls, uuids: Sequence[str]) -> NvmlMeter | None:
+        """A meter; None where NVML can't be asked."""
+        pynvml = _initialised()
+        return None if pynvml is None else cls(uuids, pynvml)
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        readings = []
+        for name, handle in self._handles:
+            try:
+                memory = self._pynvml.nvmlDeviceGetMemoryInfo(handle)
+            except self._pynvml.NVMLError:
+                continue
+            readings.append(
+                DeviceReading(
+                    name,
+                    int(memory.used),
+                    int(memory.total),
+                    self._utilisation(handle),
+                    self._processes(handle),
+                )
+            )
+        return tuple(readings)
+
+    def _utilisation(self, handle: Any) -> float | None:
+        try:
+            return int(self._pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except self._pynvml.NVMLError:
+            return None  # MIG instances have no such counter
+
+    def _processes(self, handle: Any) -> dict[int, int]:
+        try:
+            running = self._pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        except self._pynvml.NVMLError:
+            return {}
+        return {int(process.pid): int(process.usedGpuMemory or 0) for process in running}
+
+    def close(self) -> None:
+        self._handles = []
+        self._pynvml.nvmlShutdown()
+
+
+def _initialised() -> Any:
+    """The module with NVML up; None where there is no driver, or one that does not fit its library."""
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    pynvml: Any = importlib.import_module("pynvml")  # optional, and without types
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+@contextmanager
+def _opened() -> Iterator[Any]:
+    pynvml = _initialised()
+    try:
+        yield pynvml
+    finally:
+        if pynvml is not None:
+            pynvml.nvmlShutdown()
+
+
+def _describe(pynvml: Any, handle: Any) -> Gpu:
+    uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
+    return Gpu(uuid, tuple(map(_text, _mig_uuids(pynvml, handle))), name)
+
+
+def _mig_uuids(pynvml: Any, handle: Any) -> list[Any]:
+    uuids: list[Any] = []
+    try:
+        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
+            return []
+        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            uuids.append(pynvml.nvmlDeviceGetUUID(instance))
+    except pynvml.NVMLError:
+        return uuids  # a GPU that can't be partitioned, or the end of its instances
+    return uuids
+
+
+def _text(value: Any) -> str:
+    """Older versions of the module answer in bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)

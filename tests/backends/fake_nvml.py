@@ -1,0 +1,101 @@
+"""A module that stands in for ``pynvml``: as many GPUs as a test wants, and a record of what was opened and closed."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class NVMLError(Exception):
+    """As pynvml's own: the root of all its errors."""
+
+
+@dataclass
+class FakeGpu:
+    """What NVML tells of one GPU, or of one MIG instance. ``None`` where it says that it does not support that."""
+
+    uuid: str
+    name: str = "Tesla T4"
+    used: int = 0
+    total: int = 16 << 30
+    utilisation: int | None = 0
+    processes: dict[int, int | None] = field(default_factory=dict)
+    instances: list[FakeGpu] = field(default_factory=list)
+    is_lost: bool = False
+
+
+class FakeNvml(types.ModuleType):
+    """A driver with these GPUs; ``has_driver=False``: none is installed."""
+
+    NVMLError = NVMLError
+
+    def __init__(
+        self, gpus: Sequence[FakeGpu] = (), driver: str = "550.54.15", has_driver: bool = True
+    ) -> None:
+        super().__init__("pynvml")
+        self.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+        self.gpus = list(gpus)
+        self.driver = driver
+        self.has_driver = has_driver
+        self.num_open = 0
+
+    def nvmlInit(self) -> None:
+        if not self.has_driver:
+            raise NVMLError("Library Not Found")
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.num_open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> Any:
+        return self.driver
+
+    def nvmlDeviceGetCount(self) -> int:
+        assert self.num_open
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
+        for gpu in self.gpus:
+            for one in (gpu, *gpu.instances):
+                if one.uuid == uuid:
+                    return one
+        raise NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: FakeGpu) -> Any:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: FakeGpu) -> Any:
+        return handle.name.encode()
+
+    def nvmlDeviceGetMigMode(self, device: FakeGpu) -> list[int]:
+        if device.name == "Tesla T4":
+            raise NVMLError("Not Supported")
+        return [int(bool(device.instances)), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: FakeGpu) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: FakeGpu, index: int) -> FakeGpu:
+        if index >= len(device.instances):
+            raise NVMLError("Not Found")
+        return device.instances[index]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
+        assert self.num_open
+        if handle.is_lost:
+            raise NVMLError("GPU is lost")
+        return types.SimpleNamespace(used=handle.used, total=handle.total)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> Any:
+        if handle.utilisation is None:
+            raise NVMLError("Not Supported")
+        return types.SimpleNamespace(gpu=handle.utilisation)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[Any]:
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()]

@@ -1,0 +1,129 @@
+"""Whether a fork of this process could use CUDA, and who used it first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch.backends import autograd_probe, cuda_in_kernel
+
+
+@pytest.fixture
+def descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for ``/proc/self/fd``."""
+    folder = tmp_path / "fd"
+    folder.mkdir()
+    (folder / "0").symlink_to("/dev/null")
+    monkeypatch.setattr(cuda_in_kernel, "Path", lambda path: folder)
+    return folder
+
+
+def test_a_process_that_left_cuda_alone_can_be_forked(descriptors: Path) -> None:
+    assert cuda_in_kernel.hazard() is None
+
+
+def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert str(cuda_in_kernel.hazard()).startswith("has used CUDA through torch, ")
+
+
+def test_a_question_to_the_driver_is_told_from_use(
+    monkeypatch: pytest.MonkeyPatch, descriptors: Path
+) -> None:
+    """As after torch.cuda.is_available(): nothing is initialised, but torch refuses CUDA in children."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    expected = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough)"
+    assert str(cuda_in_kernel.hazard()).startswith(expected)
+    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
+    assert str(cuda_in_kernel.hazard()).startswith(expected)
+
+
+def test_a_context_of_another_library(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
+    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
+    assert "has a CUDA context that torch did not make (/dev/nvidia-uvm is open)" in str(
+        cuda_in_kernel.hazard()
+    )
+    monkeypatch.setitem(sys.modules, "cupy", sys)
+    assert "(/dev/nvidia-uvm is open: cupy, perhaps)" in str(cuda_in_kernel.hazard())
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "torchao"])
+def test_a_library_that_is_only_imported_is_no_hazard(
+    name: str, monkeypatch: pytest.MonkeyPatch, descriptors: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, name, sys)
+    assert cuda_in_kernel.hazard() is None
+
+
+def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
+    def fails(attempt: Callable[[], None] | None = None) -> str:
+        return "RuntimeError: Unable to handle autograd\nand more"
+
+    monkeypatch.setattr(autograd_probe, "fork_failure", fails)
+    assert cuda_in_kernel.hazard() == (
+        "has run backward(), which would fail in every forked worker (RuntimeError: Unable to handle autograd)"
+    )
+
+
+def test_descriptors(tmp_path: Path) -> None:
+    folder = tmp_path / "fd"
+    folder.mkdir()
+    (folder / "0").symlink_to("/dev/null")
+    (folder / "1").symlink_to("socket:[123]")
+    (folder / "2").write_text("closed meanwhile")
+    assert not cuda_in_kernel.has_open_device(folder)
+    (folder / "3").symlink_to("/dev/nvidia-uvm")
+    assert cuda_in_kernel.has_open_device(folder)
+    assert not cuda_in_kernel.has_open_device(tmp_path / "no-proc")
+    assert not cuda_in_kernel.has_open_device(Path("/proc/self/fd"))
+
+
+# torch without CUDA stops before it initialises anything. These stand in for the two things that it lacks; the rest,
+# and the queue that is asked, is its own.
+_INITIALISE = """
+import json, os, sys
+{order}
+torch._C._cuda_getDeviceCount = lambda: 1
+torch._C._cuda_init = lambda: None
+torch.cuda._cudart = object()
+def build():
+    torch.cuda.init()
+build()
+from nblaunch.backends import cuda_in_kernel
+print(json.dumps([cuda_in_kernel.first_use(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
+"""
+
+
+def _run(program: str, folder: Path, **env: str) -> Any:
+    path = folder / "cell.py"
+    path.write_text(program)
+    run = subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONPATH": ".", **env},
+    )
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("order", ["import torch, nblaunch", "import nblaunch, torch"])
+def test_the_line_that_initialises_is_remembered(order: str, tmp_path: Path) -> None:
+    frames, check = _run(_INITIALISE.format(order=order), tmp_path)
+    own = [tuple(frame[1:]) for frame in frames if frame[0].endswith("cell.py")]
+    assert own == [(8, "build"), (9, "<module>")]
+    assert check == "1"
+
+
+def test_a_way_to_count_that_somebody_chose_is_left_alone(tmp_path: Path) -> None:
+    program = _INITIALISE.format(order="import nblaunch, torch")
+    assert _run(program, tmp_path, PYTORCH_NVML_BASED_CUDA_CHECK="0")[1] == "0"

@@ -1,0 +1,102 @@
+"""What is told when a GPU's memory runs out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch.backends.cuda import CudaBackend
+from nblaunch.backends.cuda_memory import NO_STEP, Step, explain, is_out_of_memory, shapes_of
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The numbers that torch gives for a GPU of 16 GiB."""
+    numbers = SimpleNamespace(free=GIB, allocated=12 * GIB, peak=13 * GIB, reserved=14 * GIB)
+    for name, answer in {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 1,
+        "mem_get_info": lambda device: (numbers.free, 16 * GIB),
+        "get_device_name": lambda device: "Tesla T4",
+        "memory_allocated": lambda device: numbers.allocated,
+        "max_memory_allocated": lambda device: numbers.peak,
+        "memory_reserved": lambda device=None: numbers.reserved,
+        "max_memory_reserved": lambda device=None: numbers.reserved,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=16 * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (ValueError("CUDA out of memory"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_numbers_the_batch_and_what_to_try(gpu: SimpleNamespace) -> None:
+    backend = CudaBackend()
+    backend.begin_step("training", {"input_ids": torch.zeros(64, 512), "labels": torch.zeros(64)})
+    memory, batch, advice = backend.explain_failure(torch.OutOfMemoryError("CUDA out of memory"))
+    assert memory == (
+        "GPU memory ran out on cuda:1 (Tesla T4) with 16.00 GiB: 12.00 GiB allocated (at most 13.00 GiB), 14.00 GiB "
+        "reserved by this rank, 1.00 GiB free."
+    )
+    assert batch == "It happened in training, on a batch of 64: tensors 64x512, 64."
+    assert advice.startswith("Try: a smaller batch, with gradient_accumulation_steps")
+    assert backend.explain_failure(RuntimeError("something else")) == ()
+
+
+def test_what_is_reserved_in_pieces(gpu: SimpleNamespace) -> None:
+    gpu.allocated = 8 * GIB
+    advice = explain(torch.OutOfMemoryError(), NO_STEP)[-1]
+    assert "expandable_segments:True (6.00 GiB are reserved but in pieces too small)" in advice
+
+
+def test_what_others_have_taken(gpu: SimpleNamespace) -> None:
+    gpu.allocated = gpu.peak = gpu.reserved = 3 * GIB
+    memory, advice = explain(torch.OutOfMemoryError(), NO_STEP)
+    assert "12.00 GiB taken by other processes and by CUDA itself" in memory
+    assert advice.startswith("Try: end the other processes on this GPU")
+
+
+def test_an_evaluation_needs_no_gradients(gpu: SimpleNamespace) -> None:
+    assert "torch.no_grad()" in explain(torch.OutOfMemoryError(), Step("evaluating", ((8, 3),)))[-1]
+
+
+def test_a_process_without_cuda_has_nothing_to_tell() -> None:
+    assert explain(torch.OutOfMemoryError("CUDA out of memory"), NO_STEP) == ()
+    assert CudaBackend().own_memory() is None
+
+
+def test_own_memory(gpu: SimpleNamespace) -> None:
+    assert CudaBackend().own_memory() == (14 * GIB, 14 * GIB, 16 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(2, 3), ((2, 3),)),
+        ((torch.zeros(4), [torch.zeros(())]), ((4,), ())),
+        ({"x": torch.zeros(5), "name": "text"}, ((5,),)),
+        ("text", ()),
+        (None, ()),
+    ],
+)
+def test_shapes(batch: Any, expected: Any) -> None:
+    assert shapes_of(batch) == expected

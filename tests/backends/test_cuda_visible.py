@@ -1,0 +1,45 @@
+"""CUDA_VISIBLE_DEVICES read as CUDA reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nblaunch.backends.cuda_visible import Gpu, visible_devices
+
+TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
+PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, ["GPU-aaaa1111", "GPU-aabb2222"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1", ["GPU-aabb2222"]),
+        ("1, 0", ["GPU-aabb2222", "GPU-aaaa1111"]),
+        ("0,-1,1", ["GPU-aaaa1111"]),
+        ("0,7,1", ["GPU-aaaa1111"]),
+        ("0,0", []),
+        ("GPU-aabb", ["GPU-aabb2222"]),
+        ("GPU-aa", []),
+        ("GPU-aaaa1111,1", ["GPU-aaaa1111", "GPU-aabb2222"]),
+        ("GPU-ffff", []),
+    ],
+)
+def test_cuda_visible_devices(setting: str | None, expected: list[str]) -> None:
+    assert visible_devices(TWO, setting) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (None, ["MIG-1111"]),
+        ("1", ["GPU-dddd4444"]),
+        ("MIG-2222", ["MIG-2222"]),
+        ("MIG-1111,MIG-2222", ["MIG-1111"]),
+    ],
+)
+def test_at_most_one_partition_is_shown(setting: str | None, expected: list[str]) -> None:
+    assert visible_devices(PARTITIONED, setting) == expected
