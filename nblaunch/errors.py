@@ -6,6 +6,7 @@
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't travel; carries its type, message and traceback as text
     │   └── WorkerDied        it ended without raising: a signal, os._exit, or leaving while others needed it
+    │       └── NodeLost      it was on another machine, which has gone away or is not heard of any more
     ├── JobHung               no rank made progress any more, and ``on_hang="stop"`` was asked for
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
@@ -63,6 +64,13 @@ class WorkerDied(WorkerError):
     def __init__(self, message: str, *, rank: int = -1, exitcode: int = 0) -> None:
         super().__init__(message, rank=rank)
         self.exitcode = exitcode
+
+
+class NodeLost(WorkerDied):
+    """Another machine of the job has gone away, or has not been heard of for too long.
+
+    ``rank`` is its first rank; ``exitcode`` says nothing about how its workers ended.
+    """
 
 
 class JobHung(NblaunchError, RuntimeError):

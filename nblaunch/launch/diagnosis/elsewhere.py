@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.errors import NodeLost, WorkerDied
@@ -39,21 +39,25 @@ class Elsewhere:
         return bool(self.failed or self.exits or self.lost)
 
 
-def story_of(elsewhere: Elsewhere) -> Story | None:
-    """The first thing that went wrong on another node; None where nothing is known to have."""
+def story_of(elsewhere: Elsewhere, notes: Sequence[str]) -> Story | None:
+    """The first thing that went wrong on another node, with ``notes`` below; None where nothing is known to have."""
     times = {rank: failed.time_s for rank, failed in elsewhere.failed.items()}
     times |= {rank: time_s for rank, (_, time_s) in elsewhere.exits.items()}
     if times:
         rank = min(times, key=lambda rank: times[rank])
         place = elsewhere.places[rank]
-        return _raised(elsewhere.failed[rank], place) if rank in elsewhere.failed else _died(elsewhere, rank)
+        if rank in elsewhere.failed:
+            return _raised(elsewhere.failed[rank], place, notes)
+        return _died(elsewhere, rank, notes)
     for rank, why in elsewhere.lost.items():
-        error = NodeLost(f"{why}.", rank=rank, exitcode=1)
+        error = NodeLost("\n".join([f"{why}.", *notes]), rank=rank, exitcode=1)
         return error, rank, f"was lost: {why}"
     return None
 
 
-def left_early(elsewhere: Elsewhere, first_error_s: float, waiting: str) -> Story | None:
+def left_early(
+    elsewhere: Elsewhere, first_error_s: float, waiting: str, notes: Sequence[str]
+) -> Story | None:
     """A rank of another node that had returned when ranks here could not go on without it."""
     for rank, finished in sorted(elsewhere.finished.items()):
         if finished.time_s <= first_error_s:
@@ -62,19 +66,19 @@ def left_early(elsewhere: Elsewhere, first_error_s: float, waiting: str) -> Stor
                 f"rank {rank} on {elsewhere.places[rank]} {headline}. Every rank must take part in the same "
                 "collectives: look for a branch, a loop length or a return that depends on the rank."
             )
-            return WorkerDied(text, rank=rank, exitcode=0), rank, headline
+            return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
     return None
 
 
-def _raised(failed: Failed, place: str) -> Story:
+def _raised(failed: Failed, place: str, notes: Sequence[str]) -> Story:
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
     note = f"rank {failed.rank} on {place}; its complete log is there"
-    return rebuild(failed, [note]), failed.rank, f"{lines[0]} (on {place})"
+    return rebuild(failed, [note, *notes]), failed.rank, f"{lines[0]} (on {place})"
 
 
-def _died(elsewhere: Elsewhere, rank: int) -> Story:
+def _died(elsewhere: Elsewhere, rank: int, notes: Sequence[str]) -> Story:
     status, _ = elsewhere.exits[rank]
     how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
     headline = f"{how} (on {elsewhere.places[rank]})"
     text = f"rank {rank} {headline}. Its last lines and its complete log are there."
-    return WorkerDied(text, rank=rank, exitcode=status.code), rank, headline
+    return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline

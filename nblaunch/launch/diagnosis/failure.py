@@ -12,7 +12,7 @@ from nblaunch.launch.diagnosis import memory, stacks
 from nblaunch.launch.diagnosis.elsewhere import Story, left_early, story_of
 from nblaunch.launch.diagnosis.memory import MemoryVerdict
 from nblaunch.launch.diagnosis.report import AttemptReport
-from nblaunch.launch.diagnosis.reraise import add_note, rebuild
+from nblaunch.launch.diagnosis.reraise import rebuild
 from nblaunch.launch.diagnosis.root_cause import (
     RootCause,
     find_root_cause,
@@ -56,12 +56,9 @@ def failure_of(
     """
     if report.hang:
         return _hung(report, log.attempt_path(attempt))
-    story = _story_elsewhere(report)
+    story = _story_elsewhere(report, [f"logs of this node: {log.attempt_path(attempt)}", *past])
     if story is not None:
-        error, rank, headline = story
-        for line in [f"logs of this node: {log.attempt_path(attempt)}", *past]:
-            add_note(error, line)
-        return Failure(error, rank, headline)
+        return Failure(*story)
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
@@ -87,14 +84,14 @@ def failure_of(
     return Failure(error, root.rank, headline)
 
 
-def _story_elsewhere(report: AttemptReport) -> Story | None:
+def _story_elsewhere(report: AttemptReport, notes: Sequence[str]) -> Story | None:
     """What happened on another node, where nothing failed here by itself."""
     if own_failures(report):
         return None
-    story = story_of(report.elsewhere)
+    story = story_of(report.elsewhere, notes)
     if story is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
-        story = left_early(report.elsewhere, first.time_s, f"rank {first.rank}")
+        story = left_early(report.elsewhere, first.time_s, f"rank {first.rank}", notes)
     return story
 
 
