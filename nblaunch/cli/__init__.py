@@ -2,8 +2,9 @@
 
 Owns the list of commands and what a person sees of a wrong use. A command is one module of this folder with
 
-    add_parser(subparsers)     its name, options and help, by ``subparsers.add_parser(...)``
-    run(arguments) -> int      does it; the exit code
+    add_parser(subparsers)         its name, options and help, by ``subparsers.add_parser(...)``
+    run(arguments) -> int          does it; the exit code
+    explain_unknown(words) -> str  optional: what to say of arguments that the parser does not know
 
 Only the module of the command asked for is imported (all of them for ``nblaunch --help``), and none imports torch or
 anything else that is slow before ``run``.
@@ -15,11 +16,11 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from nblaunch.cli.usage import UsageError
+from nblaunch.cli.usage import Parser, UsageError
 
 COMMANDS = {
     "config": "nblaunch.cli.config",
@@ -43,14 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = next((word for word in argv if not word.startswith("-")), "")
     names = [asked] if asked in COMMANDS and argv[0] == asked else list(COMMANDS)
     modules = {name: importlib.import_module(COMMANDS[name]) for name in names}
-    arguments = _parser(modules).parse_args(argv)
-    if arguments.command is None:
-        _parser(modules).print_help()
-        return USAGE_EXIT_CODE
     try:
+        arguments = _parse(argv, modules)
         return int(modules[arguments.command].run(arguments))
     except UsageError as error:
-        print(f"nblaunch {arguments.command}: error: {error}", file=sys.stderr)
+        print(f"nblaunch{f' {asked}' if len(names) == 1 else ''}: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
@@ -60,8 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser(modules: dict[str, ModuleType]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parse(argv: Sequence[str], modules: Mapping[str, ModuleType]) -> argparse.Namespace:
+    parser = _parser(modules)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        explain = getattr(modules.get(arguments.command), "explain_unknown", None)
+        raise UsageError(
+            explain(rest) if explain is not None else f"unrecognized arguments: {' '.join(rest)}"
+        )
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        raise UsageError("no command was given")
+    return arguments
+
+
+def _parser(modules: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of this machine, or of several.",
         allow_abbrev=False,

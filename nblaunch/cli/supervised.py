@@ -1,0 +1,197 @@
+"""A script's job in a terminal: its output, its signals, its failure and its exit code.
+
+SIGINT             interrupt: ``finally`` blocks run; the second kills
+SIGTERM, SIGHUP    an orderly end, see ``launch/termination.py``
+exit code          0; of the rank that failed first; 128 + N where a signal ended it; 2 where nothing was started
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, final
+
+from nblaunch.cli.usage import UsageError
+from nblaunch.config.launching import spec_of
+from nblaunch.config.resolving import ConfigError, Resolved
+from nblaunch.dashboard.base import Dashboard, GuardedDashboard
+from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.dashboard.text import TextDashboard
+from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
+from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
+from nblaunch.launch import job as jobs
+from nblaunch.launch import rendezvous
+from nblaunch.launch.job import Job
+from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.board import Sample
+from nblaunch.worker.script import Script
+
+_ENDLESS = sys.maxsize
+
+
+def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool) -> int:
+    """Run a script in all its processes and return the exit code for the shell.
+
+    Raises:
+        UsageError: the launch is impossible as it was asked for; nothing was started.
+    """
+    spec = spec_of_script(resolved, script, arguments, is_module=is_module)
+    plan = _planned(spec)
+    store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
+    failures = _Failures()
+    shown = [GuardedDashboard(TextDashboard())] if resolved["dashboard"] == "text" else []
+    lines = LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS)
+    job = Job(spec, plan, [*shown, GuardedDashboard(lines), failures, *([store] if store else [])])
+    jobs.remember(job)
+    with _signals_to(job, resolved["stop_grace_s"]) as received:
+        job.run()
+    error = job.exception()
+    if isinstance(error, LaunchError) and not failures.has_started:
+        raise UsageError(_in_one_line(error))
+    code = _exit_code(error, received)
+    if error is not None:
+        failures.tell(error)
+    if store is not None and store.is_loading:
+        _leave(code)
+    return code
+
+
+def spec_of_script(
+    resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool
+) -> LaunchSpec:
+    """The launch of a script; its processes are fresh interpreters unless something else was asked for.
+
+    Raises:
+        UsageError: the settings do not make a launch.
+    """
+    function = Script(script, tuple(arguments), is_module=is_module, folder=os.getcwd())
+    method: dict[str, Any] = {} if resolved.is_set("start_method") else {"start_method": "spawn"}
+    try:
+        return spec_of(resolved, function, sync_weights=False, **method)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def _planned(spec: LaunchSpec) -> LaunchPlan:
+    try:
+        if spec.master_port and not spec.is_elastic:
+            rendezvous.RendezvousHost(spec.master_addr, spec.master_port).close()
+        return plan_launch(spec)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        raise UsageError(_in_one_line(error)) from None
+
+
+@final
+class _Failures(Dashboard):
+    """Keeps what ranks raised, to show the first one's own traceback as Python would have shown it."""
+
+    def __init__(self) -> None:
+        self._failed: dict[int, Failed] = {}
+        self._failed_rank = -1
+        self.has_started = False
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, JobStarted):
+            self._failed = {}
+        elif isinstance(event, Started):
+            self.has_started = True
+        elif isinstance(event, Failed):
+            self._failed.setdefault(event.rank, event)
+        elif isinstance(event, JobFinished) and event.failed_rank is not None:
+            self._failed_rank = event.failed_rank
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def tell(self, error: BaseException) -> None:
+        """Write the root cause to stderr: traceback, then where it was and what became of the others."""
+        root = self._failed.get(self._failed_rank)
+        if root is not None and not isinstance(error, (WorkerDied, JobHung)):
+            text = f"rank {root.rank} failed:\n{root.info.text.rstrip()}"
+        elif isinstance(error, (KeyboardInterrupt, JobCancelled)):
+            return
+        else:
+            text = str(error)
+        print("\n".join([text, *getattr(error, "__notes__", [])]), file=sys.stderr)
+
+
+def _exit_code(error: BaseException | None, received: Sequence[int]) -> int:
+    if received:
+        return 128 + received[0]
+    if error is None:
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, WorkerDied) and error.exitcode:
+        return 128 - error.exitcode if error.exitcode < 0 else error.exitcode
+    return 1
+
+
+@contextmanager
+def _signals_to(job: Job, grace_s: float) -> Iterator[list[int]]:
+    """While the block runs, signals that ask to end are the job's; the list gets their numbers."""
+    received: list[int] = []
+
+    def on_signal(signum: int, frame: object) -> None:
+        received.append(signum)
+        job.terminate(grace_s)
+
+    # nohup has SIGHUP ignored, and means it.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@final
+class _StoreLibrary(Dashboard):
+    """Loads torch beside the workers, which load it too: the store that they will ask for is part of it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Started) and self._thread is None:
+            self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
+            self._thread.start()
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: nobody needs what is still being loaded, and a library can't be unloaded half way."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def plan_of(spec: LaunchSpec) -> LaunchPlan | str:
+    """What would be done on this machine, or why it can't be."""
+    try:
+        return plan_launch(spec)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        return _in_one_line(error)
