@@ -18,12 +18,16 @@ from nblaunch.events import Note
 from nblaunch.training import compiling, precision
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.loading import Share, share_loader
+from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import Replacements, memory_line, place
 from nblaunch.training.precision import Precision
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import Strategy, unwrap
+
+OPTIMIZERS = (torch.optim.Optimizer, DummyOptim)
+SCHEDULERS = (LRScheduler, DummyScheduler)
 
 
 class Preparer:
@@ -68,21 +72,22 @@ class Preparer:
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
         self.strategy.begin(objects)
-        prepared = [
-            obj if isinstance(obj, LRScheduler) else self._prepare_one(obj, placement)
-            for obj, placement in zip(objects, placements, strict=True)
-        ]
-        # Schedulers come second, because they are tied to the prepared optimizers.
-        return [self.scheduler(obj) if isinstance(obj, LRScheduler) else obj for obj in prepared]
+        prepared = list(objects)
+        # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
+        for kinds in ((DataLoader, torch.nn.Module), OPTIMIZERS, SCHEDULERS):
+            for position, (obj, placement) in enumerate(zip(objects, placements, strict=True)):
+                if isinstance(obj, kinds):
+                    prepared[position] = self._prepare_one(obj, placement)
+        return prepared
 
     def _prepare_one(self, obj: Any, placement: bool | None) -> Any:
         if isinstance(obj, DataLoader):
             return self.loader(obj, placement)
         if isinstance(obj, torch.nn.Module):
             return self.model(obj, placement)
-        if isinstance(obj, torch.optim.Optimizer):
+        if isinstance(obj, OPTIMIZERS):
             return self.optimizer(obj, placement)
-        return obj
+        return self.scheduler(obj)
 
     def _places(self, placement: bool | None) -> bool:
         return self.device_placement if placement is None else placement
@@ -143,37 +148,55 @@ class Preparer:
     ) -> AcceleratedOptimizer:
         """``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
-            self._replacements.hand_to(optimizer)
-            optimizer = AcceleratedOptimizer(
-                optimizer,
-                self.session.gradients,
-                self.precision,
-                self.session.member.backend,
-                self._places(placement),
-            )
+            optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer
 
+    def _wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, placement: bool | None
+    ) -> AcceleratedOptimizer:
+        if isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                "DummyOptim stands for an optimizer that DeepSpeed's configuration describes; it needs "
+                "Accelerator(deepspeed_plugin=...)"
+            )
+        self._replacements.hand_to(optimizer)
+        return AcceleratedOptimizer(
+            optimizer,
+            self.session.gradients,
+            self.precision,
+            self.session.member.backend,
+            self._places(placement),
+        )
+
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """``scheduler``, stepping with its prepared optimizer; with all of them where its own was not prepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
-            own = [
-                optimizer
-                for optimizer in self.optimizers
-                if scheduler.optimizer in (optimizer, optimizer.optimizer)
-            ]
-            world_size = self.session.member.topology.world_size
-            scheduler = AcceleratedScheduler(
-                scheduler,
-                own or self.optimizers,
-                self.session.gradients,
-                1 if self.data.split_batches else world_size,
-                self.step_scheduler_with_optimizer,
-            )
+            scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
         if not any(scheduler is known for known in self.schedulers):
             self.schedulers.append(scheduler)
         return scheduler
+
+    def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        if isinstance(scheduler, DummyScheduler):
+            raise ValueError(
+                "DummyScheduler stands for a scheduler that DeepSpeed's configuration describes; it needs "
+                "Accelerator(deepspeed_plugin=...)"
+            )
+        own = [
+            optimizer
+            for optimizer in self.optimizers
+            if scheduler.optimizer in (optimizer, optimizer.optimizer)
+        ]
+        world_size = self.session.member.topology.world_size
+        return AcceleratedScheduler(
+            scheduler,
+            own or self.optimizers,
+            self.session.gradients,
+            1 if self.data.split_batches else world_size,
+            self.step_scheduler_with_optimizer,
+        )
 
     def loader(
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None

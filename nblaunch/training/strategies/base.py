@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member
 
@@ -41,6 +42,17 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """``model``, which lies on its device, ready for training on this rank; the very same object if that is all."""
+
+    def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        """The prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.
+
+        Models are prepared before it is asked.
+        """
+        return None
+
+    def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
+        """The prepared scheduler that stands for ``scheduler``; None: it is prepared as it is, as most are."""
+        return None
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -108,8 +120,17 @@ class Strategy(ABC):
         return False
 
 
+_wrappers: list[type] = [DistributedDataParallel, DataParallel]
+
+
+def add_wrapper(kind: type) -> None:
+    """Have :func:`unwrap` know a class whose instances hold the person's module as ``.module``."""
+    if kind not in _wrappers:
+        _wrappers.append(kind)
+
+
 def unwrap(model: Any) -> Any:
     """The module inside any number of data-parallel wrappers, whoever put them there."""
-    while isinstance(model, (DistributedDataParallel, DataParallel)):
+    while isinstance(model, tuple(_wrappers)):
         model = model.module
     return model

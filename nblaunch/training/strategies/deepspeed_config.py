@@ -1,0 +1,245 @@
+"""The configuration that DeepSpeed's engine is built with: "auto" values filled in, contradictions refused.
+
+Arithmetic on dicts: nothing here imports DeepSpeed, touches a device or communicates.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nblaunch.training.deepspeed_options import (
+    AUTO,
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    autos,
+    drop,
+    get,
+    put,
+    settle,
+)
+
+_ZERO = "zero_optimization"
+_ADAMS = ("adam", "adamw")
+_MAX_BUCKET = 500_000_000  # elements; DeepSpeed's own default
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one call of ``prepare`` was given, as far as the configuration depends on it.
+
+    Args:
+        model: the person's own module.
+        optimizer: torch's, a ``DummyOptim``, or None.
+        scheduler: torch's, a ``DummyScheduler``, or None.
+        batch_sizes: rows per batch and rank of every loader; None for one that doesn't say.
+        world_size: ranks of the job.
+        num_steps: micro-steps per optimizer step.
+        splits_batches: whether a loader's batch is that of all ranks together.
+        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        device_type: as ``"cpu"``, ``"cuda"``.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any = None
+    scheduler: Any = None
+    batch_sizes: Sequence[int | None] = field(default=())
+    world_size: int = 1
+    num_steps: int = 1
+    splits_batches: bool = False
+    precision: str = "no"
+    device_type: str = "cpu"
+
+
+def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
+    """The configuration for an engine that trains what was prepared. The plugin stays as it is, for the next one.
+
+    Raises:
+        ValueError: the configuration contradicts what was prepared, or "auto" stands where nothing tells the value;
+            names the keys.
+    """
+    config = copy.deepcopy(plugin.deepspeed_config)
+    for kind in ("fp16", "bf16"):
+        asked = f"mixed_precision={prepared.precision!r}"
+        settle(config, f"{kind}.enabled", prepared.precision == kind, asked)
+    _settle_batches(config, plugin, prepared)
+    if get(config, "gradient_clipping") == AUTO:
+        put(config, "gradient_clipping", 0.0)  # none, until clip_grad_norm_ asks for it
+    _settle_buckets(config, prepared.model)
+    _settle_optimizer(config, prepared)
+    _settle_scheduler(config, prepared)
+    config.setdefault("steps_per_print", math.inf)  # the dashboard shows progress
+    left = sorted(autos(config))
+    if left:
+        raise ValueError(
+            f'the DeepSpeed configuration has "auto" for {", ".join(left)}, which nothing that was prepared tells; '
+            "write a value, or leave the key out for DeepSpeed's default"
+        )
+    return config
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: Prepared) -> None:
+    accumulation = "gradient_accumulation_steps"
+    settle(config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})")
+    micro = "train_micro_batch_size_per_gpu"
+    sizes = [_per_rank(size, prepared) for size in prepared.batch_sizes if size is not None]
+    there, total = get(config, micro), get(config, "train_batch_size")
+    if there is None or there == AUTO:
+        if sizes:
+            put(config, micro, min(sizes) if plugin.is_train_batch_min else max(sizes))
+        else:
+            put(config, micro, _from_total(total, prepared))
+    elif sizes and len(sizes) == len(prepared.batch_sizes) and there not in sizes:
+        raise ValueError(
+            f"the DeepSpeed configuration has {micro}={there}, but the loaders' batches have "
+            f'{" and ".join(map(str, sizes))} rows per rank; write "auto"'
+        )
+    product = get(config, micro) * get(config, accumulation) * prepared.world_size
+    settle(
+        config,
+        "train_batch_size",
+        product,
+        f"{micro}={get(config, micro)} x {accumulation}={get(config, accumulation)} x {prepared.world_size} ranks "
+        f"= {product}",
+    )
+
+
+def _per_rank(size: int, prepared: Prepared) -> int:
+    return max(1, size // prepared.world_size) if prepared.splits_batches else size
+
+
+def _from_total(total: Any, prepared: Prepared) -> int:
+    """Where no loader tells. The engine uses it for its own counters of samples, and for nothing else."""
+    if not isinstance(total, int):
+        return 1
+    return max(1, total // (prepared.num_steps * prepared.world_size))
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def _settle_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
+    # Buffers larger than the model would be filled by nothing.
+    num_elements = max(1, sum(_num_elements(parameter) for parameter in model.parameters()))
+    if get(config, f"{_ZERO}.reduce_bucket_size") is None:
+        put(config, f"{_ZERO}.reduce_bucket_size", min(_MAX_BUCKET, num_elements))
+    hidden = _hidden_size(model)
+    if hidden is None:
+        return  # what is still "auto" is refused at the end, by name
+    for name, value in (
+        ("reduce_bucket_size", hidden * hidden),
+        ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden)),
+        ("stage3_param_persistence_threshold", 10 * hidden),
+    ):
+        if get(config, f"{_ZERO}.{name}") == AUTO:
+            put(config, f"{_ZERO}.{name}", value)
+
+
+def _num_elements(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # parts of a model that was built in parts
+
+
+def _hidden_size(model: torch.nn.Module) -> int | None:
+    """The width of a Hugging Face model, by its configuration; None where that is not told."""
+    described = getattr(model, "config", None)
+    for one in (described, getattr(described, "text_config", None)):
+        if getattr(one, "hidden_size", None):
+            return int(one.hidden_size)
+        if getattr(one, "hidden_sizes", None):
+            return max(map(int, one.hidden_sizes))
+    return None
+
+
+# --- optimizer and scheduler ------------------------------------------------------------------------------------------
+
+
+def _settle_optimizer(config: dict[str, Any], prepared: Prepared) -> None:
+    optimizer = prepared.optimizer
+    described = config.get("optimizer")
+    if isinstance(optimizer, DummyOptim):
+        if described is None:
+            raise ValueError(
+                "DummyOptim stands for the optimizer of the DeepSpeed configuration, but that has no 'optimizer'; add "
+                "it, or give prepare an optimizer of torch"
+            )
+        given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        _fill_params(config, "optimizer", given)
+        if _needs_torch_adam(config, prepared.device_type):
+            params = described.setdefault("params", {})
+            params.setdefault("torch_adam", True)
+    elif optimizer is not None:
+        if described is not None:
+            raise ValueError(
+                f"the DeepSpeed configuration has 'optimizer' ({described.get('type')}), and prepare was given a "
+                f"{type(optimizer).__name__}; take one of them out, or give prepare a DummyOptim"
+            )
+        # Any optimizer of torch does, also beside offloading; DeepSpeed's own would have to be compiled first.
+        config.setdefault("zero_allow_untested_optimizer", True)
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+
+def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
+    """Whether DeepSpeed's own Adam, which is compiled at its first use, can't be had here, or is no gain."""
+    if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
+        return False
+    if device_type == "cpu":
+        return True
+    compiler = "c++" if get(config, f"{_ZERO}.offload_optimizer.device", "none") != "none" else "nvcc"
+    return shutil.which(compiler) is None
+
+
+def _settle_scheduler(config: dict[str, Any], prepared: Prepared) -> None:
+    scheduler = prepared.scheduler
+    described = config.get("scheduler")
+    if isinstance(scheduler, DummyScheduler):
+        if described is None and scheduler.lr_scheduler_callable is None:
+            raise ValueError(
+                "DummyScheduler stands for the scheduler of the DeepSpeed configuration, but that has no 'scheduler'; "
+                "add it, or give DummyScheduler an lr_scheduler_callable"
+            )
+        _fill_params(config, "scheduler", dict(_schedule(scheduler, prepared)))
+    elif scheduler is not None:
+        if described is not None:
+            raise ValueError(
+                f"the DeepSpeed configuration has 'scheduler' ({described.get('type')}), and prepare was given a "
+                f"{type(scheduler).__name__}; take one of them out, or give prepare a DummyScheduler"
+            )
+        if isinstance(prepared.optimizer, DummyOptim):
+            raise ValueError(
+                f"a {type(scheduler).__name__} can't go with a DummyOptim, whose optimizer does not exist yet; give "
+                "prepare DummyScheduler(optimizer, lr_scheduler_callable=...)"
+            )
+
+
+def _schedule(scheduler: DummyScheduler, prepared: Prepared) -> Iterator[tuple[str, Any]]:
+    owner = scheduler.optimizer
+    defaults = getattr(owner, "defaults", None) or {}
+    lr = defaults.get("lr", getattr(owner, "lr", None))
+    yield "warmup_min_lr", 0
+    if lr is not None:
+        yield "warmup_max_lr", lr
+    yield "warmup_num_steps", max(1, scheduler.warmup_num_steps)  # 0 is refused since DeepSpeed 0.19.6
+    if scheduler.total_num_steps is not None:
+        ranks = 1 if prepared.splits_batches else prepared.world_size
+        yield "total_num_steps", math.ceil(scheduler.total_num_steps / ranks)
+    yield from scheduler.kwargs.items()
+
+
+def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any]) -> None:
+    """Fill in ``section.params``. What nobody tells gets the default that optimizer or scheduler have for it."""
+    for key in list(autos(config.get(section, {}), f"{section}.")):
+        name = key.rpartition(".")[2]
+        if name in given:
+            put(config, key, given[name])
+        else:
+            drop(config, key)
