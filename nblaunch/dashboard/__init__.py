@@ -8,16 +8,21 @@ Owns the choice of dashboards for where the code runs. Importing it imports noth
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from nblaunch.dashboard.base import Dashboard, GuardedDashboard, NullDashboard
+from nblaunch import env, platforms
+from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard
+from nblaunch.dashboard.output import running_request
 from nblaunch.dashboard.text import TextDashboard
+from nblaunch.dashboard.widgets import WidgetsDashboard
 
-KINDS = ("auto", "html", "text", "none")
+KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "choose", "kernel_shell"]
+__all__ = ["KINDS", "Dashboard", "attach", "choose", "has_widgets", "kernel_shell"]
 
 # The table is published at the first tick after 0.25 s; lines wait a little longer, so that they stand below it.
 _FIRST_LINES_S = 0.3
@@ -26,11 +31,13 @@ _FIRST_LINES_S = 0.3
 def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     """The dashboards for a job, in the order in which the launcher must call them.
 
-    In a Jupyter kernel: a table that is updated in place, and for a job that the cell waits for, the workers' output
-    below it. Elsewhere: lines of progress and a final table on stderr, and the workers' output on stdout.
+    In a Jupyter kernel: widgets that a table replaces at the end, or a table that is updated in place, and for a job
+    that the cell waits for, the workers' output below it. Elsewhere: lines of progress and a final table on stderr, and
+    the workers' output on stdout.
 
     Args:
-        kind: ``"auto"`` or ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``:
+        kind: ``"auto"`` or ``"widgets"``: widgets where a person sits in front of a kernel (:func:`has_widgets`), else
+            as ``"html"``; ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``:
             nothing at all.
         background: the caller does not wait for the job. In a kernel, its cell then shows the last lines of output
             as part of the table, and this function must be called from that cell's thread.
@@ -42,18 +49,53 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         ValueError: unknown ``kind``.
     """
     if kind not in KINDS:
-        hint = "; 'widgets' is not available in this version yet" if kind == "widgets" else ""
-        raise ValueError(f"dashboard={kind!r} is not one of {', '.join(map(repr, KINDS))}{hint}")
+        raise ValueError(f"dashboard={kind!r} is not one of {', '.join(map(repr, KINDS))}")
     if kind == "none":
         return [GuardedDashboard(NullDashboard())]
     shell = kernel_shell()
     if shell is None:
         return [GuardedDashboard(TextDashboard()), GuardedDashboard(LinesPrinter())]
-    table = GuardedDashboard(NotebookDashboard(background=background, is_html=kind != "text"))
+    is_live = (kind == "widgets" and has_person()) or (kind == "auto" and has_widgets())
+    table: Dashboard = (
+        WidgetsDashboard(background=background)
+        if is_live
+        else NotebookDashboard(background=background, is_html=kind != "text")
+    )
     if background:
-        return [table]
-    lines = LinesPrinter(publish=publish_in_shell(shell), first_s=_FIRST_LINES_S)
-    return [table, GuardedDashboard(lines)]
+        return [GuardedDashboard(table)]
+    lines = LinesPrinter(publish=publish_in_shell(shell), first_s=_FIRST_LINES_S, holds_lines=is_live)
+    return [GuardedDashboard(table), GuardedDashboard(lines)]
+
+
+def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:
+    """Connect dashboards with the job that they show.
+
+    Args:
+        dashboards: from :func:`choose`.
+        controls: acts on a job in the background; None for one that a cell waits for.
+
+    Returns:
+        A function that shows the job in the running cell, too; False where there is nothing to show.
+    """
+    if controls is not None:
+        for dashboard in dashboards:
+            dashboard.control(controls)
+    return lambda: any(dashboard.show_again() for dashboard in dashboards)
+
+
+def has_widgets() -> bool:
+    """Whether live widgets can be seen: a person sits in front of this kernel, and ipywidgets is there."""
+    return has_person() and find_spec("ipywidgets") is not None
+
+
+def has_person() -> bool:
+    """Whether a person may look at the running cell.
+
+    Whoever can answer ``input()`` is one: front ends allow it in every request, and what executes notebooks with nobody
+    there (nbclient, papermill, nbconvert) never does. Colab has a way of its own to ask.
+    """
+    content = running_request().get("content", {})
+    return bool(content.get("allow_stdin")) or platforms.detect(env.snapshot()).name == "colab"
 
 
 def kernel_shell() -> Any | None:

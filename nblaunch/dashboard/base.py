@@ -10,12 +10,29 @@ import abc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from concurrent.futures import Future
+from typing import Protocol, final
 
 from nblaunch.events import Event
 from nblaunch.wire.board import Sample
 
 _log = logging.getLogger(__name__)
+
+
+class Controls(Protocol):
+    """What a person can ask of a running job. Safe in any thread, and none of it waits."""
+
+    def stop(self) -> None:
+        """Let training end early and well."""
+
+    def interrupt(self) -> None:
+        """Interrupt every worker."""
+
+    def cancel(self) -> None:
+        """Kill every worker."""
+
+    def ask_stacks(self) -> Future[str]:
+        """Where every rank is, as text, within a second or so."""
 
 
 class Dashboard(abc.ABC):
@@ -24,6 +41,9 @@ class Dashboard(abc.ABC):
     Called by the launcher, from one thread at a time: ``on_event(JobStarted)``, the workers' events as they come,
     ``on_samples`` about ten times a second and once at the end, ``on_event(JobFinished)``, then ``close``. ``close``
     may come early, with no ``JobFinished``, when the launch is broken off.
+
+    ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown twice; they
+    are called from the thread of a cell.
     """
 
     @abc.abstractmethod
@@ -37,6 +57,13 @@ class Dashboard(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """The job is over: show the final state. Calls after the first do nothing."""
+
+    def control(self, controls: Controls) -> None:
+        """The job goes on in the background: ``controls`` acts on it."""
+
+    def show_again(self) -> bool:
+        """Show the job in the running cell, too, now or after its end. False where there is nothing to show there."""
+        return False
 
 
 @final
@@ -74,6 +101,12 @@ class GuardedDashboard(Dashboard):
 
     def close(self) -> None:
         self._guard(self.inner.close)
+
+    def control(self, controls: Controls) -> None:
+        self._guard(lambda: self.inner.control(controls))
+
+    def show_again(self) -> bool:
+        return not self._is_broken and self.inner.show_again()
 
     def _guard(self, call: Callable[[], None]) -> None:
         if self._is_broken:

@@ -43,32 +43,38 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
         with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
     """
     table = tabulate(view)
-    parts = [_title(view, table)]
+    parts = [title(view, table)]
     if table.rows:
         parts.append(_table(table))
-    parts += [_grid(table.grid)] if table.grid else []
-    parts += [_marked(label, text, colours.BAD) for label, text in table.failures]
-    parts += [_notice(notice) for notice in table.notices]
-    parts += [_marked("warning", text, colours.CAUTION) for text in table.warnings]
-    parts += [_line(table.metrics)] if table.metrics else []
+    parts += [grid(table.grid)] if table.grid else []
+    parts.append(remarks(table))
+    parts += [line(table.metrics)] if table.metrics else []
     parts += [charts(view)] if view.is_over else []
     if with_output:
-        parts += [_line(f"note: {text}") for text in table.notes]
+        parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(view.tail)] if view.tail else []
-    parts += [_line(table.memory)] if table.memory else []
+    parts += [line(table.memory)] if table.memory else []
     if table.log_dir:
-        parts.append(_line(f"logs: {table.log_dir}"))
+        parts.append(line(f"logs: {table.log_dir}"))
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
     )
 
 
-def _title(view: JobView, table: Table) -> str:
+def title(view: JobView, table: Table) -> str:
+    """One line: what runs, how it is doing, on what."""
     colour = colours.of_outcome(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     setting = f' <span style="{_MUTED}">on {escape(table.setting)}</span>' if view.is_started else ""
     return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>"
+
+
+def remarks(table: Table) -> str:
+    """What went wrong or may go wrong; empty where nothing did."""
+    failures = [_marked(label, text, colours.BAD) for label, text in table.failures]
+    warnings = [_marked("warning", text, colours.CAUTION) for text in table.warnings]
+    return "".join([*failures, *map(_notice, table.notices), *warnings])
 
 
 def _dot(colour: str) -> str:
@@ -129,7 +135,7 @@ def _bar(fraction: float | None, colour: str) -> str:
     )
 
 
-def _grid(cells: Sequence[GridCell]) -> str:
+def grid(cells: Sequence[GridCell]) -> str:
     """Ranks without a row: a tile each, with number, state or progress in words, and a bar."""
     rows = "".join(
         f'<tr style="background:none">{"".join(map(_tile, cells[start : start + GRID_COLUMNS]))}</tr>'
@@ -165,7 +171,8 @@ def _notice(notice: Notice) -> str:
     return f'<div style="margin:2px 0">{_dot(colour)}{escape(notice.text)}{lines}</div>'
 
 
-def _line(text: str) -> str:
+def line(text: str) -> str:
+    """Words that need no attention."""
     return f'<div style="{_MUTED};font-size:12px">{escape(text)}</div>'
 
 

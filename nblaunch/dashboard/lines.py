@@ -46,6 +46,8 @@ class LinesPrinter(Dashboard):
         num_tail: last lines of a rank with more than that, shown at the end.
         line_length: characters of a line that are shown.
         first_s: seconds before the first write, so that the table of the job stands above its output.
+        holds_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
+            shown as it comes.
         clock: seconds on a clock that never jumps.
     """
 
@@ -58,6 +60,7 @@ class LinesPrinter(Dashboard):
         num_tail: int = TAIL_LENGTH,
         line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
+        holds_lines: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -66,6 +69,7 @@ class LinesPrinter(Dashboard):
         self._num_tail = num_tail
         self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
+        self._holds_lines = holds_lines
         self._pending: list[str | Displayed] = []
         self._num_lines: dict[int, int] = {}
         self._tails: dict[int, deque[str]] = {}
@@ -92,7 +96,10 @@ class LinesPrinter(Dashboard):
 
     def on_samples(self, samples: Sequence[Sample]) -> None:
         if self._pending and self._pace.is_due():
-            self._flush()
+            if self._holds_lines:
+                self._flush_displays()
+            else:
+                self._flush()
 
     def close(self) -> None:
         for rank in sorted(self._tails):
@@ -114,7 +121,9 @@ class LinesPrinter(Dashboard):
         label = self._label(rank)
         num_shown = max(self._num_head - seen, 0)
         if lines[:num_shown]:
-            self._pending.append("".join(f"{label}{_shorten(line, self._line_length)}\n" for line in lines[:num_shown]))
+            self._pending.append(
+                "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in lines[:num_shown])
+            )
         hidden = lines[num_shown:]
         if not hidden:
             return
@@ -175,6 +184,15 @@ class LinesPrinter(Dashboard):
             self._publish(item)
         self._write(lines)
         self._pace.mark()
+
+    def _flush_displays(self) -> None:
+        if self._publish is None:
+            return
+        held = self._pending
+        self._pending = [item for item in held if isinstance(item, Displayed)]
+        if self._pending:
+            self._flush()
+        self._pending = [item for item in held if isinstance(item, str)]
 
     def _write(self, lines: list[str]) -> None:
         if not lines:

@@ -6,20 +6,17 @@ also what a saved notebook keeps, with no widget state. Never prints: lines are 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import final
 
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.html import mimebundle
+from nblaunch.dashboard.output import Bundle, Output, Publish
 from nblaunch.dashboard.text import broken_off, render_text
 from nblaunch.dashboard.view import JobView, fold, fold_samples
 from nblaunch.events import Event, JobStarted
 from nblaunch.wire.board import Sample
-
-Publish = Callable[[Mapping[str, str], str, bool], None]
-"""``publish(mimebundle, display_id, is_update)``."""
 
 
 @final
@@ -44,12 +41,10 @@ class NotebookDashboard(Dashboard):
     ) -> None:
         self._is_background = background
         self._is_html = is_html
-        self._publish = publish or publish_in_notebook
+        self._output = Output(publish)
         # A short job publishes its final table only.
         self._pace = Pace(first_s=0.0 if background else 0.25, clock=clock)
         self._view = JobView()
-        self._display_id = f"nblaunch-{os.urandom(8).hex()}"
-        self._shown: Mapping[str, str] | None = None
         self._looked_at: tuple[JobView, int] | None = None
         self._is_closed = False
         if background:
@@ -72,8 +67,11 @@ class NotebookDashboard(Dashboard):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._view.is_started or self._shown is not None:
+        if self._view.is_started or self._output.shown is not None:
             self._show(broken_off(self._view), is_final=True)
+
+    def show_again(self) -> bool:
+        return self._output.show_again()
 
     def _may_differ(self) -> bool:
         """Whether rendering is worth while: something was told, or the clock shows another second."""
@@ -86,21 +84,8 @@ class NotebookDashboard(Dashboard):
     def _show(self, view: JobView, *, is_final: bool = False) -> None:
         with_output = self._is_background
         if self._is_html:
-            bundle = mimebundle(view, with_output=with_output)
+            bundle: Bundle = mimebundle(view, with_output=with_output)
         else:
             bundle = {"text/plain": render_text(view, with_output=with_output)}
-        if bundle == self._shown and not is_final:
-            return
-        is_update, self._shown = self._shown is not None, bundle
-        self._publish(bundle, self._display_id, is_update)
-        self._pace.mark()
-
-
-def publish_in_notebook(bundle: Mapping[str, str], display_id: str, is_update: bool) -> None:
-    """Show or update an output. Updates reach the right output from any thread."""
-    from IPython.display import display, update_display
-
-    if is_update:
-        update_display(dict(bundle), display_id=display_id, raw=True)
-    else:
-        display(dict(bundle), display_id=display_id, raw=True)
+        if self._output.show(bundle, even_if_same=is_final):
+            self._pace.mark()

@@ -5,7 +5,7 @@ Read from the view alone. Stacks of ranks that hang come from the launcher, as a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
@@ -23,6 +23,7 @@ STUCK_S = 20.0
 _STUCK_STEPS = 20  # of its own usual steps
 _OUTSIDE_FACTOR = 3  # outside of loaders nobody knows how long a thing may take
 _MIN_SPAN_S = 3.0  # of measured rates
+_MIN_LOSS = 0.1  # part of a step that all others lose by waiting for the slowest
 _MIN_WAITING = 0.25  # part of the time
 _MIN_WAITS = 3  # a single long wait, as for a download, says nothing about who is slow
 _QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
@@ -48,7 +49,7 @@ class Notice:
 def notices(view: JobView) -> tuple[Notice, ...]:
     """All there is to tell now, the most urgent first."""
     stuck = _stuck(view)
-    slow = [] if stuck else _slow_ranks(view) or _awaited_rank(view)
+    slow = [] if stuck else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
     return (*stuck, *_lost_losses(view), *slow)
 
 
@@ -56,19 +57,56 @@ def notices(view: JobView) -> tuple[Notice, ...]:
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:
-    """Ranks whose own step rate lies far below that of the others."""
-    rates = {rank.rank: rank.steps_per_s for rank in view.ranks if _is_measured(view, rank)}
-    if len(rates) < 2:
+    """Ranks whose step rate lies far below that of the others."""
+    rates = {
+        rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
+    }
+    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()})
+    if not slower:
         return []
+    text = (
+        f"{_are_slower(view, slower, rates)} ({rate(median(rates[rank] for rank in slower))} against "
+        f"{rate(median(per_s for rank, per_s in rates.items() if rank not in slower))} steps/s)"
+    )
+    return [Notice("slow", tuple(sorted(slower)), text)]
+
+
+def _slow_in_step(view: JobView) -> list[Notice]:
+    """Ranks that go in step with the others, and make them wait at every step."""
+    own = {rank.rank: rank.own_step_s for rank in view.ranks if rank.own_step_s and _is_measured(view, rank)}
+    slower = _outliers(own)
+    if not slower:
+        return []
+    longest = median(own[rank] for rank in slower)
+    usual = median(seconds for rank, seconds in own.items() if rank not in slower)
+    step_s = 1 / median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
+    if (longest - usual) / step_s < _MIN_LOSS:
+        return []
+    text = (
+        f"{_are_slower(view, slower, own)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
+        f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), and all go at that speed"
+    )
+    return [Notice("slow", tuple(sorted(slower)), text)]
+
+
+def _outliers(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Ranks that take much longer than the median of the others -> how many times as long; at most half of them."""
     slower: dict[int, float] = {}
-    for rank, per_s in rates.items():
-        ratio = median(other for one, other in rates.items() if one != rank and other) / (per_s or 1.0)
-        if ratio >= SLOW_RATIO:
-            slower[rank] = ratio
-    if not slower or len(slower) > len(rates) // 2:
-        return []
-    usual = median(per_s for rank, per_s in rates.items() if rank not in slower and per_s)
-    return [_slow(view, slower, usual, others=[rank for rank in rates if rank not in slower])]
+    for rank, own_s in seconds.items():
+        others = [other_s for other, other_s in seconds.items() if other != rank]
+        if others and own_s / median(others) >= SLOW_RATIO:
+            slower[rank] = own_s / median(others)
+    return slower if len(slower) <= len(seconds) // 2 else {}
+
+
+def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[int]) -> str:
+    """``rank 2 is 1.8 times slower than the others``."""
+    low, high = f"{min(slower.values()):.1f}", f"{max(slower.values()):.1f}"
+    times = low if low == high else f"{low} to {high}"
+    verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
+    others = [rank for rank in measured if rank not in slower]
+    compared = who(others) if len(others) == 1 else "the others"
+    return f"{who(list(slower))} {verb} {times} times slower than {compared}"
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
@@ -77,20 +115,6 @@ def _is_measured(view: JobView, rank: RankView) -> bool:
         return False
     first, last = rank.marks[0], rank.marks[-1]
     return last.time_s - first.time_s >= _MIN_SPAN_S and last.steps - first.steps >= 3
-
-
-def _slow(view: JobView, slower: dict[int, float], usual: float, others: Sequence[int]) -> Notice:
-    ratios = sorted(slower.values())
-    low, high = f"{ratios[0]:.1f}", f"{ratios[-1]:.1f}"
-    times = low if low == high else f"{low} to {high}"
-    verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
-    compared = who(others) if len(others) == 1 else "the others"
-    own = median(view.ranks[rank].steps_per_s or 0.0 for rank in slower)
-    text = (
-        f"{who(list(slower))} {verb} {times} times slower than {compared} "
-        f"({rate(own)} against {rate(usual)} steps/s)"
-    )
-    return Notice("slow", tuple(sorted(slower)), text)
 
 
 def waiting_share(view: JobView, rank: RankView) -> float:

@@ -52,6 +52,8 @@ class Mark:
     time_s: float
     steps: int
     samples: int
+    own_time_s: float = 0.0
+    own_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RankView:
         epoch: passes over the training loader that were completed.
         steps_per_s: step rate, smoothed over about :data:`WINDOW_S`; None before it is known.
         samples_per_s: sample rate, likewise.
+        own_step_s: seconds of a step in which it does not wait for others, likewise; None where that is not known.
         loss: the last loss, perhaps not finite; None before the first.
         losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
         metrics: the last value of everything logged by ``accelerator.log``.
@@ -100,6 +103,7 @@ class RankView:
     epoch: int = 0
     steps_per_s: float | None = None
     samples_per_s: float | None = None
+    own_step_s: float | None = None
     loss: float | None = None
     losses: Curve = field(default_factory=Curve)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -479,6 +483,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         epoch=sample.epoch,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
+        own_step_s=_own_step_s(marks, rank),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
@@ -514,7 +519,7 @@ def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[M
     """``marks`` with the newest point last, older ones spaced out and dropped beyond the window."""
     if sample.step_time_s <= 0:
         return marks
-    newest = Mark(sample.step_time_s, steps_done, sample.samples)
+    newest = Mark(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
     if marks and newest.time_s <= marks[-1].time_s:
         return marks
     # The last point is provisional: it is replaced until it is far enough from the one before.
@@ -532,6 +537,13 @@ def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float
     span_s = marks[-1].time_s - marks[0].time_s
     num_samples = marks[-1].samples - marks[0].samples
     return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
+
+
+def _own_step_s(marks: tuple[Mark, ...], rank: RankView) -> float | None:
+    num_steps = marks[-1].own_steps - marks[0].own_steps if marks else 0
+    if num_steps <= 0:
+        return rank.own_step_s
+    return max(marks[-1].own_time_s - marks[0].own_time_s, 0.0) / num_steps
 
 
 def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:

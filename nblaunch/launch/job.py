@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +70,9 @@ class Job:
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._past_failures: list[str] = []
+        self._end_lock = threading.Lock()
+        self._at_end: list[Callable[[], None]] = []
+        self._show_again: Callable[[], bool] | None = None
 
     # --- for the person ------------------------------------------------------------------------------------------
 
@@ -106,6 +111,10 @@ class Job:
         """
         if not self._has_ended.wait(timeout):
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """``await job`` in a cell: :meth:`result`, with the kernel's event loop free while the job runs."""
+        return self._ended().__await__()
 
     @property
     def status(self) -> str:
@@ -159,7 +168,11 @@ class Job:
 
     def stacks(self) -> str:
         """Where every rank is right now, as lines of the user's code; equal ones together. Takes up to a second."""
-        return self._requests.ask_stacks().result()
+        return self.ask_stacks().result()
+
+    def ask_stacks(self) -> Future[str]:
+        """The same as a future, without waiting for it."""
+        return self._requests.ask_stacks()
 
     def interrupt(self) -> None:
         """Ask every worker to stop, as the notebook's interrupt button does; the second time kill them."""
@@ -183,6 +196,14 @@ class Job:
         where = f"{self.num_processes} {self.plan.backend.name} workers"
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
 
+    def _ipython_display_(self) -> None:
+        """As the last line of a cell, a job shows how it is doing or how it ended; outside of notebooks, its repr.
+
+        IPython takes the error for "as usual".
+        """
+        if self._show_again is None or not self._show_again():
+            raise NotImplementedError("there is nothing to show but the repr")
+
     # --- for the launcher ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -196,8 +217,32 @@ class Job:
         finally:
             self._requests.close()
             self._log.end()
-            self._has_ended.set()
+            with self._end_lock:
+                self._has_ended.set()
             self._has_started.set()  # last: whoever waits for a start looks next at whether the job has ended
+            for call in self._at_end:
+                call()
+
+    def show_with(self, show_again: Callable[[], bool]) -> None:
+        """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
+        self._show_again = show_again
+
+    async def _ended(self) -> Any:
+        __tracebackhide__ = True
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ended.set)
+
+        with self._end_lock:
+            if self.is_running:
+                self._at_end.append(wake)
+            else:
+                ended.set()
+        await ended.wait()
+        return self.result()
 
     def run_in_background(self) -> None:
         """Run in a thread; returns when the workers run, or when they could not be started."""

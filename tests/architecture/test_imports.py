@@ -18,6 +18,7 @@ GROUND_FLOOR = {f"nblaunch.{name}" for name in ("errors", "topology", "spec", "e
 # wrong floor.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
+    ("nblaunch.dashboard.widgets", "nblaunch.dashboard.widget_panel"): "needs ipywidgets, which may be missing",
 }
 
 

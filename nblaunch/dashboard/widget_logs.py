@@ -1,0 +1,110 @@
+"""What ranks print, in a pane with a tab for all of them by time and one for each.
+
+Changing tabs is the front end's own business: it works while a cell runs, when no click reaches the kernel. So every
+tab holds its text all the time, and only the last lines of it. Beyond so many ranks that tabs can't be read, a list
+chooses between them; it is linked in the front end, too.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from nblaunch.dashboard.logbook import LogBook
+from nblaunch.dashboard.widget_valve import Valve
+
+MAX_TABS = 16
+"""Ranks that have tabs; more are chosen from a list."""
+
+_LINE_LENGTH = 200
+_PANE_BYTES = 5_000  # of one tab: what is sent whole whenever a line is added
+_HEIGHT = "150px"
+_ALL_S, _RANK_S = 0.7, 4.0
+_PRE = (
+    "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:17px"
+)
+
+
+class LogPane:
+    """The book in widgets.
+
+    Args:
+        book: what is shown.
+        num_ranks: how many ranks may print.
+        valve: through which the texts change.
+    """
+
+    def __init__(self, book: LogBook, num_ranks: int, valve: Valve) -> None:
+        self._book = book
+        self._valve = valve
+        # A reversed column keeps the scroll bar at the newest line.
+        layout = widgets.Layout(
+            height=_HEIGHT, overflow="auto", display="flex", flex_flow="column-reverse", margin="0",
+            justify_content="flex-start",
+        )  # fmt: skip
+        self._num_ranks = num_ranks
+        self.links: list[Any] = []
+        self.widget: Any
+        self._width = len(str(num_ranks - 1))
+        self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_ranks + 1)]
+        if num_ranks == 1:
+            self._panes = self._panes[:1]
+            self.widget = self._panes[0]
+        elif num_ranks <= MAX_TABS:
+            self.widget = self._tabs()
+        else:
+            self.widget = self._list()
+
+    def show(self) -> None:
+        """Make the tabs show the book; sent at the valve's next flushes."""
+        lines = [
+            f'<span style="opacity:.6">[{rank:{self._width}}]</span> {escape(_cut(line))}'
+            if self._num_ranks > 1
+            else escape(_cut(line))
+            for rank, line in self._book.of_all()
+        ]
+        self._valve.want(self._panes[0], every_s=_ALL_S, value=_pane(lines))
+        for rank, pane in enumerate(self._panes[1:]):
+            own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
+            self._valve.want(pane, every_s=_RANK_S, value=_pane(own))
+
+    def _titles(self) -> list[str]:
+        return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
+
+    def _tabs(self) -> Any:
+        tab = widgets.Tab(children=self._panes, layout=widgets.Layout(margin="4px 0 0 0", width="100%"))
+        for index, title in enumerate(self._titles()):
+            tab.set_title(index, title)
+        tab.selected_index = 0
+        return tab
+
+    def _list(self) -> Any:
+        stack = getattr(widgets, "Stack", None)  # new in ipywidgets 8
+        if stack is None:
+            hint = widgets.HTML('<span style="opacity:.65">one rank alone: job.logs(rank)</span>')
+            self._panes = self._panes[:1]
+            return widgets.VBox([hint, *self._panes])
+        chooser = widgets.Dropdown(options=self._titles(), index=0, layout=widgets.Layout(width="14em"))
+        pages = stack(children=self._panes, selected_index=0)
+        self.links = [widgets.jslink((chooser, "index"), (pages, "selected_index"))]
+        return widgets.VBox([chooser, pages])
+
+
+_NOTHING = f'<pre style="{_PRE};opacity:.65">nothing printed yet</pre>'
+
+
+def _pane(lines: list[str]) -> str:
+    """The last of ``lines``, as many as a message should hold."""
+    if not lines:
+        return _NOTHING
+    size, first = 0, len(lines)
+    while first > 0 and (size := size + len(lines[first - 1]) + 1) <= _PANE_BYTES:
+        first -= 1
+    return f'<pre style="{_PRE}">' + "\n".join(lines[min(first, len(lines) - 1) :]) + "</pre>"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LINE_LENGTH else line[: _LINE_LENGTH - 1] + "…"

@@ -1,0 +1,166 @@
+"""The table of ranks made of widgets: a state, a progress bar, numbers, a sparkline and the last line for each.
+
+    rank  state      progress       epoch  step     steps/s  loss      trend   output
+       0  ● training ▆▆▆▆▆▆______       1  450/1000    10.0  0.5321   ╲_______  epoch 1: 45%|████▌ ...
+
+Five widgets a row, in one grid, so that columns are aligned whatever stands in them. The number of rows is that of the
+ranks which have one (``table.py``); rows are made once and then only change what they show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+from ipywidgets.widgets.widget_int import ProgressStyle  # not among the public names, in 7 and 8 alike
+
+from nblaunch.dashboard import colours
+from nblaunch.dashboard.chart import sparkline
+from nblaunch.dashboard.table import Row, Table
+from nblaunch.dashboard.widget_valve import Valve
+from nblaunch.events import WorkerState
+
+BAR_STEPS = 200
+"""Positions of a progress bar: finer ones can't be seen."""
+
+_TEXT = "font-size:13px;line-height:22px;font-variant-numeric:tabular-nums;white-space:nowrap"
+_MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
+_MUTED = "opacity:.65"
+_CUT = "white-space:pre;overflow:hidden;text-overflow:ellipsis"
+_GAP = "14px"
+_COLUMNS = "minmax(9em,max-content) 110px max-content 76px minmax(8em,1fr)"
+
+# How often the parts of a row are worth a message, in seconds.
+_BAR_S, _CELLS_S, _DETAIL_S, _TREND_S = 0.4, 0.8, 1.0, 4.0
+
+
+@dataclass(frozen=True)
+class _RowWidgets:
+    """The widgets of one row, from left to right."""
+
+    state: Any
+    bar: Any
+    cells: Any
+    trend: Any
+    detail: Any
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return (self.state, self.bar, self.cells, self.trend, self.detail)
+
+
+class RowGrid:
+    """The rows of a job.
+
+    Args:
+        valve: through which they change.
+    """
+
+    def __init__(self, valve: Valve) -> None:
+        self._valve = valve
+        # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
+        self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden", height="22px")
+        self._hidden = widgets.Layout(display="none")
+        self._bar_shown = widgets.Layout(margin="0", width="110px", height="22px")
+        self._bar_unknown = widgets.Layout(margin="0", width="110px", height="22px", visibility="hidden")
+        self._styles = {
+            colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(colours.OF_STATE.values())
+        }
+        self._widths: dict[str, int] = {}
+        self._head = [self._text(title) for title in ("", "", "", "", "")]
+        self._rows: list[_RowWidgets] = []
+        self.widget = widgets.GridBox(
+            children=self._head,
+            layout=widgets.Layout(
+                grid_template_columns=_COLUMNS, grid_gap=f"0 {_GAP}", margin="4px 0", align_items="center",
+                width="100%", overflow="hidden",
+            ),
+        )  # fmt: skip
+
+    @property
+    def unused(self) -> list[Any]:
+        """Widgets that are made but not always part of the grid."""
+        return [
+            self._shown, self._hidden, self._bar_shown, self._bar_unknown, *self._styles.values(),
+        ]  # fmt: skip
+
+    def show(self, table: Table) -> None:
+        """Make the rows show ``table``; sent at the valve's next flushes."""
+        self._make_rows(len(table.rows))
+        self._fit(table)
+        self._show_head(table)
+        for index, parts in enumerate(self._rows):
+            if index < len(table.rows):
+                self._show_row(parts, table.rows[index], table.columns)
+            else:
+                for part in parts.all:
+                    self._valve.want(part, layout=self._hidden, is_urgent=True)
+
+    def _text(self, value: str = "") -> Any:
+        return widgets.HTML(value, layout=self._shown)
+
+    def _make_rows(self, number: int) -> None:
+        if number <= len(self._rows):
+            return
+        while len(self._rows) < number:
+            bar = widgets.IntProgress(
+                value=0, min=0, max=BAR_STEPS, layout=self._bar_unknown, style=self._styles[colours.CALM]
+            )
+            self._rows.append(_RowWidgets(self._text(), bar, self._text(), self._text(), self._text()))
+        self.widget.children = [*self._head, *(part for parts in self._rows for part in parts.all)]
+
+    def _fit(self, table: Table) -> None:
+        """Columns grow with what stands in them and never shrink: a table that breathes can't be read."""
+        for index, name in enumerate(table.columns):
+            width = max(len(name), *(len(row.cells[index]) for row in table.rows), 4) if table.rows else 4
+            self._widths[name] = max(width, self._widths.get(name, 0))
+
+    def _show_head(self, table: Table) -> None:
+        has_trend = any(len(row.loss_history) > 1 for row in table.rows)
+        has_detail = any(row.detail for row in table.rows)
+        has_bar = any(row.fraction is not None for row in table.rows)
+        titles = (
+            self._state_cell("rank", "state"),
+            "progress" if has_bar else "",
+            self._cells(table.columns, table.columns),
+            "trend" if has_trend else "",
+            "output" if has_detail else "",
+        )
+        for widget, title in zip(self._head, titles, strict=True):
+            self._valve.want(widget, value=f'<div style="{_TEXT};{_MUTED}">{title}</div>', is_urgent=True)
+
+    def _show_row(self, parts: _RowWidgets, row: Row, names: Sequence[str]) -> None:
+        colour = colours.OF_STATE[row.state]
+        is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
+        mood = f";{_MUTED}" if is_calm else ""
+        state = f'<span style="color:{colour}">&#9679;</span> {escape(row.state_text)}'
+        state = f'<div style="{_TEXT}{mood}">{self._state_cell(escape(row.label), state)}</div>'
+        self._valve.want(parts.state, value=state, layout=self._shown, is_urgent=True)
+        fraction = 1.0 if row.state is WorkerState.DONE and row.fraction is not None else row.fraction
+        self._valve.want(
+            parts.bar,
+            every_s=_BAR_S,
+            value=round(BAR_STEPS * (fraction or 0.0)),
+            style=self._styles[colour],
+            layout=self._bar_unknown if fraction is None else self._bar_shown,
+        )
+        cells = f'<div style="{_TEXT}{mood}">{self._cells(row.cells, names)}</div>'
+        self._valve.want(parts.cells, every_s=_CELLS_S, value=cells, layout=self._shown)
+        trend = sparkline(row.loss_history)
+        self._valve.want(parts.trend, every_s=_TREND_S, value=trend, layout=self._shown)
+        detail = f'<div style="{_MONO};line-height:22px;{_MUTED};{_CUT}">{escape(row.detail)}</div>'
+        self._valve.want(parts.detail, every_s=_DETAIL_S, value=detail, layout=self._shown)
+
+    def _cells(self, texts: Sequence[str], names: Sequence[str]) -> str:
+        """Texts side by side, to the right of columns that are as wide in every row."""
+        widths = " ".join(f"{self._widths[name]}ch" for name in names)
+        spans = "".join(f"<span>{escape(text)}</span>" for text in texts)
+        return f'<div style="display:grid;grid-template-columns:{widths};gap:{_GAP};text-align:right">{spans}</div>'
+
+    @staticmethod
+    def _state_cell(label: str, state: str) -> str:
+        style = "display:inline-block;min-width:2.2em;padding-right:.9em;text-align:right"
+        return f'<span style="{style}">{label}</span>{state}'

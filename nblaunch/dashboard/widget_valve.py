@@ -1,0 +1,146 @@
+"""What widgets are to show, sent within a budget.
+
+    panel ──want(widget, value="...")──> Valve ──at most so many bytes a second──> front end
+
+Each change of a widget is a message of at least 600 bytes, and a slow front end (a remote one, a phone) suffers from
+many. So the panel says at every tick what each widget should show, and the valve sends what changed: at once what
+matters, the rest in the order of how overdue it is, as far as the budget goes. Values between two sendings are never
+seen, which is as it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+MESSAGE_BYTES = 650
+"""What a message weighs without its values: headers with ids, dates and session names."""
+
+RATE_BYTES_S = 14_000.0
+"""Bytes a second over longer times."""
+
+BURST_BYTES = 28_000.0
+"""Bytes that may be sent at once after a quiet time."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A widget and what it should show.
+
+    Args:
+        widget: which.
+        every_s: seconds between two changes that are good enough.
+        wanted: trait -> value.
+        sent: likewise, what the front end has.
+        sent_s: when that was sent.
+        is_urgent: to be sent whatever the budget says.
+    """
+
+    widget: Any
+    every_s: float = 0.0
+    wanted: dict[str, Any] = field(default_factory=dict)
+    sent: dict[str, Any] = field(default_factory=dict)
+    sent_s: float = float("-inf")
+    is_urgent: bool = False
+
+    def changes(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in self.wanted.items()
+            if name not in self.sent or self.sent[name] != value
+        }
+
+
+class Valve:
+    """Sends changes of widgets within a budget of bytes. Used by one thread at a time.
+
+    Args:
+        rate_bytes_s: the budget, over longer times.
+        burst_bytes: what may be saved up.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        rate_bytes_s: float = RATE_BYTES_S,
+        burst_bytes: float = BURST_BYTES,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._rate_bytes_s = rate_bytes_s
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._slots: dict[int, _Slot] = {}
+        self._budget_bytes = burst_bytes
+        self._filled_s = clock()
+
+    def want(self, widget: Any, *, every_s: float = 0.0, is_urgent: bool = False, **values: Any) -> None:
+        """Say what ``widget`` should show.
+
+        Args:
+            widget: which.
+            every_s: seconds between two changes that are good enough; where the budget is short, the intervals of all
+                widgets grow by the same factor.
+            is_urgent: send it at the next flush, budget or not.
+            **values: trait -> value.
+        """
+        slot = self._slots.get(id(widget))
+        if slot is None:
+            # What it was made with is known to the front end.
+            slot = self._slots[id(widget)] = _Slot(
+                widget, sent={name: getattr(widget, name) for name in values}
+            )
+        slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
+        slot.wanted.update(values)
+
+    def is_due(self, widget: Any, every_s: float) -> bool:
+        """Whether it is time to find out what ``widget`` should show, where that takes some work."""
+        slot = self._slots.get(id(widget))
+        return slot is None or self._clock() - slot.sent_s >= every_s
+
+    def flush(self) -> int:
+        """Send what is due; returns how many widgets changed."""
+        now_s = self._clock()
+        self._budget_bytes = min(
+            self._budget_bytes + (now_s - self._filled_s) * self._rate_bytes_s, self._burst_bytes
+        )
+        self._filled_s = now_s
+        num_sent = 0
+        for slot in sorted(self._slots.values(), key=lambda slot: _overdue(slot, now_s), reverse=True):
+            is_due = slot.is_urgent or now_s - slot.sent_s >= slot.every_s
+            changes = slot.changes() if is_due else {}
+            if not changes:
+                slot.is_urgent = False
+                continue
+            if not slot.is_urgent and self._budget_bytes < 0:
+                continue
+            self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
+            _send(slot, changes, now_s)
+            num_sent += 1
+        return num_sent
+
+
+def _overdue(slot: _Slot, now_s: float) -> float:
+    if slot.is_urgent:
+        return float("inf")
+    return (now_s - slot.sent_s) / max(slot.every_s, 0.1)
+
+
+def _weight(value: Any) -> int:
+    """Bytes of a value in a message, about: other widgets travel as their ids."""
+    return len(value) if isinstance(value, str) else 40
+
+
+def _send(slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
+    # What was sent is remembered here and not read from the widget: the front end changes some traits by itself.
+    slot.sent.update(changes)
+    slot.sent_s, slot.is_urgent = now_s, False
+    if len(changes) == 1:
+        ((name, value),) = changes.items()
+        setattr(slot.widget, name, value)
+        return
+    with slot.widget.hold_sync():
+        for name, value in changes.items():
+            setattr(slot.widget, name, value)
