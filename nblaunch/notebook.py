@@ -76,7 +76,9 @@ def notebook_launcher(
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
-        dashboard: ``"auto"``, ``"html"``, ``"text"`` or ``"none"``.
+        dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
+            that is updated; ``"text"``; ``"none"``. ``"auto"``: widgets where a person can see them, else HTML in a
+            notebook, else text.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
         hang_timeout_s: seconds without any progress of some rank (no step, output or processor time) after which every
@@ -131,7 +133,9 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 def _launch(spec: LaunchSpec, background: bool, dashboard: str) -> Any:
     __tracebackhide__ = True
     plan = plan_launch(spec)
-    job = Job(spec, plan, dashboards.choose(dashboard, background=background))
+    listeners = dashboards.choose(dashboard, background=background)
+    job = Job(spec, plan, listeners)
+    job.show_with(dashboards.attach(listeners, job if background else None))
     jobs.remember(job)
     if background:
         job.run_in_background()
