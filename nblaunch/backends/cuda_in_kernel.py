@@ -10,13 +10,14 @@ whether there are GPUs, so that the question alone does not rule out a fork any 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nblaunch import env
-from nblaunch.backends import autograd_probe
+from nblaunch.backends import autograd_probe, cell_history
 
 _UVM_DEVICE = "/dev/nvidia-uvm"
 _NUM_FRAMES = 200
@@ -33,6 +34,11 @@ _USERS_OF_CUDA = (
     "tensorflow",
     "torchao",
     "triton",
+)
+# What makes torch initialise CUDA, for cells that ran before anybody was watching.
+_USES = re.compile(
+    r"\.cuda\(|device(_map)?=.?.?(cuda|auto)|\.to\(.?.?(cuda|device)|torch\.cuda\.(init|synchronize|current_device|"
+    r"set_device|get_device|mem|empty_cache|Stream|Event|is_bf16)|Accelerator\(|pipeline\("
 )
 
 _first_use: tuple[tuple[str, int, str], ...] = ()
@@ -75,7 +81,8 @@ def hazard() -> str | None:
     """Why a forked copy of this process could not use CUDA, as the end of "this process ..."; None where it could."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "has used CUDA through torch, and CUDA can't be used in a forked copy of it"
+        where = "" if _first_use else cell_history.guess(_USES)
+        return f"has used CUDA through torch{where}, and CUDA can't be used in a forked copy of it"
     if has_open_device(Path("/proc/self/fd")):
         if torch is not None and autograd_probe.fork_failure(_ask_whether_poisoned) is not None:
             return _ASKED

@@ -32,7 +32,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import autograd_probe, host_memory, process_group, tpu_host
+from nblaunch.backends import autograd_probe, cell_history, host_memory, process_group, tpu_host
 from nblaunch.backends.base import Backend
 from nblaunch.backends.compile_watch import CompileWatch, Counters, tensors
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
@@ -46,7 +46,7 @@ _THIRD = 1 / 3
 _THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
 
 # What initialises the runtime in the process that calls it; found by trying each in torch_xla 2.9.
-_INITIALISERS = re.compile(
+INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
     r"torch_xla\.manual_seed|metrics_report|start_server|xla://|device=.?.xla|\.to\(.?.xla|xmp\.spawn|Accelerator\("
@@ -404,21 +404,8 @@ def _is_initialised() -> bool:
 
 
 def _who_initialised() -> str:
-    """The cell and line that most likely did it, found in the notebook's history; empty where there is none."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    cells = shell.user_ns.get("In", []) if shell is not None else []
-    return first_initialiser(cells)
-
-
-def first_initialiser(cells: Sequence[str]) -> str:
-    """Where ``cells`` first initialise the runtime: "(most likely in cell 3, line 2: ...)"; empty if nowhere."""
-    for number, source in enumerate(cells):
-        for position, line in enumerate(source.splitlines(), 1):
-            is_inside = line[:1].isspace()  # of a function, most likely one that is launched
-            if _INITIALISERS.search(line) and not is_inside and not line.startswith("#"):
-                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
-    return ""
+    """The cell and line that most likely did it; empty where there is none."""
+    return cell_history.guess(INITIALISERS)
 
 
 def _default_cache() -> str:

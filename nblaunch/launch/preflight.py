@@ -5,6 +5,7 @@ Looks, and never touches a device: a device context in the kernel is what makes 
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import threading
@@ -16,8 +17,10 @@ from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
 from nblaunch.launch import rendezvous
 from nblaunch.launch.diagnosis import memory
+from nblaunch.launch.diagnosis.rendering import cell_name
 from nblaunch.launch.weights import module_positions, trainable_bytes
 from nblaunch.spec import LaunchSpec
+from nblaunch.wire.frames import is_user_file
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         warnings=(
             *_start_method_notes(spec, start_method, reason),
             *_overlooked(backend),
+            *backend.launch_notes(num_processes),
             *_memory_warnings(spec, backend, num_processes),
         ),
     )
@@ -100,20 +104,25 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
     if spec.num_processes is None:
         return backend.device_count()
     if not backend.is_oversubscribable:
-        _check_devices(spec.num_processes, backend)
+        _check_devices(spec, spec.num_processes, backend)
     refusal = backend.count_refusal(spec.num_processes)
     if refusal is not None:
         raise ValueError(f"num_processes={spec.num_processes}: {refusal}")
     return spec.num_processes
 
 
-def _check_devices(num_processes: int, backend: Backend) -> None:
+def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> None:
     available = backend.device_count()
-    if num_processes > available:
-        raise ValueError(
-            f"num_processes={num_processes}, but this machine has {available} {backend.device_noun}"
-            f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
-        )
+    if num_processes <= available or (backend.shares_devices and spec.backend == backend.name):
+        return
+    sharing = (
+        f"; backend={backend.name!r} lets several share one, for trying out" if backend.shares_devices else ""
+    )
+    raise ValueError(
+        f"num_processes={num_processes}, but this machine has {available} {backend.device_noun}"
+        f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
+        f"{sharing}"
+    )
 
 
 def _one_process(spec: LaunchSpec, backend: Backend) -> int:
@@ -150,7 +159,23 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
 def _start_method_notes(spec: LaunchSpec, start_method: str, reason: str) -> tuple[str, ...]:
     """A word where the choice is not the usual one: fresh processes start slower and need the call pickled."""
     is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
-    return (f"workers start through a {start_method}: {reason}",) if is_detour else ()
+    if not is_detour:
+        return ()
+    return (
+        f"workers start through a {start_method}: {reason}. That does not matter: nothing has to be restarted",
+    )
+
+
+def _first_use(backend: Backend) -> str:
+    """The line of the person's own code that first used the device in this process, if it was seen."""
+    own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
+    if not own:
+        return ""
+    filename, number, _ = own[0]
+    source = linecache.getline(filename, number).strip()
+    return f"; it was first used in {cell_name(filename)}, line {number}" + (
+        f": `{source:.80}`" if source else ""
+    )
 
 
 def _fork_hazard(backend: Backend) -> str | None:
@@ -162,7 +187,8 @@ def _fork_hazard(backend: Backend) -> str | None:
         return "the launch comes from a thread other than the main one, whose locks a fork would copy as they are"
     if rendezvous.is_any_store_running():
         return "another job of this process is running, and a fork could copy its store in the middle of something"
-    return backend.fork_hazard()
+    hazard = backend.fork_hazard()
+    return None if hazard is None else hazard + _first_use(backend)
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:

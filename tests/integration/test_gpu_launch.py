@@ -1,0 +1,70 @@
+"""What a launch says and does on machines with GPUs, in real kernels: the GPUs are made up, everything else is real."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.kernels import Kernel
+
+# A CPU backend that answers the launcher's questions as the CUDA backend does, and a torch that can be made to believe
+# that it has initialised CUDA: the two calls that a build without CUDA lacks are replaced, the rest is its own.
+MADE_UP = """
+from nblaunch import backends
+from nblaunch.backends import cuda_in_kernel
+from nblaunch.backends.cpu import CpuBackend
+from nblaunch.backends.cuda import BACKEND
+
+class MadeUp(CpuBackend):
+    is_oversubscribable = False
+    shares_devices = True
+    def device_count(self):
+        return 1
+    fork_hazard, first_use = BACKEND.fork_hazard, BACKEND.first_use
+    def launch_notes(self, num_processes):
+        return ("workers share a made-up device",) if num_processes > 1 else ()
+
+real = backends.discover()["cpu"]
+backends.discover()["cpu"] = MadeUp()
+torch._C._cuda_getDeviceCount = lambda: 1
+torch._C._cuda_init = lambda: None
+torch.cuda._cudart = object()
+def where():
+    return os.getppid()
+"""
+
+
+@pytest.fixture
+def made_up(kernel: Kernel) -> Kernel:
+    kernel.run("import os, torch, nblaunch\nfrom nblaunch import notebook_launcher")
+    kernel.run(MADE_UP)
+    return kernel
+
+
+def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(made_up: Kernel) -> None:
+    forked = made_up.run("notebook_launcher(where) == os.getpid()")
+    assert forked.result == "True"
+    made_up.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
+    cell = made_up.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
+    assert ast.literal_eval(cell.result or "") == (False, "forkserver")
+    told = " ".join(cell.stdout.split())
+    assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in told
+    assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in told
+    assert "nothing has to be restarted" in told
+
+
+def test_use_before_the_import_is_guessed_from_the_history(kernel: Kernel) -> None:
+    kernel.run("import os, torch\nx = torch.ones(3)  # x.to('cuda') on a machine that has one")
+    kernel.run("torch.cuda.is_initialized = lambda: True")
+    cell = kernel.run("from nblaunch.backends.cuda import BACKEND\nBACKEND.fork_hazard()")
+    assert "(most likely in cell 1, line 2: `x = torch.ones(3)" in (cell.result or "")
+
+
+def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
+    refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
+    assert refused.error is not None
+    assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.error.value
+    cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
+    assert len(ast.literal_eval(cell.result or "")) == 2
+    assert "workers share a made-up device" in cell.stdout
