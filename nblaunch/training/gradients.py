@@ -72,7 +72,9 @@ class GradientControl(ABC):
         process wait for the device.
         """
         divisor = self._session.gradients.divisor
+        self._session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
+        self._session.own_time.end_backward()
         self._session.losses.note(loss, not self._session.member.backend.is_lazy)
 
     @contextmanager

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from nblaunch.training.device_memory import DeviceMemoryReport
 from nblaunch.wire.board import Slot
 
 _INTERVAL_S = 0.5
@@ -19,10 +20,12 @@ class LossReport:
 
     Args:
         slot: where it is shown.
+        memory: what else is due from time to time.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, memory: DeviceMemoryReport | None = None) -> None:
         self._slot = slot
+        self._memory = memory
         self._next_s = 0.0
         self._unread: torch.Tensor | None = None
 
@@ -48,6 +51,8 @@ class LossReport:
 
     def flush(self) -> None:
         """Show the latest loss now."""
+        if self._memory is not None:
+            self._memory.show_due()
         unread, self._unread = self._unread, None
         if unread is None:
             return

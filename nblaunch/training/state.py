@@ -17,8 +17,10 @@ import torch
 from nblaunch import context
 from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.device_memory import DeviceMemoryReport
 from nblaunch.training.losses import LossReport
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
+from nblaunch.training.own_time import OwnTime
 from nblaunch.training.passes import PassStack
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, ProcessControl
@@ -47,6 +49,7 @@ class Session:
         gradients: its accumulation window and active loaders.
         passes: what it shows on the board.
         losses: the loss that it shows there.
+        own_time: the part of its steps that it does not wait for others, likewise.
         models: prepared models, to tell training from evaluating.
         precision: of the first Accelerator; None before there is one.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
@@ -57,6 +60,7 @@ class Session:
     gradients: GradientSync
     passes: PassStack
     losses: LossReport
+    own_time: OwnTime
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     is_resuming: bool = False
@@ -92,7 +96,8 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
         advice.warn(f"{given} has no effect: this process has joined its process group already")
     if ctx.training is None:
         member = process.join(cpu, init)
-        ctx.training = Session(member, GradientSync(), PassStack(member.slot), LossReport(member.slot))
+        losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))
+        ctx.training = Session(member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot))
     session: Session = ctx.training
     if cpu and session.member.device.type != "cpu":
         raise ValueError(

@@ -27,7 +27,8 @@ _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS = 7
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stopping.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
-_LOSS, _STEP_TIME = 16, 17  # doubles
+_LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
+_OWN_STEPS = 19
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Sample:
         device_bytes: memory of its device that the rank has taken; 0 where nothing is known.
         device_peak_bytes: the most so far.
         device_limit_bytes: all that the device has; 0 where that is not known.
+        own_time_s: seconds that the rank has computed by itself, between one backward and the next.
+        own_steps: how often.
     """
 
     rank: int
@@ -63,6 +66,8 @@ class Sample:
     device_bytes: int = 0
     device_peak_bytes: int = 0
     device_limit_bytes: int = 0
+    own_time_s: float = 0.0
+    own_steps: int = 0
 
 
 class Slot:
@@ -89,11 +94,11 @@ class Slot:
         ints[_STATE] = state
         self._doubles[_STEP_TIME] = time.monotonic()
 
-    def advance(self, samples: int = 0) -> None:
-        """One more batch was handed to the user's loop."""
+    def advance_to(self, step: int, samples: int) -> None:
+        """Another batch was handed to the user's loop: how many of this pass, and samples since the start."""
         ints = self._ints
-        ints[_STEP] += 1
-        ints[_SAMPLES] += samples
+        ints[_STEP] = step
+        ints[_SAMPLES] = samples
         self._doubles[_STEP_TIME] = time.monotonic()
 
     def set_loss(self, loss: float) -> None:
@@ -105,6 +110,11 @@ class Slot:
 
     def add_built_bytes(self, num_bytes: int) -> None:
         self._ints[_BUILT_BYTES] += num_bytes
+
+    def add_own_time(self, seconds: float) -> None:
+        """From one backward to the next, without waiting for other ranks."""
+        self._doubles[_OWN_TIME] += seconds
+        self._ints[_OWN_STEPS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
         """Bytes of the device: taken now, the most so far, all there are (0 where that is not known)."""
@@ -169,6 +179,8 @@ class Slot:
             device_bytes=ints[_DEVICE_BYTES],
             device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
+            own_time_s=self._doubles[_OWN_TIME],
+            own_steps=ints[_OWN_STEPS],
         )
 
 

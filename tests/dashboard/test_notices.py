@@ -73,6 +73,34 @@ def test_the_first_second_is_too_early_to_judge() -> None:
     assert notices(at_rates([10, 4], seconds=2)) == ()
 
 
+def in_step(own_s: Sequence[float], step_s: float = 0.1) -> JobView:
+    """Ranks that wait for each other at every step, after so many seconds of their own."""
+    view = view_of(started(len(own_s)))
+    for step in range(0, 101, 5):
+        told = [
+            sample(rank, step, step_time_s=5 + step * step_s, own_time_s=step * seconds, own_steps=step)
+            for rank, seconds in enumerate(own_s)
+        ]
+        view = fold_samples(view, told, START_S + step * step_s)
+    return view
+
+
+def test_the_slow_one_of_ranks_in_step_is_the_one_that_computes_longest() -> None:
+    view = in_step([0.05, 0.05, 0.09, 0.05])
+    assert [rank.steps_per_s for rank in view.ranks] == pytest.approx([10] * 4)
+    (notice,) = notices(view)
+    assert notice.ranks == (2,)
+    assert notice.text == (
+        "rank 2 is 1.8 times slower than the others in its own part of a step (90 against 50 ms), "
+        "and all go at that speed"
+    )
+
+
+def test_what_costs_the_others_nothing_is_not_slow() -> None:
+    assert notices(in_step([0.004, 0.004, 0.009])) == ()
+    assert notices(in_step([0.09, 0.09, 0.09])) == ()
+
+
 def test_the_rank_that_all_others_wait_for_is_named() -> None:
     view = at_rates([10, 10, 10])
     for second in range(10, 30):

@@ -15,16 +15,21 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     if pid == 0:
         slot = board.slot(1)
         slot.start_pass(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
-        slot.advance(samples=32)
+        slot.advance_to(5, samples=32)
         slot.set_loss(0.25)
         slot.note_interrupt()
         slot.add_built_bytes(1 << 40)
+        slot.set_device_memory(2, 3, 5)
+        slot.add_own_time(0.5)
+        slot.add_own_time(0.25)
         os._exit(0)
     os.waitpid(pid, 0)
     zero, one, two = board.close()
     assert (zero.step, zero.total, zero.loss, zero.state) == (0, -1, None, WorkerState.STARTING)
     assert (one.step, one.total, one.epoch, one.samples) == (5, 10, 2, 32)
     assert (one.loss, one.interrupts, one.built_bytes) == (0.25, 1, 1 << 40)
+    assert (one.device_bytes, one.device_peak_bytes, one.device_limit_bytes) == (2, 3, 5)
+    assert (one.own_time_s, one.own_steps) == (0.75, 2)
     assert (one.state, two.step) == (WorkerState.TRAINING, 0)
     assert 0 <= time.monotonic() - one.step_time_s < 60
 
@@ -32,7 +37,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
 def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
     board = Board.create(2)
     other = Board(2, os.dup(board.fd))
-    other.slot(1).advance()
+    other.slot(1).advance_to(1, samples=0)
     assert board.sample()[1].step == 1
     other.close()
     board.close()
@@ -50,5 +55,5 @@ def test_closing_leaves_no_descriptor_also_while_somebody_holds_the_board() -> N
 
 def test_a_process_without_launcher_writes_the_same_way() -> None:
     slot = private_slot()
-    slot.advance(3)
+    slot.advance_to(1, samples=3)
     assert slot.read(0).samples == 3
