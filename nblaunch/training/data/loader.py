@@ -103,6 +103,7 @@ class PreparedLoader(DataLoader):
         finally:
             session.gradients.leave(self)
             session.losses.flush()
+            session.own_time.pause()
             session.passes.end(one)
 
     @abstractmethod
