@@ -128,7 +128,7 @@ class Accelerator(
             check_choice("strategy", strategy, ("auto", "spmd"))
         if strategy == "spmd":
             context.current().backend.span_devices()
-        if downcast_bf16:
+        if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
             context.current().backend.downcast_to_bf16()
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
         self._precision = settings.precision_of(self._session, mixed_precision, handlers)

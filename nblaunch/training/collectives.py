@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nblaunch import env
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training import advice, nested
 from nblaunch.training.options import check_choice
-from nblaunch.training.process import is_distributed, waiting
+from nblaunch.training.process import compares_shapes, is_distributed, waiting
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -150,7 +149,7 @@ def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    if env.read("ACCELERATE_DEBUG_MODE"):
+    if compares_shapes():
         _compare(operation, data)
 
     def checked(leaf: Any) -> torch.Tensor:

@@ -87,6 +87,11 @@ def _here() -> Member:
     return join() if session is None else session.member
 
 
+def compares_shapes() -> bool:
+    """Whether collectives compare the shapes of their tensors over ranks first."""
+    return bool(context.current().defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
+
+
 def is_distributed() -> bool:
     """Whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
@@ -198,8 +203,8 @@ class ProcessControl(ABC):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare shapes over ranks (``ACCELERATE_DEBUG_MODE``)."""
-        return bool(env.read("ACCELERATE_DEBUG_MODE"))
+        """Whether collectives compare shapes over ranks: as launched with ``debug``, or ``ACCELERATE_DEBUG_MODE``."""
+        return compares_shapes()
 
     @property
     def fork_launched(self) -> bool:

@@ -75,7 +75,8 @@ def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> G
     """Gradient accumulation from the two arguments that may set it; ValueError where both do."""
     if plugin is None:
         if num_steps == 1:
-            num_steps = env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+            launched = context.current().defaults.get("gradient_accumulation_steps")
+            num_steps = launched or env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
         return GradientAccumulationPlugin(num_steps=num_steps)
     if num_steps != 1:
         raise ValueError(
@@ -100,7 +101,7 @@ def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> 
 def dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """How models are compiled, from the two arguments that may say so, else from the environment.
+    """How models are compiled, from the two arguments that may say so, else from the launcher or the environment.
 
     Raises:
         ValueError: both say so.
@@ -112,6 +113,9 @@ def dynamo(
     plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
     if plugin is not None:
         return plugin
+    launched = context.current().defaults.get("dynamo_plugin")
+    if backend is None and launched is not None:
+        return TorchDynamoPlugin(**launched)
     return TorchDynamoPlugin(
         backend=backend or env.read("ACCELERATE_DYNAMO_BACKEND"),
         mode=env.read("ACCELERATE_DYNAMO_MODE") or None,
