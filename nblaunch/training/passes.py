@@ -32,6 +32,8 @@ class PassStack:
     def __init__(self, slot: Slot) -> None:
         self.epoch = 0
         self._slot = slot
+        self._advance_to = slot.advance_to
+        self._samples = 0
         self._stack: list[Pass] = []
         self._shown: Pass | None = None
         self._outside = WorkerState.RUNNING
@@ -48,9 +50,10 @@ class PassStack:
 
     def advance(self, one: Pass, samples: int = 0) -> None:
         """``one`` hands out its next batch. Called at every step."""
-        one.step += 1
+        one.step = step = one.step + 1
+        self._samples = total = self._samples + samples
         if self._shown is one:
-            self._slot.advance(samples)
+            self._advance_to(step, total)
         elif self._stack and self._stack[-1] is one:
             self._show(one)
 

@@ -46,8 +46,8 @@ def _measure() -> dict[str, float]:
     plain = DataLoader(_Ready(dataset), batch_size=1, collate_fn=_first)
 
     def advance() -> None:
-        for _ in range(NUM_STEPS):
-            slot.advance(32)
+        for step in range(NUM_STEPS):
+            slot.advance_to(step, 32 * step)
 
     def nothing() -> None:
         for _ in range(NUM_STEPS):

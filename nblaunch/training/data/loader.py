@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.events import WorkerState
 from nblaunch.training import nested, rng
@@ -24,6 +24,7 @@ from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
     SkipBatchSampler,
+    innermost,
     sampler_of,
 )
 from nblaunch.training.options import DataLoaderConfiguration
@@ -298,9 +299,7 @@ class PreparedLoader(DataLoader):
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of indices below the batch samplers."""
-        batch_sampler: Any = self.batch_sampler
-        while hasattr(batch_sampler, "batch_sampler"):
-            batch_sampler = batch_sampler.batch_sampler
+        batch_sampler = innermost(self.batch_sampler)
         if not hasattr(batch_sampler, "sampler"):
             raise TypeError(
                 f"the loader's {type(batch_sampler).__name__} has no sampler that could be replaced"
@@ -329,6 +328,7 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every microsecond of a step shows.
         advance, backend, phase = session.passes.advance, session.member.backend, one.phase
         begin_step, is_lazy, is_stateful = backend.begin_step, backend.is_lazy, self._stateful is not None
+        rows, is_even = nested.count_rows(current), self._has_equal_batches
         while True:
             if not is_placed:
                 current = place(current)
@@ -337,7 +337,9 @@ class DataLoaderShard(PreparedLoader):
             upcoming = next(batches, nothing)
             if upcoming is nothing:
                 self._finish_epoch()
-            advance(one, nested.count_rows(current))
+            if not is_even or upcoming is nothing:
+                rows = nested.count_rows(current)
+            advance(one, rows)
             begin_step(phase, current)
             if is_lazy:
                 session.losses.show_due()
@@ -345,6 +347,12 @@ class DataLoaderShard(PreparedLoader):
             if upcoming is nothing:
                 return
             current = upcoming
+
+    @property
+    def _has_equal_batches(self) -> bool:
+        """Whether no batch but the last can differ from the first in its number of rows."""
+        is_plain = type(innermost(self.batch_sampler)) is BatchSampler
+        return is_plain and not isinstance(self.dataset, IterableDataset)
 
     def _finish_epoch(self) -> None:
         if self.shard is not None and self._is_shard_read_here:

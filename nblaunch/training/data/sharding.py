@@ -369,9 +369,14 @@ def _whole_order(sampler: Any) -> Sequence[int] | None:
 
 def sampler_of(batch_sampler: Any) -> Any:
     """The sampler of single indices below any number of batch samplers; None where there is none."""
+    return getattr(innermost(batch_sampler), "sampler", None)
+
+
+def innermost(batch_sampler: Any) -> Any:
+    """The batch sampler of the person, below any number of ours."""
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
-    return getattr(batch_sampler, "sampler", None)
+    return batch_sampler
 
 
 def _cycle(items: list[Any]) -> Iterator[Any]:
