@@ -264,6 +264,19 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
 
 
+@pytest.mark.parametrize(
+    ("batches", "rows"),
+    [
+        (BatchSampler(range(7), 3, drop_last=False), [3, 6, 7]),
+        ([[0, 1], [2], [3, 4, 5]], [2, 3, 6]),
+    ],
+)
+def test_the_board_counts_samples_of_short_and_of_uneven_batches(batches: Any, rows: list[int]) -> None:
+    loader = Accelerator().prepare(DataLoader(_rows(7), batch_sampler=batches))
+    before = _board().samples
+    assert [_board().samples - before for _ in loader] == rows
+
+
 def test_progress_shows_any_iterable() -> None:
     accelerator = Accelerator()
     for step, _ in enumerate(accelerator.progress([10, 20, 30])):
