@@ -183,11 +183,13 @@ class Failed(Event):
         info: the exception as text.
         exception: the exception pickled, or None if that is not possible.
         is_consequence: a collective or connection error, most likely caused by another rank's failure.
+        evidence: what the device has to do with it, and what to try; lines.
     """
 
     info: ExceptionInfo = field(default_factory=lambda: ExceptionInfo("Exception", ""))
     exception: bytes | None = None
     is_consequence: bool = False
+    evidence: tuple[str, ...] = ()
 
 
 # --- added by the launcher ---------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class _Worker:
         except BaseException as error:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
-            self.sender.send(describe_failure(self.assignment.rank, error))
+            self.sender.send(describe_failure(self.assignment.rank, error, self._evidence(error)))
             return self._farewell(1)
         return self._farewell(0)
 
@@ -127,6 +127,13 @@ class _Worker:
             self.sender.send(
                 Note(rank=-1, time_s=time.time(), text=_ONE_THREAD.format(assignment.num_threads))
             )
+
+    def _evidence(self, error: BaseException) -> tuple[str, ...]:
+        """What the device has to do with ``error``. Whatever goes wrong here must not hide the error itself."""
+        try:
+            return backends.discover()[self.assignment.backend].explain_failure(error)
+        except Exception as broken:
+            return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
 
     def _note(self, text: str) -> None:
         """What happens on all ranks alike is told by the first."""

@@ -30,15 +30,16 @@ _CONSEQUENCE_WORDS = (
 )
 
 
-def describe_failure(rank: int, error: BaseException) -> Failed:
-    """The event that tells the launcher about ``error``."""
+def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
+    """The event that tells the launcher about ``error``, with what the device has to say about it."""
     error = error.with_traceback(without_own_frames(error.__traceback__))
     return Failed(
         rank=rank,
         time_s=time.time(),
         info=_info(error),
         exception=exceptions.dump(error),
-        is_consequence=_is_consequence(error),
+        is_consequence=not evidence and _is_consequence(error),
+        evidence=evidence,
     )
 
 

@@ -25,6 +25,11 @@ class MadeUp(CpuBackend):
     def launch_notes(self, num_processes):
         return ("workers share a made-up device",) if num_processes > 1 else ()
 
+    def explain_failure(self, error):
+        if "asks for it" in str(error):
+            raise LookupError("no such device")
+        return BACKEND.explain_failure(error)
+
 real = backends.discover()["cpu"]
 backends.discover()["cpu"] = MadeUp()
 torch._C._cuda_getDeviceCount = lambda: 1
@@ -68,3 +73,44 @@ def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> No
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
     assert len(ast.literal_eval(cell.result or "")) == 2
     assert "workers share a made-up device" in cell.stdout
+
+
+# The numbers that torch would give for a GPU that is full.
+FULL = """
+from types import SimpleNamespace
+GIB = 1 << 30
+torch.cuda.is_initialized = lambda: True
+torch.cuda.current_device = lambda: 0
+torch.cuda.mem_get_info = lambda device: (GIB, 16 * GIB)
+torch.cuda.get_device_name = lambda device: "Tesla T4"
+torch.cuda.memory_allocated = lambda device: 12 * GIB
+torch.cuda.max_memory_allocated = lambda device: 13 * GIB
+torch.cuda.memory_reserved = lambda device: 14 * GIB
+"""
+
+
+def test_a_full_gpu_is_explained(made_up: Kernel) -> None:
+    made_up.run(
+        f"""
+def fill():
+    if os.environ["RANK"] == "1":
+        exec({FULL!r}, globals())
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    time.sleep(60)
+import time
+"""
+    )
+    cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
+    assert cell.error is not None
+    shown = cell.error.text
+    assert "rank 1: GPU memory ran out on cuda:0 (Tesla T4) with 16.00 GiB: 12.00 GiB allocated" in shown
+    assert "14.00 GiB reserved by this rank" in shown
+    assert "Try: a smaller batch" in shown
+    assert "Host memory" not in shown
+
+
+def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel) -> None:
+    made_up.run("def fail():\n    raise ValueError('asks for it')")
+    cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
+    assert cell.error is not None
+    assert "(asking the device about this failed: LookupError: no such device)" in cell.error.text

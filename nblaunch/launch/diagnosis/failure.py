@@ -10,7 +10,6 @@ from pathlib import Path
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.launch.diagnosis import memory, stacks
 from nblaunch.launch.diagnosis.elsewhere import Story, left_early, story_of
-from nblaunch.launch.diagnosis.memory import MemoryVerdict
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.reraise import rebuild
 from nblaunch.launch.diagnosis.root_cause import (
@@ -56,16 +55,15 @@ def failure_of(
     """
     if report.hang:
         return _hung(report, log.attempt_path(attempt))
-    story = _story_elsewhere(report, [f"logs of this node: {log.attempt_path(attempt)}", *past])
-    if story is not None:
-        return Failure(*story)
+    elsewhere = _story_elsewhere(report, [f"logs of this node: {log.attempt_path(attempt)}", *past])
+    if elsewhere is not None:
+        return Failure(*elsewhere)
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
-    verdict = _memory_verdict(report, root)
-    evidence = list(verdict.lines) if verdict else []
+    evidence = _device_evidence(root) or _memory_evidence(report, root)
     notes = [*_notes(report, root, pid, log, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
@@ -102,11 +100,19 @@ def _hung(report: AttemptReport, folder: Path) -> Failure:
     return Failure(JobHung("\n".join(lines)), rank, lines[0])
 
 
-def _memory_verdict(report: AttemptReport, root: RootCause) -> MemoryVerdict | None:
+def _device_evidence(root: RootCause) -> list[str]:
+    """What the worker's device had to say: where its memory ran out, the host's is beside the point."""
+    if root.failed is None or not root.failed.evidence:
+        return []
+    first, *others = root.failed.evidence
+    return [f"rank {root.rank}: {first}", *others]
+
+
+def _memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     record = report.memory
     if record is None or root.left_early:
-        return None
-    return memory.judge(
+        return []
+    verdict = memory.judge(
         before=record.before,
         after=memory.read_facts(),
         lowest_available=record.lowest_available,
@@ -115,6 +121,7 @@ def _memory_verdict(report: AttemptReport, root: RootCause) -> MemoryVerdict | N
         is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
         message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
     )
+    return list(verdict.lines) if verdict else []
 
 
 def _shm_evidence(root: RootCause) -> list[str]:

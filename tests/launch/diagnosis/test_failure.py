@@ -118,6 +118,16 @@ def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     assert "Each process took (most seen): rank 1 3.0 GB." in notes
 
 
+def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -> None:
+    report = raised(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    lines = ("GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch.")
+    report.failed[1] = dataclasses.replace(report.failed[1], evidence=lines)
+    report.memory = MemoryRecord(own_bytes={1: 3_000_000_000})
+    notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
+    assert notes[:2] == ["rank 1: GPU memory ran out on cuda:1: 12 GiB allocated.", "Try: a smaller batch."]
+    assert not any("Host memory" in note for note in notes)
+
+
 def test_a_hang_that_was_stopped(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
