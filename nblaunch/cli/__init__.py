@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": "nblaunch.cli.launch",
     "env": "nblaunch.cli.environment",
     "test": "nblaunch.cli.selfcheck",
+    "estimate-memory": "nblaunch.cli.estimate",
 }
 """Name of a command -> its module, in the order of the help."""
 

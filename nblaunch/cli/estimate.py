@@ -1,0 +1,347 @@
+"""``nblaunch estimate-memory``: what a model takes on each device and host, by strategy, before anything is launched.
+
+Owns how a model is named and measured (on the meta device: no weights are made) and the table. The arithmetic and its
+sources are in ``memory_needs.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nblaunch.cli import memory_needs as needs
+from nblaunch.cli.usage import UsageError
+from nblaunch.launch.diagnosis import memory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"([\d_]+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
+_SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "estimate-memory",
+        help="tell how much memory a model takes, by strategy",
+        description="Tell how much memory training and inference of a model take on each device and host, by strategy "
+        "and precision, without making a single weight. Not counted: activations, the processes themselves.",
+    )
+    parser.add_argument(
+        "model", nargs="?",
+        help="package.module:Class or package.module:function (called without arguments), or the name or folder of a "
+        "transformers model",
+    )  # fmt: skip
+    parser.add_argument("--parameters", metavar="COUNT", help="instead of a model: 7e9, 7B, 350M")
+    parser.add_argument("--trainable", metavar="COUNT", help="how many of them are trained; default: all")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="argument for the class or function"
+    )
+    parser.add_argument(
+        "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
+    )
+    parser.add_argument(
+        "--devices_per_host", "--devices-per-host", type=int, help="default: up to 8 of them on each"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("gpu", "cpu", "tpu"),
+        default="gpu",
+        help="default: gpu; with cpu a device is a core",
+    )
+    parser.add_argument(
+        "--mixed_precision", "--mixed-precision", nargs="+", choices=needs.PRECISIONS, default=["no", "bf16"],
+        help="of training; default: no bf16",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(needs.DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
+        help="of weights in inference; default: float32 bfloat16 int8 int4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strategies", nargs="+", choices=list(needs.TRAINING), default=list(needs.TRAINING), metavar="STRATEGY",
+        help=f"of {', '.join(needs.TRAINING)}; default: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
+    )
+    parser.add_argument(
+        "--fits", metavar="SIZE", help="tell what fits into a device of this size: 80GB, 16GiB"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, in bytes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model = _model_size(arguments)
+    setting = _setting(arguments)
+    capacity = None if arguments.fits is None else _parse_size(arguments.fits)
+    rows = [*_training_rows(arguments, model, setting), *_inference_rows(arguments, model, setting)]
+    if arguments.json:
+        print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
+    else:
+        print(_render(model, setting, arguments.optimizer, rows, capacity))
+    return 0
+
+
+def _training_rows(
+    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.Setting
+) -> list[dict[str, Any]]:
+    rows = []
+    for precision in arguments.mixed_precision:
+        chosen = dataclasses.replace(setting, precision=precision)
+        for strategy in arguments.strategies:
+            if strategy == "xla" and precision == "fp16":
+                continue  # XLA devices have none
+            rows.append(_row("training", precision, strategy, needs.training_need(strategy, model, chosen)))
+    return rows
+
+
+def _inference_rows(
+    arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.Setting
+) -> list[dict[str, Any]]:
+    """Strategies that hold whole copies of the weights are all alike here, and told once."""
+    whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
+    sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
+    return [
+        _row("inference", dtype, label, needs.inference_need(strategy, model, setting, dtype))
+        for dtype in arguments.dtypes
+        for label, names in (("whole copies", whole), ("sharded", sharded))
+        for strategy in names
+    ]
+
+
+def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[str, Any]:
+    parts = {f"{name}_bytes": value for name, value in dataclasses.asdict(need).items()}
+    return {
+        "purpose": purpose, "precision": precision, "strategy": strategy, **parts, "device_bytes": need.device
+    }  # fmt: skip
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def _model_size(arguments: argparse.Namespace) -> needs.ModelSize:
+    if (arguments.model is None) == (arguments.parameters is None):
+        raise UsageError("name a model (package.module:Class) or give --parameters COUNT, one of the two")
+    if arguments.parameters is not None:
+        count = parse_count("--parameters", arguments.parameters)
+        size = needs.ModelSize(parameters=count, trainable=count)
+    else:
+        size = measure(_load(arguments.model, arguments.set))
+    if arguments.trainable is None:
+        return size
+    trainable = parse_count("--trainable", arguments.trainable)
+    if trainable > size.parameters:
+        raise UsageError(
+            f"--trainable {arguments.trainable} is more than the model's {size.parameters:,} parameters"
+        )
+    return dataclasses.replace(size, trainable=trainable)
+
+
+def parse_count(option: str, text: str) -> int:
+    """``7e9``, ``7B``, ``350M``, ``125_000_000`` as a number.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
+    count = round(float(found[1].replace("_", "")) * _MULTIPLES[found[2]]) if found else 0
+    if count < 1:
+        raise UsageError(
+            f"{option} {text!r} is not a number of parameters; valid are 7e9, 7B, 350M, 125_000_000"
+        )
+    return count
+
+
+def measure(model: nn.Module) -> needs.ModelSize:
+    """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
+    own = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    total = sum(own.values())
+    blocks = [sum({id(p): p.numel() for p in block.parameters()}.values()) for block in _blocks(model)]
+    return needs.ModelSize(
+        parameters=total,
+        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        buffers=sum(buffer.numel() for buffer in model.buffers()),
+        block=max(blocks, default=0),
+        root=total - sum(blocks),
+    )
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost repeated parts: elements of lists and sequences, which sharding takes as units."""
+    from torch import nn
+
+    found: list[nn.Module] = []
+    for child in module.children() if not isinstance(module, nn.Sequential) else [module]:
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            found += [part for part in child if any(True for _ in part.parameters())]
+        else:
+            found += _blocks(child)
+    return found
+
+
+def _load(name: str, settings: Sequence[str]) -> nn.Module:
+    """Build the model that ``name`` stands for on the meta device.
+
+    Raises:
+        UsageError: there is no such thing, or it can't be built so; says why.
+    """
+    import torch
+
+    arguments = dict(_parse_setting(setting) for setting in settings)
+    try:
+        with torch.device("meta"):
+            model = _from_module(name, arguments) if ":" in name else _from_transformers(name, arguments)
+    except UsageError:
+        raise
+    except Exception as error:  # the person's own code, and whatever it raises
+        raise UsageError(
+            f"{name} can't be built on the meta device: {type(error).__name__}: {_first_line(error)}. Arguments are "
+            "given by --set name=value; --parameters COUNT works without a model"
+        ) from error
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{name} gives an object of type {type(model).__name__}, and not a torch.nn.Module")
+    return model
+
+
+def _from_module(name: str, arguments: dict[str, Any]) -> Any:
+    module_name, _, path = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as for `python -m`: the module is mostly a file beside the person
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{name}: there is no module {error.name!r} here") from error
+    for part in path.split("."):
+        if not hasattr(target, part):
+            raise UsageError(f"{name}: {getattr(target, '__name__', target)} has no {part!r}")
+        target = getattr(target, part)
+    return target(**arguments) if callable(target) and not _is_module(target) else target
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            f"{name}: for a class or function write package.module:Name; for the name of a model on the Hugging Face "
+            "hub transformers is needed (pip install transformers)"
+        )
+    transformers: Any = importlib.import_module("transformers")
+    if Path(name).suffix == ".py":
+        raise UsageError(
+            f"{name} is a file; write its module and a name in it, as {Path(name).stem}:build_model"
+        )
+    config = transformers.AutoConfig.from_pretrained(name, **arguments)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is not None:
+        return architecture(config)  # with its head, as the checkpoint has it
+    return transformers.AutoModel.from_config(config)
+
+
+def _parse_setting(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise UsageError(f"--set {text!r} is not of the form name=value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+# --- the setting -----------------------------------------------------------------------------------------------------
+
+
+def _setting(arguments: argparse.Namespace) -> needs.Setting:
+    per_host = arguments.devices_per_host or min(arguments.num_devices, 8)
+    for option, count in (("--num_devices", arguments.num_devices), ("--devices_per_host", per_host)):
+        if count < 1:
+            raise UsageError(f"{option} {count} must be at least 1")
+    if arguments.num_devices % per_host:
+        raise UsageError(
+            f"--num_devices {arguments.num_devices} is not a multiple of --devices_per_host {per_host}"
+        )
+    return needs.Setting(
+        num_devices=arguments.num_devices,
+        devices_per_host=per_host,
+        optimizer_states=needs.OPTIMIZER_STATES[arguments.optimizer],
+        device=arguments.device,
+    )
+
+
+def _parse_size(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"--fits {text!r} is not a size of memory; valid are 80GB, 16GiB")
+    unit = (found[2] or "").upper()
+    power = "KMGT".index(unit[0]) + 1 if unit else 0
+    return int(float(found[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "device", "host")
+
+
+def _render(
+    model: needs.ModelSize,
+    setting: needs.Setting,
+    optimizer: str,
+    rows: Sequence[dict[str, Any]],
+    capacity: int | None,
+) -> str:
+    trained = "all" if model.trainable == model.parameters else f"{model.trainable:,}"
+    largest = f", largest block {model.block:,}" if model.block else ""
+    lines = [
+        f"{model.parameters:,} parameters ({trained} trained{largest}); {setting.num_devices} devices "
+        f"({setting.device}), {setting.devices_per_host} on a host; {optimizer}",
+        "per device, and in the last column per host; without activations and the processes themselves",
+    ]
+    if not model.block:
+        lines.append(
+            "fsdp2 and sharded inference also hold their largest block whole, which a count does not tell"
+        )
+    for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
+        chosen = [row for row in rows if row["purpose"] == purpose]
+        if chosen:
+            lines += ["", *_table(purpose, label, chosen, capacity)]
+    return "\n".join(lines)
+
+
+def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: int | None) -> list[str]:
+    grid = [[purpose, label, *_COLUMNS, *(["fits"] if capacity is not None else [])]]
+    for row in rows:
+        cells = [row["strategy"], row["precision"], *(_cell(row[f"{name}_bytes"]) for name in _COLUMNS)]
+        if capacity is not None:
+            cells.append("yes" if row["device_bytes"] <= capacity else "no")
+        grid.append(cells)
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in grid
+    ]
+
+
+def _cell(num_bytes: int) -> str:
+    return memory.size(num_bytes) if num_bytes else "-"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

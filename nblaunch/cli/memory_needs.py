@@ -1,0 +1,203 @@
+"""How much memory training and inference take, by arithmetic: bytes per parameter, times who holds how many of them.
+
+What a training step holds, of Ψ parameters of which Ψt are trained, on N devices, with k states of the optimizer (2 of
+Adam). Bytes per parameter; ``p`` of a stored weight, ``g`` of a gradient:
+
+    strategy   parameters  gradients  optimizer     buffers                                precision
+    single     pΨ          gΨt        4kΨt          -                                      p = g = 4, with autocast too
+    ddp        pΨ          gΨt        4kΨt          gΨt  (buckets of the all-reduce)       p = g = 4
+    fsdp2      pΨ/N        gΨt/N      4kΨt/N        c(root + 2 blocks) + g block, c: 4|2   p = g = 4
+    zero1      pΨ          gΨt        (4k+4)Ψt/N    g min(Ψt, 5e8)                         p = g = 2 (fp32: 4)
+    zero2      pΨ          gΨt/N      (4k+4)Ψt/N    g min(Ψt, 5e8)                         p = g = 2 (fp32: 4)
+    zero3      pΨ/N        gΨt/N      (4k+4)Ψt/N    p min(Ψ, 1e9) + g min(Ψt, 5e8)         p = g = 2 (fp32: 4)
+    xla        pΨ          gΨt        pkΨt          -                                      bf16: p = g = 2 (fp32: 4)
+
+Autocast's 16-bit copies of weights live while their gradients do not exist yet, and so add nothing to the peak. On GPUs
+the optimizer's default implementation (foreach) takes another 4Ψt (fsdp2: 4Ψt/N) while it steps. Activations, the
+Python process and the device's runtime are not counted: they depend on batch, code and driver.
+
+Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
+and figure 1, for the three stages; DeepSpeed's configuration manual for the sizes of its buffers
+(``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's manual of
+DistributedDataParallel (``gradient_as_bucket_view`` saves as much as all gradients take, and is not its default), of
+``fully_shard`` (the unit that computes and the one that is fetched meanwhile are whole, and the root's always) and of
+``torch.optim.Adam`` (``foreach`` takes about as much more as the parameters). The rows that can be run on CPU cores are
+compared with what real training takes by ``tests/cli/test_estimate.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
+PRECISIONS = ("no", "bf16", "fp16")
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+
+_FP32 = 4
+_HALF = 2
+_REDUCE_BUCKET = 500_000_000
+_MAX_LIVE = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model takes memory, as numbers of elements.
+
+    Args:
+        parameters: shared ones counted once.
+        trainable: those with gradients.
+        buffers: elements of buffers, as running means.
+        block: parameters of the largest repeated block, which sharding makes whole at once.
+        root: parameters outside of all blocks, as embeddings.
+    """
+
+    parameters: int
+    trainable: int
+    buffers: int = 0
+    block: int = 0
+    root: int = 0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one device, part by part, and on one host."""
+
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    host: int = 0
+
+    @property
+    def device(self) -> int:
+        """Everything on one device."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how.
+
+    Args:
+        num_devices: of the whole job.
+        devices_per_host: on each machine.
+        precision: ``mixed_precision`` of training.
+        optimizer_states: numbers that the optimizer keeps of each parameter.
+        device: ``"gpu"``, ``"cpu"`` (devices are cores, whose memory is the host's) or ``"tpu"``.
+    """
+
+    num_devices: int = 1
+    devices_per_host: int = 1
+    precision: str = "no"
+    optimizer_states: int = 2
+    device: str = "gpu"
+
+
+def _single(model: ModelSize, setting: Setting) -> Need:
+    return Need(
+        parameters=_FP32 * (model.parameters + model.buffers),
+        gradients=_FP32 * model.trainable,
+        optimizer=_FP32 * setting.optimizer_states * model.trainable,
+        buffers=_foreach(model, setting),
+    )
+
+
+def _ddp(model: ModelSize, setting: Setting) -> Need:
+    alone = _single(model, setting)
+    return Need(alone.parameters, alone.gradients, alone.optimizer, alone.buffers + _FP32 * model.trainable)
+
+
+def _fsdp2(model: ModelSize, setting: Setting) -> Need:
+    count = setting.num_devices
+    compute = _FP32 if setting.precision == "no" else _HALF
+    whole = compute * (model.root + 2 * model.block) + _FP32 * model.block
+    return Need(
+        parameters=_share(_FP32 * model.parameters, count) + _FP32 * model.buffers,
+        gradients=_share(_FP32 * model.trainable, count),
+        optimizer=_share(_FP32 * setting.optimizer_states * model.trainable, count),
+        buffers=_share(_foreach(model, setting), count) + (whole if count > 1 else 0),
+    )
+
+
+def _zero(stage: int) -> Callable[[ModelSize, Setting], Need]:
+    def need(model: ModelSize, setting: Setting) -> Need:
+        count = setting.num_devices
+        stored = _FP32 if setting.precision == "no" else _HALF
+        live = stored * min(model.parameters, _MAX_LIVE) if stage == 3 and count > 1 else 0
+        return Need(
+            parameters=_share(stored * model.parameters, count if stage == 3 else 1) + stored * model.buffers,
+            gradients=_share(stored * model.trainable, count if stage >= 2 else 1),
+            # Its own fp32 weights besides the states: what the 16-bit ones are rounded from.
+            optimizer=_share(_FP32 * (setting.optimizer_states + 1) * model.trainable, count),
+            buffers=live + stored * min(model.trainable, _REDUCE_BUCKET),
+        )
+
+    return need
+
+
+def _xla(model: ModelSize, setting: Setting) -> Need:
+    stored = _FP32 if setting.precision == "no" else _HALF
+    return Need(
+        parameters=stored * (model.parameters + model.buffers),
+        gradients=stored * model.trainable,
+        optimizer=stored * setting.optimizer_states * model.trainable,
+    )
+
+
+TRAINING: dict[str, Callable[[ModelSize, Setting], Need]] = {
+    "single": _single,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "xla": _xla,
+}
+"""Strategy -> what a training step takes on each device."""
+
+SHARDED = ("fsdp2", "zero3")
+"""Those that spread the weights themselves, and so make a difference to inference."""
+
+
+def training_need(strategy: str, model: ModelSize, setting: Setting) -> Need:
+    """What training takes, on each device and on each host.
+
+    A host holds the kernel's model once, whatever the number of workers, and rank 0's trained weights on their way
+    back into it; where devices are cores, all that they hold as well.
+    """
+    need = TRAINING[strategy](model, _one_device(setting) if strategy == "single" else setting)
+    kernel = 2 * _FP32 * (model.parameters + model.buffers)
+    return _with_host(need, kernel, strategy, setting)
+
+
+def inference_need(strategy: str, model: ModelSize, setting: Setting, dtype: str) -> Need:
+    """What holding the weights takes for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
+    width = DTYPE_BYTES[dtype]
+    weights = int(width * (model.parameters + model.buffers))
+    if strategy in SHARDED and setting.num_devices > 1:
+        whole = int(width * (model.root + 2 * model.block))
+        need = Need(parameters=_share(weights, setting.num_devices), buffers=whole)
+    else:
+        need = Need(parameters=weights)
+    return _with_host(need, weights, strategy, setting)
+
+
+def _with_host(need: Need, kernel: int, strategy: str, setting: Setting) -> Need:
+    workers = 1 if strategy == "single" else setting.devices_per_host
+    host = kernel + (workers * need.device if setting.device == "cpu" else 0)
+    return Need(need.parameters, need.gradients, need.optimizer, need.buffers, host)
+
+
+def _one_device(setting: Setting) -> Setting:
+    return Setting(1, 1, setting.precision, setting.optimizer_states, setting.device)
+
+
+def _foreach(model: ModelSize, setting: Setting) -> int:
+    has_temporaries = setting.device == "gpu" and setting.optimizer_states > 0
+    return _FP32 * model.trainable if has_temporaries else 0
+
+
+def _share(num_bytes: int, count: int) -> int:
+    """One of ``count`` parts, rounded up: the last one is padded."""
+    return -(-num_bytes // count)

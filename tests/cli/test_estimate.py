@@ -1,0 +1,187 @@
+"""``nblaunch estimate-memory`` against what real training takes, and against published figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import cli
+from nblaunch.cli import estimate, memory_needs
+from nblaunch.cli.memory_needs import ModelSize, Setting, training_need
+from tests.cli import measured_training
+
+MODELS = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self, width=8, num_blocks=3):
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 100, bias=False)
+        self.head.weight = self.embed.weight
+
+def frozen():
+    model = Tied()
+    model.blocks.requires_grad_(False)
+    return model
+
+def huge():
+    return nn.Linear(10**6, 10**6)          # 4 TB, if it were made
+
+def moody():
+    raise OSError("no weights today\\nand not tomorrow")
+
+number = 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    return tmp_path
+
+
+def told(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main(["estimate-memory", "--json", *words]) == 0
+    return dict(json.loads(capfd.readouterr().out))
+
+
+def test_it_agrees_with_what_training_takes() -> None:
+    """Adam, momentum and plain SGD, fp32 and bf16; alone, under DDP and under FSDP2: at most a tenth apart."""
+    ended = subprocess.run(
+        [sys.executable, str(Path(measured_training.__file__))],
+        capture_output=True, text=True, timeout=110, cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": "."},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    size = estimate.measure(measured_training.Blocks())
+    assert size.parameters == measured_training.NUM_PARAMETERS
+    measured = json.loads(ended.stdout)
+    assert [tuple(one["case"]) for one in measured] == list(measured_training.CASES)
+    for one in measured:
+        num_processes, precision, strategy, optimizer = one["case"]
+        setting = Setting(
+            num_processes, num_processes, precision, memory_needs.OPTIMIZER_STATES[optimizer], device="cpu"
+        )
+        expected = training_need(strategy, size, setting).device / size.parameters
+        for rank in one["ranks"]:
+            assert rank["step"] == pytest.approx(expected, rel=0.1), one
+            assert rank["forward"] < expected, one
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_devices", "expected"),
+    # Rajbhandari et al. (2020), figure 1: 7.5 billion parameters, Adam, 64 devices; without buffers.
+    [("zero1", 64, 31.4), ("zero2", 64, 16.6), ("zero3", 64, 1.9)],
+)
+def test_it_agrees_with_the_figures_of_the_zero_paper(
+    strategy: str, num_devices: int, expected: float
+) -> None:
+    size = ModelSize(parameters=7_500_000_000, trainable=7_500_000_000)
+    need = training_need(strategy, size, Setting(num_devices, 8, "bf16", 2))
+    assert (need.parameters + need.gradients + need.optimizer) / 1e9 == pytest.approx(expected, abs=0.06)
+
+
+def test_a_module_is_counted_without_its_weights(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = told(capfd, "models:Tied")["model"]
+    block = 8 * 8 + 8 + 2 * 8
+    assert model == {
+        "parameters": 100 * 8 + 3 * block,  # the tied weights once
+        "trainable": 100 * 8 + 3 * block,
+        "buffers": 3 * (8 + 8 + 1),
+        "block": block,
+        "root": 100 * 8,
+    }
+    assert told(capfd, "models:Tied", "--set", "width=16", "--set", "num_blocks=1")["model"]["root"] == 1600
+    assert told(capfd, "models:frozen")["model"]["trainable"] == 800
+    assert told(capfd, "models:huge")["model"]["parameters"] == 10**12 + 10**6
+
+
+def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=500, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        architectures=["BertForSequenceClassification"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    expected = sum(parameter.numel() for parameter in BertForSequenceClassification(config).parameters())
+    model = told(capfd, str(tmp_path))["model"]
+    assert model["parameters"] == expected
+    assert model["parameters"] == model["root"] + 3 * model["block"]
+
+
+def test_counts_are_read_as_people_write_them(capfd: pytest.CaptureFixture[str]) -> None:
+    for text in ("7e9", "7B", "7b", "7_000_000_000", "7000M", "7 B", "7.0e9"):
+        assert told(capfd, "--parameters", text)["model"]["parameters"] == 7_000_000_000
+    lora = told(capfd, "--parameters", "7B", "--trainable", "4M", "--strategies", "ddp")
+    row = lora["rows"][0]
+    assert (row["parameters_bytes"], row["gradients_bytes"]) == (28 * 10**9, 16 * 10**6)
+
+
+def test_hosts_hold_the_kernels_model_once_and_cores_hold_all(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--parameters", "1M", "--strategies", "ddp", "--mixed_precision", "no", "--dtypes", "float32")
+    on_gpus, inference = told(capfd, *words, "--num_devices", "4")["rows"]
+    assert on_gpus["host_bytes"] == 8 * 10**6  # the model, and the trained weights that come back
+    assert inference["host_bytes"] == 4 * 10**6
+    on_cores = told(capfd, *words, "--num_devices", "4", "--device", "cpu")["rows"][0]
+    assert on_cores["device_bytes"] == 20 * 10**6  # no temporaries of a GPU's optimizer
+    assert on_cores["host_bytes"] == 88 * 10**6
+
+
+def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["estimate-memory", "--parameters", "7B", "--fits", "80GB", "--strategies", "ddp", "fsdp2"])
+        == 0
+    )
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("7,000,000,000 parameters (all trained); 8 devices (gpu), 8 on a host; adam")
+    rows = [line.split() for line in lines if line.startswith(("ddp", "fsdp2"))]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("ddp", "no", "no"),
+        ("fsdp2", "no", "yes"),
+        ("ddp", "bf16", "no"),
+        ("fsdp2", "bf16", "yes"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model"),
+        (["models:Tied", "--parameters", "7B"], "one of the two"),
+        (["--parameters", "seven"], "'seven' is not a number"),
+        (["--parameters", "0"], "'0' is not a number"),
+        (["--parameters", "7B", "--trainable", "8B"], "more than the model's"),
+        (["--parameters", "7B", "--num_devices", "12", "--devices_per_host", "8"], "not a multiple"),
+        (["--parameters", "7B", "--num_devices", "0"], "--num_devices 0"),
+        (["--parameters", "7B", "--fits", "large"], "'large' is not a size"),
+        (["models:Tied", "--set", "width"], "'width' is not of the form"),
+        (["models:Tied", "--set", "depth=2"], "depth"),
+        (["models:Nobody"], "models has no 'Nobody'"),
+        (["nowhere:Model"], "no module 'nowhere'"),
+        (["models:number"], "of type int"),
+        (["models:moody"], "OSError: no weights today. Arguments"),
+        (["models.py"], "models:build_model"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    folder: Path, words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["estimate-memory", *words]) == 2
+    shown = capfd.readouterr()
+    assert not shown.out
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
