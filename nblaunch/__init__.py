@@ -28,6 +28,7 @@ _PUBLIC = {
     "DistributedDataParallelKwargs": "nblaunch.training.options",
     "DistributedOperationException": "nblaunch.errors",
     "DistributedType": "nblaunch.training.state",
+    "FullyShardedDataParallelPlugin": "nblaunch.training.fsdp_options",
     "GradScalerKwargs": "nblaunch.training.options",
     "GradientAccumulationPlugin": "nblaunch.training.options",
     "GradientState": "nblaunch.training.state",
@@ -66,6 +67,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.data.loading import skip_first_batches
+    from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
     from nblaunch.training.local_sgd import LocalSGD
     from nblaunch.training.memory import find_executable_batch_size
     from nblaunch.training.options import (

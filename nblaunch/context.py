@@ -39,6 +39,8 @@ class WorkerContext:
         attempt: how often the job was restarted before this worker, from 0.
         is_launched: True in a worker of ours, False where the context was made from the environment.
         training: what ``nblaunch.training`` keeps for this process (device, precision, gradient state); opaque here.
+        trained_weights: gives what this rank holds of a module's trained weights, whole or as pieces, where strategies
+            have spread it; None: every rank holds the whole.
     """
 
     topology: Topology
@@ -51,6 +53,7 @@ class WorkerContext:
     attempt: int = 0
     is_launched: bool = False
     training: Any = None
+    trained_weights: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 _current: WorkerContext | None = None

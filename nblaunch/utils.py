@@ -52,6 +52,7 @@ from nblaunch.training.collectives import (
 )
 from nblaunch.training.compiling import is_compiled_module
 from nblaunch.training.environment import clear_environment, patch_environment, purge_accelerate_environment
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -105,6 +106,7 @@ __all__ = [
     "DistributedOperationException",
     "DistributedType",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",

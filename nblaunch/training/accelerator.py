@@ -24,6 +24,7 @@ from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.loading import skip_first_batches
 from nblaunch.training.data_settings import DataSettings
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.gradients import GradientControl
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -84,6 +85,7 @@ class Accelerator(
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
             None: as ``notebook_launcher`` was told, else one device per process.
+        fsdp_plugin: shard models over ranks, for those that don't fit one device; see its class.
 
     Raises:
         ValueError: an argument has an invalid value, contradicts another one, or asks for another precision or device
@@ -112,6 +114,7 @@ class Accelerator(
         dynamo_plugin: TorchDynamoPlugin | None = None,
         downcast_bf16: bool = False,
         strategy: str | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         **unsupported: Any,
     ) -> None:
         settings.refuse(unsupported)
@@ -135,7 +138,13 @@ class Accelerator(
         self._session.gradients.configure(accumulation)
         self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
-        self._strategy = strategies.choose(self._member, handlers.get(DistributedDataParallelKwargs))
+        self._strategy = strategies.choose(
+            self._member,
+            handlers.get(DistributedDataParallelKwargs),
+            fsdp=settings.fsdp(fsdp_plugin),
+            dtype=self._precision.dtype,
+        )
+        self._session.strategy = self._strategy.name if self._strategy.holds_parts else ""
         self._preparer = Preparer(
             self._session,
             self._precision,
@@ -150,6 +159,7 @@ class Accelerator(
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, self._member)
         self.flag_tensor = None
+        self.state.fsdp_plugin = fsdp_plugin
 
     @property
     def _member(self) -> Member:

@@ -36,12 +36,12 @@ def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
     kwargs = options.to_compile_kwargs()
     if not options.use_regional_compilation:
         return torch.compile(model, **kwargs)
-    for block in _repeated_blocks(model):
+    for block in repeated_blocks(model):
         block.compile(**kwargs)
     return model
 
 
-def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Members of lists of modules of one type: the code of the first one fits all of them."""
     blocks: list[torch.nn.Module] = []
     for module in model.modules():

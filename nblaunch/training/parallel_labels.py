@@ -8,10 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from nblaunch.training.process import Member
+from nblaunch.training.strategies import Strategy
 
 
 class ParallelLabels(ABC):
-    """One process, one replica of the model. The final class gives it its ``_member``."""
+    """One process, one replica of the model. The final class gives it its ``_member`` and ``_strategy``."""
+
+    _strategy: Strategy
 
     @property
     @abstractmethod
@@ -31,11 +34,16 @@ class ParallelLabels(ABC):
     data_parallel_shard_rank = tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
     """Part of a replica that this process holds: the only one."""
 
-    is_fsdp2 = is_composable_parallelism_enabled = False
-    """Replicas are whole."""
+    is_composable_parallelism_enabled = False
+    """Parallelism is of one kind."""
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over ranks."""
+        return self._strategy.name == "fsdp2"
 
     should_save_model = True
-    """Every process holds the whole model."""
+    """Every process holds the whole model, or a part of it, and takes part in saving."""
 
     deepspeed_plugin = fp8_backend = parallelism_config = torch_device_mesh = None
     """There is none."""

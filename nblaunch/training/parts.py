@@ -28,6 +28,11 @@ def local(value: T) -> T:
     return value.to_local() if is_part(value) else value  # type: ignore[attr-defined]
 
 
+def whole(value: Any) -> Any:
+    """The whole of a tensor that lies in parts, on every rank; all of them call it."""
+    return value.full_tensor() if is_part(value) else value
+
+
 def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where a part lies in the whole: its offset and its shape, one number per dimension each.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from nblaunch import context, env
 from nblaunch.training import precision
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -37,7 +38,6 @@ HANDLERS = (
 REFUSED_ARGUMENTS = {
     "deepspeed_plugin": "models are spread with DistributedDataParallel",
     "deepspeed_plugins": "models are spread with DistributedDataParallel",
-    "fsdp_plugin": "models are spread with DistributedDataParallel",
     "megatron_lm_plugin": "models are spread with DistributedDataParallel",
     "parallelism_config": "models are spread with DistributedDataParallel",
 }
@@ -122,6 +122,20 @@ def dynamo(
         fullgraph=env.read("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
         dynamic=env.read("ACCELERATE_DYNAMO_USE_DYNAMIC"),
         use_regional_compilation=env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
+    )
+
+
+def fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
+    """``plugin``, once it is known to be one.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if plugin is None or isinstance(plugin, FullyShardedDataParallelPlugin):
+        return plugin
+    raise TypeError(
+        f"fsdp_plugin={plugin!r:.80} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
+        "nblaunch.FullyShardedDataParallelPlugin, which has the same fields"
     )
 
 

@@ -52,6 +52,7 @@ class Session:
         own_time: the part of its steps that it does not wait for others, likewise.
         models: prepared models, to tell training from evaluating.
         precision: of the first Accelerator; None before there is one.
+        strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what people set on ``PartialState()`` and the other views, by class.
     """
@@ -63,6 +64,7 @@ class Session:
     own_time: OwnTime
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
+    strategy: str = ""
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
 
@@ -107,8 +109,11 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     return session
 
 
-def label(member: Member) -> DistributedType:
-    """The ``DistributedType`` of a job."""
+def label(member: Member, strategy: str = "") -> DistributedType:
+    """The ``DistributedType`` of a job, whose models lie on the ranks as ``strategy`` puts them."""
+    in_parts = {"fsdp2": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
+    if strategy in in_parts:
+        return in_parts[strategy]
     if member.topology.world_size == 1:
         return DistributedType.NO
     labels = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
@@ -237,7 +242,7 @@ class AcceleratorState(View, ProcessControl):
     @property
     def distributed_type(self) -> DistributedType:
         """A label for people."""
-        return label(self._member)
+        return label(self._member, self._session.strategy)
 
     @property
     def mixed_precision(self) -> str:

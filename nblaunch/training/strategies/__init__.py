@@ -2,18 +2,59 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
+from nblaunch.training.strategies import ddp as data_parallel
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.ddp import DdpStrategy, sync_in_backward
+from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 
 __all__ = ["Strategy", "choose", "sync_in_backward", "unwrap"]
 
 
-def choose(member: Member, ddp: DistributedDataParallelKwargs | None = None) -> Strategy:
-    """The strategy for a job of this size."""
+def choose(
+    member: Member,
+    ddp: DistributedDataParallelKwargs | None = None,
+    *,
+    fsdp: FullyShardedDataParallelPlugin | None = None,
+    dtype: torch.dtype | None = None,
+) -> Strategy:
+    """The strategy for a job of this size.
+
+    Args:
+        member: the place of this process.
+        ddp: settings for replicas.
+        fsdp: settings for shards; None: models are not sharded.
+        dtype: of the mixed precision; None: full.
+    """
+    if fsdp is not None:
+        # Imported where it is asked for: it brings torch's checkpoints and tensors in parts along.
+        from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
+
+        return Fsdp2Strategy(member, fsdp, dtype)
     if member.topology.world_size == 1:
         return SingleStrategy()
     return ReplicatedStrategy() if member.backend.reduces_gradients else DdpStrategy(ddp)
+
+
+@contextmanager
+def sync_in_backward(model: Any) -> Iterator[None]:
+    """The next ``backward`` through ``model`` reduces gradients, though its forwards ran under ``no_sync``.
+
+    Does nothing for models that are not spread over processes.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(data_parallel.sync_in_backward(model))
+        fsdp2: Any = sys.modules.get("nblaunch.training.strategies.fsdp2")
+        if fsdp2 is not None:
+            stack.enter_context(fsdp2.sync_in_backward(model))
+        yield

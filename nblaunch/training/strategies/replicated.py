@@ -26,7 +26,7 @@ class ReplicatedStrategy(Strategy):
     def agree(self, model: torch.nn.Module) -> None:
         """Compares checksums first: workers that share the kernel's model have nothing to send."""
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-        sums = [_checksum(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+        sums = [checksum(tensor) for tensor in tensors if tensor.device.type == "cpu"]
         everyones = collectives.gather_object([sums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
@@ -51,7 +51,7 @@ class ReplicatedStrategy(Strategy):
         return nullcontext()
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """Of the bytes of a CPU tensor; reading them copies no page."""
     flat = tensor.contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0

@@ -1,0 +1,214 @@
+"""How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with the reference's fields.
+
+Plain data that checks itself. What it means is decided in ``strategies/fsdp2.py``; nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nblaunch.training import advice
+from nblaunch.training.options import check_choice
+
+WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+STATE_DICT_TYPES = ("sharded_state_dict", "full_state_dict")
+MIN_NUM_PARAMS = 100_000_000
+"""What torch's own size-based policy takes for a unit of its own."""
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "no": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+_SHARDING_NUMBERS = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "3": "NO_SHARD",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
+# Fields of FSDP version 1 that torch's fully_shard has no counterpart for: field -> why it can be left out.
+_WITHOUT_EFFECT = {
+    "backward_prefetch": "version 2 always gathers the next layer while the one before computes its gradients",
+    "forward_prefetch": "version 2 always gathers the next layer on a stream of its own while one computes",
+    "state_dict_config": "whole states go to the main process's CPU memory, parts stay where they are",
+    "optim_state_dict_config": "whole states go to the main process's CPU memory, parts stay where they are",
+    "use_orig_params": "version 2 always keeps the original parameters",
+    "sync_module_states": "ranks compare their weights, and those of rank 0 are sent where they differ",
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Shard models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
+
+    Args:
+        fsdp_version: 2, the only one here.
+        sharding_strategy: the older word for the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
+            and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
+        reshard_after_forward: True (default): a layer's weights are freed after its forward, and gathered again for
+            backward. False: they stay until then, which costs memory and saves traffic. A number: they stay spread
+            over so many ranks.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict, or ``"bf16"``, ``"fp16"``,
+            ``"fp32"``. None: weights are gathered in the Accelerator's ``mixed_precision``, gradients reduced in fp32.
+        auto_wrap_policy: which modules are gathered as a unit: ``"transformer_based_wrap"`` (by class),
+            ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``; also
+            those of ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes that the model
+            itself names (``_no_split_modules``), else the members of its lists of equal blocks.
+        transformer_cls_names_to_wrap: names of classes; each of their modules is a unit.
+        min_num_params: elements from which on a module is a unit of its own, 100 million by default.
+        cpu_offload: keep parts of weights, gradients and optimizer states in host memory; True, or torch's
+            ``CPUOffloadPolicy``.
+        ignored_modules: modules, or a regular expression for their names, that are not sharded: every rank holds them
+            whole, and trains them by itself.
+        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's part, to be loaded on any
+            number of ranks. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
+        activation_checkpointing: compute the activations of units anew in backward instead of keeping them.
+        activation_checkpointing_offload: keep the inputs of those units in host memory meanwhile.
+        cpu_ram_efficient_loading: weights that only rank 0 has (the others built the model on the meta device) are sent
+            to the others part by part. That is done in any case; False refuses such a model.
+        param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
+            module that has such weights of its own, in CPU memory. None: its ``reset_parameters``.
+        limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
+        backward_prefetch, forward_prefetch, state_dict_config, optim_state_dict_config, use_orig_params,
+            sync_module_states: of version 1. They have no effect, and a warning says why.
+
+    Raises:
+        ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.
+    """
+
+    fsdp_version: int = 2
+    sharding_strategy: Any = None
+    reshard_after_forward: bool | int | None = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[..., Any] | str | None = None
+    cpu_offload: Any = False
+    ignored_modules: Iterable[torch.nn.Module] | str | None = None
+    state_dict_type: Any = "SHARDED_STATE_DICT"
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[torch.nn.Module], Any] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
+    cpu_ram_efficient_loading: bool = True
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        if str(self.fsdp_version) != "2":
+            raise ValueError(
+                f"fsdp_version={self.fsdp_version!r}: nblaunch shards with torch's fully_shard, which is version 2; "
+                "leave fsdp_version out. What changes for you: reshard_after_forward=True stands for FULL_SHARD, False "
+                "for SHARD_GRAD_OP"
+            )
+        self.sharding_strategy = _sharding_name(self.sharding_strategy)
+        if isinstance(self.reshard_after_forward, str):  # where version 1 has its strategies
+            self.sharding_strategy, self.reshard_after_forward = (
+                _sharding_name(self.reshard_after_forward),
+                None,
+            )
+        if isinstance(self.auto_wrap_policy, str):
+            self.auto_wrap_policy = self.auto_wrap_policy.lower()
+            check_choice("auto_wrap_policy", self.auto_wrap_policy, WRAP_POLICIES)
+        self.state_dict_type = _state_dict_type(self.state_dict_type)
+        if isinstance(self.transformer_cls_names_to_wrap, str):
+            names = self.transformer_cls_names_to_wrap.split(",")
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names]
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
+        for name, why in _WITHOUT_EFFECT.items():
+            if getattr(self, name):
+                advice.warn(
+                    f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
+                )
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether models are sharded inside each machine and replicated over machines."""
+        return str(self.sharding_strategy).startswith("HYBRID")
+
+    @property
+    def saves_parts(self) -> bool:
+        """Whether checkpoints have each rank's parts."""
+        return bool(self.state_dict_type == "SHARDED_STATE_DICT")
+
+    @property
+    def reshards(self) -> bool | int:
+        """``reshard_after_forward``, from the two fields that may say so."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return _SHARDING.get(self.sharding_strategy, True)
+
+    def offload_policy(self) -> Any:
+        """Torch's object for ``cpu_offload``."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            return self.cpu_offload
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.cpu_offload else OffloadPolicy()
+
+    def precision_policy(self, dtype: torch.dtype | None) -> Any:
+        """Torch's object for ``mixed_precision_policy``.
+
+        Args:
+            dtype: of the Accelerator's mixed precision; None: full.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = self.mixed_precision_policy
+        if isinstance(policy, MixedPrecisionPolicy):
+            return policy
+        if policy is None:
+            return MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None
+            )
+        if isinstance(policy, str):
+            check_choice("mixed_precision_policy", policy, tuple(_DTYPES))
+            return MixedPrecisionPolicy(param_dtype=_DTYPES[policy], reduce_dtype=_DTYPES[policy])
+        if isinstance(policy, dict):
+            fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+            for name in policy:
+                if name != "buffer_dtype":  # of version 1; buffers keep their own
+                    check_choice("mixed_precision_policy field", name, fields)
+            return MixedPrecisionPolicy(**{name: policy[name] for name in fields if name in policy})
+        raise ValueError(
+            f"mixed_precision_policy={policy!r:.80} is none of: torch's MixedPrecisionPolicy, a dict of its fields, "
+            f"{', '.join(map(repr, _DTYPES))}"
+        )
+
+
+def _sharding_name(strategy: Any) -> str | None:
+    """The name of one of version 1's sharding strategies, given as a name, a number, or torch's enumeration."""
+    if strategy is None:
+        return None
+    name = str(getattr(strategy, "name", strategy)).upper()
+    name = _SHARDING_NUMBERS.get(name, name)
+    if name == "NO_SHARD":
+        raise ValueError(
+            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out for that, and "
+            "models are spread with DistributedDataParallel"
+        )
+    check_choice("sharding_strategy", name, tuple(_SHARDING))
+    return name
+
+
+def _state_dict_type(kind: Any) -> str:
+    name = str(getattr(kind, "name", kind)).upper()
+    if name == "LOCAL_STATE_DICT":
+        raise ValueError(
+            "state_dict_type='LOCAL_STATE_DICT' is of FSDP version 1; use 'SHARDED_STATE_DICT', which also writes what "
+            "each rank holds, and can be loaded on any number of ranks"
+        )
+    check_choice("state_dict_type", name.lower(), STATE_DICT_TYPES)
+    return name

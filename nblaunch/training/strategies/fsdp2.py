@@ -1,0 +1,291 @@
+"""Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
+
+What belongs to it: which modules are units (``fsdp2_units``), where their parts come from (``fsdp2_weights``), what is
+saved in parts (``fsdp2_files``), and what torch keeps inside (``fsdp2_watch``).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nblaunch import context
+from nblaunch.events import Note
+from nblaunch.training import advice, collectives, compiling, parts
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
+from nblaunch.training.process import Member
+from nblaunch.training.strategies import fsdp2_files, fsdp2_units, fsdp2_watch
+from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.fsdp2_weights import Sources
+
+
+class Fsdp2Strategy(Strategy):
+    """Torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
+
+    Args:
+        member: the place of this process.
+        plugin: what people set.
+        dtype: in which weights are gathered; None: their own.
+
+    Raises:
+        RuntimeError: torch is too old.
+        ValueError: the device has no sharding.
+    """
+
+    name = "fsdp2"
+
+    def __init__(
+        self, member: Member, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None = None
+    ) -> None:
+        if not hasattr(torch.distributed, "fsdp") or not _has_fully_shard():
+            raise RuntimeError(
+                f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
+            )
+        if member.backend.reduces_gradients:
+            raise ValueError(
+                f"fsdp_plugin can't be used on {member.backend.name}: torch's fully_shard is for CPUs and GPUs; leave "
+                "it out there"
+            )
+        self.plugin = plugin
+        self._member = member
+        self._policy = plugin.precision_policy(dtype)
+        self.moves_models = self.holds_parts = member.topology.world_size > 1
+
+    # --- preparing -----------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, member: Member) -> nn.Module:
+        inner = unwrap(compiling.inner_of(model))
+        if is_sharded(inner):
+            return model  # by the person
+        units = fsdp2_units.choose(inner, self.plugin)
+        if self.plugin.activation_checkpointing:
+            for _, unit in units or [("", inner)]:
+                _checkpoint_activations(unit, self.plugin.activation_checkpointing_offload)
+        if self.holds_parts:
+            self._shard(inner, units)
+            context.current().trained_weights = _pieces
+        return model
+
+    def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+        ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
+        device, mesh = self._member.device, self._mesh()
+        offload = self.plugin.offload_policy()
+        sources = Sources(model, ignored, device, may_be_sent=self.plugin.cpu_ram_efficient_loading)
+        sources.leave_shapes()
+        shard = functools.partial(
+            _fully_shard(),
+            mesh=mesh,
+            reshard_after_forward=self.plugin.reshards,
+            mp_policy=self._policy,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+        sharded = [*units, ("", model)]
+        for _, module in sharded:
+            shard(module)
+        parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
+        model._apply(lambda tensor: _with_memory(tensor, parts_device))
+        for name, module in sharded:
+            fsdp2_watch.tie(module)
+            fsdp2_watch.name_in_errors(name, module)
+        sources.fill(self.plugin.param_init_fn)
+        self._tell(model, sources.num_bytes, len(sharded))
+
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        topology = self._member.topology
+        kind = self._member.device.type
+        if self.plugin.is_hybrid:
+            shape = (topology.world_size // topology.local_world_size, topology.local_world_size)
+            return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        world: Any = dist.group.WORLD
+        return DeviceMesh.from_group(world, kind)
+
+    def _tell(self, model: nn.Module, model_bytes: int, num_units: int) -> None:
+        """One line for the person: what every rank holds."""
+        own = sum(
+            parts.local(parameter).numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parts.is_part(parameter)
+        )
+        sizes = collectives.gather_object([own])
+        if self._member.topology.rank == 0:
+            text = shares_line(
+                type(model).__name__, model_bytes, num_units, sizes, bool(self.plugin.reshards)
+            )
+            context.current().emit(Note(rank=-1, time_s=time.time(), text=text))
+
+    # --- gradients -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _unreduced(self, model: nn.Module) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        own = compiling.inner_of(model)
+        return self._unreduced(own) if is_sharded(own) else nullcontext()
+
+    def multiply_gradients(self, model: nn.Module, factor: float) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parts.local(parameter.grad).mul_(factor)
+        for module in model.modules():
+            if is_sharded(module):
+                for gradient in fsdp2_watch.unsharded_gradients(module):
+                    parts.local(gradient).mul_(factor)
+
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        kinds = [[g for g in gradients if parts.is_part(g)], [g for g in gradients if not parts.is_part(g)]]
+        norms = [torch.nn.utils.get_total_norm(kind, norm_type) for kind in kinds if kind]
+        if not norms:
+            return torch.tensor(0.0, device=self._member.device)
+        device = self._member.device
+        whole = [parts.whole(norm).to(device) for norm in norms]
+        total = torch.linalg.vector_norm(torch.stack(whole), norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            held = parts.local(gradient)
+            held.mul_(factor.to(held.device))
+        return total
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parts.local(parameter.grad).clamp_(-clip_value, clip_value)
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        advice.warn(
+            "join_uneven_inputs has no effect with fsdp_plugin: every rank has a part of every layer, and takes part "
+            "in every step; keep even_batches=True"
+        )
+        return nullcontext()
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self._member.topology.local_rank == 0
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        whole = parts.gather(module.state_dict(), self._keeps_whole)
+        return whole if self._keeps_whole else {}
+
+    def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
+        whole = parts.gather(optimizer.state_dict(), self._keeps_whole)
+        return whole if self._keeps_whole else {}
+
+    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        of_each = {
+            index: {key: _cut(value, held[index]) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": of_each})
+
+    def save_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+        if self.plugin.saves_parts:
+            fsdp2_files.save(folder, models, optimizers, is_alone=not self.holds_parts)
+        return self.plugin.saves_parts
+
+    def load_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+        if not fsdp2_files.are_in(folder):
+            return False
+        fsdp2_files.load(folder, models, optimizers, is_alone=not self.holds_parts)
+        return True
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether ``fully_shard`` was applied to ``module``."""
+    if not _has_fully_shard():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+@contextmanager
+def sync_in_backward(model: Any) -> Iterator[None]:
+    """The next ``backward`` through a sharded ``model`` reduces gradients, also inside ``no_sync``."""
+    model = compiling.inner_of(model)
+    if not is_sharded(model):
+        yield
+        return
+    model.set_requires_gradient_sync(True)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(False)
+
+
+def shares_line(
+    model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
+) -> str:
+    """What every rank holds of a model, in one line."""
+    low, high = min(sizes), max(sizes)
+    share = f"{high / 1e6:,.1f} MB" if high - low < 0.05e6 else f"{low / 1e6:,.1f} to {high / 1e6:,.1f} MB"
+    units = f"{num_units} unit{'s' if num_units > 1 else ''}"
+    kept = "freed after its forward" if reshards else "kept until its backward"
+    return (
+        f"{model_name}: {model_bytes / 1e6:,.1f} MB of weights sharded over {len(sizes)} ranks, {share} each; gathered "
+        f"in {units}, each {kept}"
+    )
+
+
+def _has_fully_shard() -> bool:
+    return hasattr(torch.distributed.fsdp, "fully_shard")
+
+
+def _fully_shard() -> Callable[..., Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard
+
+
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A part that has a shape only, with memory; anything else as it is."""
+    is_empty = parts.is_part(tensor) and tensor.is_meta
+    return torch.empty_like(tensor, device=device) if is_empty else tensor
+
+
+def _cut(value: Any, parameter: torch.Tensor) -> Any:
+    return parts.cut(value, parameter) if isinstance(value, torch.Tensor) else value
+
+
+def _pieces(module: nn.Module) -> dict[str, Any]:
+    return parts.pieces(module.state_dict(), is_main=context.current().topology.rank == 0)
+
+
+def _checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
+    """Have ``module`` compute its activations anew in backward.
+
+    In its own ``forward``, which the hooks that gather and free weights are around: the second time runs while they
+    are gathered for backward.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        saving = torch.autograd.graph.save_on_cpu(pin_memory=True) if is_offloaded else nullcontext()
+        with saving:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed

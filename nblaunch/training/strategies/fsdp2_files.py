@@ -1,0 +1,108 @@
+"""States of sharded models in a checkpoint, each rank writing its parts, through torch.distributed.checkpoint.
+
+    pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
+    optimizer_0/             the same of the first optimizer
+
+Names and contents are those of the reference, so that checkpoints can be taken over. They can be loaded on any number
+of ranks, of which each reads what it needs. When they take their place in the folder is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training import compiling
+from nblaunch.training.process import waiting
+from nblaunch.training.strategies.base import unwrap
+
+_MODEL = "pytorch_model_fsdp_{}"
+_OPTIMIZER = "optimizer_{}"
+
+
+def are_in(folder: Path) -> bool:
+    """Whether a checkpoint has such states."""
+    return (folder / _MODEL.format(0)).is_dir()
+
+
+def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
+    """Write this rank's parts; all ranks call it, unless one ``is_alone``."""
+    for index, model in enumerate(models):
+        _write({"model": get_model_state_dict(_bare(model))}, folder / _MODEL.format(index), is_alone)
+    for index, optimizer in enumerate(optimizers):
+        state = get_optimizer_state_dict(_owner(models, optimizer), _torchs(optimizer))
+        _write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
+
+
+def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
+    """Load this rank's parts; all ranks call it, unless one ``is_alone``.
+
+    Raises:
+        CheckpointError: the files are missing, damaged, or of another model.
+    """
+    for index, model in enumerate(models):
+        module = _bare(model)
+        state: dict[str, Any] = {"model": get_model_state_dict(module)}
+        _read(state, folder / _MODEL.format(index), is_alone)
+        set_model_state_dict(module, state["model"])
+    for index, optimizer in enumerate(optimizers):
+        owner = _owner(models, optimizer)
+        state = {"optimizer": get_optimizer_state_dict(owner, _torchs(optimizer))}
+        _read(state, folder / _OPTIMIZER.format(index), is_alone)
+        set_optimizer_state_dict(owner, _torchs(optimizer), state["optimizer"])
+
+
+def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    with waiting():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
+
+
+def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
+    try:
+        with waiting():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} does not fit what is prepared, or is damaged. {type(error).__name__}: {error}"
+        ) from error
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    bare: nn.Module = unwrap(compiling.inner_of(unwrap(model)))
+    return bare
+
+
+def _torchs(optimizer: Any) -> Any:
+    """The person's own optimizer inside a prepared one."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
+    """The module whose parameters the optimizer steps: a model, or several as one.
+
+    Raises:
+        CheckpointError: none of the prepared models.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners = [
+        _bare(model) for model in models if any(id(parameter) in stepped for parameter in model.parameters())
+    ]
+    if not owners:
+        raise CheckpointError(
+            f"the {type(_torchs(optimizer)).__name__} steps no parameter of a prepared model, so the names of its "
+            "states are not known; prepare it together with its model"
+        )
+    return owners[0] if len(owners) == 1 else nn.ModuleList(owners)

@@ -1,0 +1,141 @@
+"""Which modules of a model are sharded as a unit: gathered together before their forward, and freed together after it.
+
+model (what is left)     one unit for what belongs to no other: embedding, norm, head
+  layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from nblaunch.training.compiling import repeated_blocks
+from nblaunch.training.fsdp_options import MIN_NUM_PARAMS, FullyShardedDataParallelPlugin
+
+# Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def choose(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[tuple[str, nn.Module]]:
+    """The units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
+
+    Raises:
+        ValueError: a class name is not in the model; lists those that are.
+    """
+    is_unit = _rule(model, plugin)
+    chosen = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model and not isinstance(module, _NEVER_CALLED) and is_unit(module)
+    ]
+    chosen = _without_split_ties(model, chosen)
+    return sorted(chosen, key=lambda unit: -unit[0].count("."))
+
+
+def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
+    """The parameters of the modules that are not to be sharded.
+
+    Raises:
+        ValueError: a regular expression fits no module.
+    """
+    if ignored is None:
+        return set()
+    if isinstance(ignored, str):
+        modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
+        if not modules:
+            names = ", ".join(name for name, _ in list(model.named_modules())[1:9])
+            raise ValueError(f"ignored_modules={ignored!r} fits the name of no module; there are {names} ...")
+    else:
+        modules = list(ignored)
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _rule(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool]:
+    policy = plugin.auto_wrap_policy
+    if callable(policy):
+        return _predicate(policy)
+    names = plugin.transformer_cls_names_to_wrap
+    if policy == "no_wrap":
+        return lambda module: False
+    if policy == "size_based_wrap" or (policy is None and names is None and plugin.min_num_params):
+        large = _large_modules(model, plugin.min_num_params or MIN_NUM_PARAMS)
+        return lambda module: id(module) in large
+    names = names or getattr(model, "_no_split_modules", None)
+    if names:
+        return _of_classes(model, list(names), is_asked_for=plugin.transformer_cls_names_to_wrap is not None)
+    if policy == "transformer_based_wrap":
+        raise ValueError(
+            "auto_wrap_policy='transformer_based_wrap' needs transformer_cls_names_to_wrap, because "
+            f"{type(model).__name__} does not name its layers itself (_no_split_modules). {_classes_in(model)}"
+        )
+    blocks = {id(block) for block in repeated_blocks(model)}
+    return lambda module: id(module) in blocks
+
+
+def _of_classes(model: nn.Module, names: list[str], is_asked_for: bool) -> Callable[[nn.Module], bool]:
+    present = {type(module).__name__ for module in model.modules()}
+    absent = [name for name in names if name not in present]
+    if absent and is_asked_for:
+        raise ValueError(
+            f"transformer_cls_names_to_wrap has {', '.join(map(repr, absent))}, but the {type(model).__name__} has no "
+            f"such modules. {_classes_in(model)}"
+        )
+    return lambda module: type(module).__name__ in names
+
+
+def _classes_in(model: nn.Module) -> str:
+    """The classes of modules with submodules or parameters, those that occur several times first."""
+    counts: dict[str, int] = {}
+    for module in list(model.modules())[1:]:
+        if not isinstance(module, _NEVER_CALLED) and any(True for _ in module.parameters()):
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    listed = sorted(counts, key=lambda name: (-counts[name], name))
+    return "Its classes are " + (", ".join(f"{name} ({counts[name]})" for name in listed) or "none")
+
+
+def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
+    """A person's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
+    try:
+        takes = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        takes = {}  # type: ignore[assignment]
+    if "nonwrapped_numel" in takes or "recurse" in takes:
+        return lambda module: bool(
+            policy(module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters()))
+        )
+    return lambda module: bool(policy(module))
+
+
+def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
+    """Ids of the modules with at least so many elements that lie in no smaller unit."""
+    large: set[int] = set()
+
+    def left_over(module: nn.Module) -> int:
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        count = own + sum(left_over(child) for child in module.children())
+        if count < min_num_params or isinstance(module, _NEVER_CALLED):
+            return count
+        large.add(id(module))
+        return 0
+
+    left_over(model)
+    return large
+
+
+def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Leave out units that have one of two tied weights, because the other would lose it: both go to a unit around."""
+    holders: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(id(module))
+    tied = [modules for modules in holders.values() if len(modules) > 1]
+    kept = []
+    for name, unit in units:
+        inside = {id(module) for module in unit.modules()}
+        if all(modules <= inside or not modules & inside for modules in tied):
+            kept.append((name, unit))
+    return kept

@@ -1,0 +1,218 @@
+"""Where the weights of a sharded model come from: each rank's own copy, rank 0, or nowhere yet (the meta device).
+
+    before    every rank has the whole model: the kernel's very pages after a fork, a copy, or nothing but shapes
+    shapes    its parameters are on the meta device; ``fully_shard`` is applied to that, which costs no memory
+    after     every rank has its parts, filled from what it had before: a copy of just so many bytes
+
+Weights that ranks hold in common are never sent. Nothing here knows what a unit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nblaunch.training import collectives, parts
+from nblaunch.training.process import waiting
+from nblaunch.training.strategies.replicated import checksum
+
+_META = "meta"
+_UNKNOWN = "unknown"
+
+
+class Sources:
+    """The whole weights of a model that is about to be sharded. Keeps the tensors, copies none.
+
+    Args:
+        model: as the person built it.
+        ignored: parameters that stay whole.
+        device: where parts go.
+        may_be_sent: whether weights that only rank 0 has may be sent to the others.
+
+    Raises:
+        ValueError: ranks have different models, or only ranks other than 0 have weights.
+    """
+
+    def __init__(
+        self, model: nn.Module, ignored: set[nn.Parameter], device: torch.device, may_be_sent: bool
+    ) -> None:
+        self._model = model
+        self._device = device
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
+        self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
+        self._others |= {name: p for name, p in model.named_parameters() if p in ignored}
+        self._origins = _origins(type(model).__name__, {**self._parameters, **self._others}, may_be_sent)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters that are sharded, tied ones counted once."""
+        unique = {id(parameter): parameter for parameter in self._parameters.values()}
+        return sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
+
+    def leave_shapes(self) -> None:
+        """Put parameters without memory into the model, tied as before, and bring all else to the device."""
+        empty: dict[int, nn.Parameter] = {}
+        for name, old in self._parameters.items():
+            if id(old) not in empty:
+                data = torch.empty_like(old, device="meta", memory_format=torch.contiguous_format)
+                empty[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
+            _owner(self._model, name)[_own_name(name)] = empty[id(old)]
+        for name, tensor in self._others.items():
+            if not tensor.is_meta:
+                self._settle_whole(name, tensor)
+
+    def _settle_whole(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor that every rank holds whole: to the device, and equal to that of rank 0."""
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        moved = tensor.detach().to(self._device)
+        if self._origins[name] == "rank 0":
+            moved = collectives.broadcast(moved.clone())
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = moved
+        else:
+            module._buffers[_own_name(name)] = moved
+
+    def fill(self, initialise: Callable[[nn.Module], Any] | None) -> None:
+        """Fill the parts that the model now holds.
+
+        Args:
+            initialise: makes the weights of one module that has them nowhere yet; None: as the module does itself.
+        """
+        done: set[int] = set()
+        for name, source in self._parameters.items():
+            part = _owner(self._model, name)[_own_name(name)]
+            if part is None or id(part) in done or self._origins[name] == "nowhere":
+                continue
+            done.add(id(part))
+            with torch.no_grad():
+                parts.local(part).copy_(parts.slice_for(part, self._whole(name, source)))
+        if "nowhere" in self._origins.values():
+            self._initialise(initialise)
+
+    def _whole(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """The whole tensor: this rank's own, or that of rank 0, one at a time."""
+        if self._origins[name] == "own":
+            return source.detach()
+        is_sender = dist.get_rank() == 0
+        whole = (
+            source.detach().to(self._device) if is_sender else torch.empty_like(source, device=self._device)
+        )
+        with waiting():
+            dist.broadcast(whole, src=0)
+        return whole
+
+    def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
+        """Make weights module by module, the same on all ranks, so that no rank ever holds more than one as a whole."""
+        nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
+        make = initialise or _initialiser(self._model, nowhere)
+        with _random_state_of_main():
+            for module_name, module in self._model.named_modules():
+                prefix = f"{module_name}." if module_name else ""
+                own = [name for name, _ in module.named_parameters(recurse=False) if prefix + name in nowhere]
+                own_buffers = [name for name in module._buffers if prefix + name in nowhere]
+                if own or own_buffers:
+                    self._make_one(module, own, own_buffers, make)
+
+    def _make_one(
+        self, module: nn.Module, names: list[str], buffers: list[str], make: Callable[[nn.Module], Any]
+    ) -> None:
+        held: dict[str, Any] = {name: module._parameters[name] for name in names}
+        for name, part in held.items():
+            whole = torch.empty(part.shape, dtype=part.dtype)
+            module._parameters[name] = nn.Parameter(whole, requires_grad=part.requires_grad)
+        for name in buffers:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+        make(module)
+        for name, part in held.items():
+            made: Any = module._parameters[name]
+            if not parts.is_part(part):  # ignored: every rank holds the whole
+                made.data = made.data.to(self._device)
+                continue
+            module._parameters[name] = part
+            with torch.no_grad():
+                parts.local(part).copy_(parts.slice_for(part, made.detach()))
+        for name in buffers:
+            module._buffers[name] = module._buffers[name].to(self._device)  # type: ignore[union-attr]
+
+
+def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
+    """For every tensor whence a rank gets it: "own", "rank 0" or "nowhere". Compared over ranks in one message."""
+    mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
+    everyones = collectives.gather_object([mine])
+    shapes = [[(name, shape) for name, shape, _ in one] for one in everyones]
+    for rank, one in enumerate(shapes):
+        if one != shapes[0]:
+            differing = next((f"{a} and {b}" for a, b in zip(shapes[0], one, strict=False) if a != b), "")
+            raise ValueError(
+                f"the {model_name} is another one on rank {rank} than on rank 0: {len(one)} tensors and "
+                f"{len(shapes[0])}{', ' + differing if differing else ''}"
+            )
+    origins = {}
+    for position, name in enumerate(tensors):
+        prints = [one[position][2] for one in everyones]
+        if set(prints) == {_META}:
+            origins[name] = "nowhere"
+        elif len(set(prints)) == 1 and prints[0] != _UNKNOWN:
+            origins[name] = "own"
+        elif prints[0] == _META:
+            raise ValueError(f"{name} of the {model_name} is on the meta device on rank 0, but not on others")
+        elif _META in prints and not may_be_sent:
+            raise ValueError(
+                f"{name} of the {model_name} is on the meta device on rank {prints.index(_META)}, and "
+                "cpu_ram_efficient_loading=False says that every rank has its weights"
+            )
+        else:
+            origins[name] = "rank 0"
+    return origins
+
+
+def _fingerprint(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta:
+        return _META
+    return checksum(tensor.detach()) if tensor.device.type == "cpu" else _UNKNOWN
+
+
+def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], Any]:
+    """How the model's own code makes the weights of one of its modules.
+
+    Raises:
+        ValueError: it does not say how; names the modules.
+    """
+    of_model = getattr(model, "_init_weights", None)  # transformers' models
+    if callable(of_model):
+        return of_model
+    modules = {name.rpartition(".")[0] for name in nowhere}
+    mute = [name for name in sorted(modules) if not hasattr(model.get_submodule(name), "reset_parameters")]
+    if mute:
+        listed = ", ".join(
+            f"{name or 'the model'} ({type(model.get_submodule(name)).__name__})" for name in mute
+        )
+        raise ValueError(
+            f"the {type(model).__name__} is on the meta device, and these modules with weights of their own have no "
+            f"reset_parameters() that would make them: {listed}. Give them one, pass "
+            "FullyShardedDataParallelPlugin(param_init_fn=...), or build the model on the CPU"
+        )
+    return lambda module: module.reset_parameters()  # type: ignore[operator]
+
+
+@contextmanager
+def _random_state_of_main() -> Iterator[None]:
+    """The CPU generator of every rank is where that of rank 0 is, and afterwards where it was."""
+    state = collectives.broadcast_object_list([torch.get_rng_state()])[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state)
+        yield
+
+
+def _owner(model: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
+    return model.get_submodule(name.rpartition(".")[0])._parameters
+
+
+def _own_name(name: str) -> str:
+    return name.rpartition(".")[2]
