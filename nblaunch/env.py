@@ -44,6 +44,7 @@ TABLE = {
         Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
         Variable("NBLAUNCH_CONFIG_FILE", str, "", "settings of nblaunch launch; default: one in the platform's folder"),
+        Variable("TERM", str, "", "kind of terminal; questions are asked line by line on a dumb one"),
         Variable("XDG_CONFIG_HOME", str, "", "folder of configuration files; default: ~/.config"),
         Variable("APPDATA", str, "", "folder of configuration files on Windows"),
         Variable("OMP_NUM_THREADS", as_first_count, 0, "CPU threads of a worker; default: usable cores / workers"),

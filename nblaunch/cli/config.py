@@ -1,16 +1,91 @@
-"""``nblaunch config``: a few questions, whose answers are the defaults of later launches."""
+"""``nblaunch config``: a few questions, whose answers are the defaults of later launches.
+
+nblaunch config            ask, and write the file
+nblaunch config default    write what would be answered by pressing Enter each time
+nblaunch config show       show the file
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nblaunch.cli.usage import UsageError
+from nblaunch.config import files
+from nblaunch.config.resolving import ConfigError, Layer, resolve
+
+_ACTIONS = ("default", "show")
 
 
 def add_parser(subparsers: Any) -> None:
-    subparsers.add_parser("config", help="answer a few questions and write the defaults of `nblaunch launch`")
+    parser = subparsers.add_parser(
+        "config",
+        help="answer a few questions and write the defaults of `nblaunch launch`",
+        description="Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers may "
+        "also come through a pipe, one line each, empty for the default.",
+    )
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=_ACTIONS,
+        help="default: write what this machine suggests, without questions; show: show the file",
+    )
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="the file, instead of the default one"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    raise UsageError("not available yet")
+    path = Path(arguments.config_file).expanduser() if arguments.config_file else files.default_path()
+    try:
+        if arguments.action == "show":
+            return _show(path)
+        return _write_default(path) if arguments.action == "default" else _ask(path)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def _show(path: Path) -> int:
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file yet; `nblaunch config` writes one")
+    layer = files.read(path)
+    print(f"# {path}")
+    print(path.read_text(encoding="utf-8").rstrip())
+    for note in layer.notes:
+        print(f"# note: {note}")
+    return 0
+
+
+def _write_default(path: Path) -> int:
+    if path.exists():
+        raise UsageError(
+            f"{path}: is there already, and is not overwritten; remove it or name another --config_file"
+        )
+    from nblaunch.cli.machine import Machine
+    from nblaunch.cli.questions import detected
+
+    return _write(path, detected(Machine.here()))
+
+
+def _ask(path: Path) -> int:
+    from nblaunch.cli.asking import asker
+    from nblaunch.cli.machine import Machine
+    from nblaunch.cli.questions import ask_all
+
+    known = files.read(path).values if path.exists() else {}
+    if known:
+        print(f"The defaults are those of {path}.")
+    return _write(path, ask_all(asker(), Machine.here(), known))
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> int:
+    resolve([Layer("the answers", values)])  # never write what could not be launched
+    files.write(path, values)
+    print(f"written to {path}; `nblaunch launch script.py` uses it{_how(path)}")
+    return 0
+
+
+def _how(path: Path) -> str:
+    return "" if path == files.default_path() else f" with --config_file {path}"

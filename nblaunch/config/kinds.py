@@ -134,6 +134,21 @@ class Word(Kind):
 
 
 @dataclass(frozen=True)
+class FlagOrName(Kind):
+    """True, false, or a name in capital letters: settings that were names before they became flags."""
+
+    metavar = "true|false|NAME"
+
+    def convert(self, value: Any) -> bool | str:
+        try:
+            return Flag().convert(value)
+        except ValueError:
+            if isinstance(value, str) and value.strip().replace("_", "").isalpha():
+                return value.strip().upper()
+            raise ValueError("must be true, false or a name such as FULL_SHARD") from None
+
+
+@dataclass(frozen=True)
 class Pairs(Kind):
     """``key=value,key=value``, or a mapping in a file."""
 

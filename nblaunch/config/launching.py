@@ -159,7 +159,4 @@ def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
     names = plugin.get("transformer_cls_names_to_wrap")
     if names is not None:
         plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
-    reshard = str(plugin.get("reshard_after_forward", "")).lower()
-    if reshard in ("true", "false"):
-        plugin["reshard_after_forward"] = reshard == "true"
     return plugin

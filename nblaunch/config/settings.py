@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.config.kinds import Choice, Flag, Kind, Number, Pairs, Switch, Text, Whole, Word
+from nblaunch.config.kinds import Choice, Flag, FlagOrName, Kind, Number, Pairs, Switch, Text, Whole, Word
 from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
 
 GROUPS = {
@@ -105,7 +105,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ("fsdp_version", Choice(("1", "2")), "2", "2 = fully_shard; settings of version 1 are translated"),
         (
             "fsdp_reshard_after_forward",
-            Text("true|false|NAME"),
+            FlagOrName(),
             None,
             "free gathered weights after the forward pass",
         ),

@@ -1,0 +1,226 @@
+"""The questions of ``nblaunch config``, each asked only where it matters after the answers before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.cli.asking import Asker
+from nblaunch.cli.machine import Machine
+from nblaunch.config.resolving import ConfigError, convert
+from nblaunch.config.settings import SETTINGS
+from nblaunch.spec import DEFAULT_PORTS
+
+Answers = dict[str, Any]
+
+_NOUNS = {"cpu": "CPU", "cuda": "GPUs", "xla": "TPU"}
+_OTHER_COMPILER = "other"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Args:
+        setting: that the answer is for.
+        text: as the person reads it.
+        is_asked: whether it matters, by the answers so far.
+        default: the answer to begin with.
+        choices: makes (value, label) pairs; None: the answer is typed, and read as the setting is.
+    """
+
+    setting: str
+    text: str
+    is_asked: Callable[[Answers], bool]
+    default: Callable[[Answers, Machine], Any]
+    choices: Callable[[Answers, Machine], list[tuple[Any, str]]] | None = None
+
+
+def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers:
+    """Ask every question that matters and return the settings that follow.
+
+    Args:
+        asker: how.
+        machine: where the defaults come from.
+        known: settings of an earlier file, which are the defaults instead.
+    """
+    answers: Answers = {}
+    for question in QUESTIONS:
+        if question.is_asked(answers):
+            answers[question.setting] = _ask(question, asker, machine, answers, known)
+    return {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
+
+
+def detected(machine: Machine) -> Answers:
+    """What a person would answer who takes every default."""
+    backend = machine.best
+    return {
+        "backend": backend,
+        "num_processes": machine.count(backend),
+        "mixed_precision": machine.precision(backend),
+    }
+
+
+def _ask(
+    question: Question, asker: Asker, machine: Machine, answers: Answers, known: Mapping[str, Any]
+) -> Any:
+    default = known.get(question.setting)
+    if default is None:
+        default = question.default(answers, machine)
+    if question.choices is not None:
+        choices = question.choices(answers, machine)
+        values = [value for value, _ in choices]
+        place = values.index(default) if default in values else 0
+        return values[asker.choose(question.text, [label for _, label in choices], place)]
+
+    def read(text: str) -> Any:
+        try:
+            return _in_range(question.setting, convert(question.setting, text), answers)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix(f"{question.setting}: {text!r} ")) from None
+
+    return asker.enter(question.text, "" if default is None else str(default), read)
+
+
+def _in_range(setting: str, value: Any, answers: Answers) -> Any:
+    """What only the answers before can tell."""
+    num_machines = answers.get("num_machines", 1)
+    if setting == "num_machines" and value < 2:
+        raise ValueError("must be at least 2")
+    if setting == "machine_rank" and value >= num_machines:
+        raise ValueError(f"must be below {num_machines}, since ranks count from 0")
+    if setting == "num_processes" and value % num_machines:
+        raise ValueError(f"must be shared equally by {num_machines} machines")
+    return value
+
+
+def _has_several(answers: Answers) -> bool:
+    return answers["where"] == "several"
+
+
+def _is_parallel(answers: Answers) -> bool:
+    return answers["num_processes"] > 1
+
+
+def _is_fsdp(answers: Answers) -> bool:
+    return answers.get("strategy") == "fsdp"
+
+
+def _wraps_by(policy: str) -> Callable[[Answers], bool]:
+    return lambda answers: answers.get("fsdp_auto_wrap_policy") == policy
+
+
+def _has_own_deepspeed(answers: Answers) -> bool:
+    return answers.get("strategy") == "deepspeed" and answers["has_file"] is False
+
+
+def _from_stage(stage: int) -> Callable[[Answers], bool]:
+    return lambda answers: _has_own_deepspeed(answers) and answers["zero_stage"] >= stage
+
+
+def _fixed(value: Any) -> Callable[[Answers, Machine], Any]:
+    return lambda answers, machine: value
+
+
+def _listed(*choices: tuple[Any, str]) -> Callable[[Answers, Machine], list[tuple[Any, str]]]:
+    return lambda answers, machine: list(choices)
+
+
+def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    found = {
+        name: f"{noun} ({machine.num_devices[name]} here)"
+        if name in machine.num_devices
+        else f"{noun} (none here)"
+        for name, noun in _NOUNS.items()
+    }
+    return list(found.items())
+
+
+def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    fp16 = [("fp16", "fp16 (half precision with scaled losses)")] if answers["backend"] == "cuda" else []
+    return [("no", "no (full precision)"), ("bf16", "bf16 (bfloat16)"), *fp16]
+
+
+def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    choices = [("ddp", "ddp (a copy of the model per process)")]
+    if answers["backend"] == "xla":
+        return [*choices, ("spmd", "spmd (one process; the compiler cuts batches over the chips)")]
+    choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
+    choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
+    return choices
+
+
+def _total(answers: Answers, machine: Machine) -> int:
+    return machine.count(answers["backend"]) * int(answers.get("num_machines", 1))
+
+
+_YES_NO = _listed((False, "no"), (True, "yes"))
+
+QUESTIONS = (
+    Question("where", "Where will the script run?", lambda a: True, _fixed("one"),
+             _listed(("one", "here (this machine)"), ("several", "several machines together"))),
+    Question("num_machines", "How many machines?", _has_several, _fixed(2)),
+    Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, _fixed(0)),
+    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"),
+             _listed(("static", "static (a fixed set, machine 0 is the meeting point)"),
+                     ("c10d", "c10d (machines may come late or come back)"))),
+    Question("main_process_ip", "Address of machine 0, as the others reach it?",
+             lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(None)),
+    Question("main_process_port", "Port of machine 0 to meet at?",
+             lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(DEFAULT_PORTS["static"])),
+    Question("rdzv_endpoint", "Where do they meet, as host:port?",
+             lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", _fixed(None)),
+    Question("max_restarts", "How often may all start again after a failure?", _has_several, _fixed(0)),
+    Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
+    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] == "cuda", _fixed("all")),
+    Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
+    Question("mixed_precision", "Mixed precision?", lambda a: True, lambda a, m: m.precision(a["backend"]),
+             _precisions),
+    Question("downcast_bf16", "Hold float as bfloat16 on the TPU (and double as float32)?",
+             lambda a: a["backend"] == "xla" and a["mixed_precision"] == "bf16", _fixed(False), _YES_NO),
+    Question("strategy", "How is the model spread over the processes?", _is_parallel, _fixed("ddp"), _strategies),
+    Question("fsdp_reshard_after_forward", "Free gathered weights after the forward pass? (less memory, more traffic)",
+             _is_fsdp, _fixed(True), _listed((True, "yes"), (False, "no"))),
+    Question("fsdp_auto_wrap_policy", "Which parts of the model are sharded one by one?", _is_fsdp,
+             _fixed("TRANSFORMER_BASED_WRAP"),
+             _listed(("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts above a size"),
+                     ("NO_WRAP", "none: the model as a whole"))),
+    Question("has_classes", "Which classes are the blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), _fixed(False),
+             _listed((False, "automatic (as a model of transformers says itself)"), (True, "named by me"))),
+    Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, with commas?",
+             lambda a: a.get("has_classes") is True, _fixed(None)),
+    Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), _fixed(100_000_000)),
+    Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
+             lambda a: _is_fsdp(a) and a["backend"] != "cpu", _fixed(False), _YES_NO),
+    Question("fsdp_activation_checkpointing", "Compute activations again rather than keep them?", _is_fsdp,
+             _fixed(False), _YES_NO),
+    Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, _fixed("SHARDED_STATE_DICT"),
+             _listed(("SHARDED_STATE_DICT", "sharded (a part per process: quick)"),
+                     ("FULL_STATE_DICT", "full (whole, in one file)"))),
+    Question("has_file", "Settings of DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", _fixed(False),
+             _listed((False, "asked here"), (True, "file: I have a JSON file of DeepSpeed's"))),
+    Question("deepspeed_config_file", "Path of that file?", lambda a: a.get("has_file") is True, _fixed(None)),
+    Question("zero_stage", "What is sharded (ZeRO stage)?", _has_own_deepspeed, _fixed(2),
+             _listed((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
+                     (3, "3 (parameters too)"))),
+    Question("offload_optimizer_device", "Where do optimizer states lie?", _from_stage(1), _fixed("none"),
+             _listed(("none", "device"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
+    Question("offload_optimizer_nvme_path", "Folder on that disk?",
+             lambda a: a.get("offload_optimizer_device") == "nvme", _fixed("/nvme")),
+    Question("offload_param_device", "Where do parameters lie?", _from_stage(3), _fixed("none"),
+             _listed(("none", "device"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
+    Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
+             _fixed("/nvme")),
+    Question("zero3_init_flag", "Shard weights already while the model is built?", _from_stage(3), _fixed(True),
+             _YES_NO),
+    Question("gradient_clipping", "Greatest norm of the gradients? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
+    Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, _fixed(1)),
+    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"),
+             _listed(("no", "no"), ("inductor", "inductor (torch's own compiler)"),
+                     ("cudagraphs", "cudagraphs"), ("openxla", "openxla"))),
+    Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", _fixed("default"),
+             _listed(("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
+                     ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
+)  # fmt: skip
+"""In the order in which they are asked. ``where``, ``has_classes`` and ``has_file`` lead to others and are not kept."""
