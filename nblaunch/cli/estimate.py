@@ -313,7 +313,7 @@ def _render(
     ]
     if not model.block:
         lines.append(
-            "fsdp2 and sharded inference also hold their largest block whole, which a count does not tell"
+            "not told by a count: the largest block, which fsdp2 and sharded inference also hold whole"
         )
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]
