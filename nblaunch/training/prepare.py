@@ -221,6 +221,7 @@ class Preparer:
         """Forget everything that was prepared."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
             prepared.clear()
+        self.strategy.forget()
 
 
 def extract_model_from_parallel(

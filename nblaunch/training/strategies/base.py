@@ -33,6 +33,10 @@ class Strategy(ABC):
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
+    def precision(self, precision: Precision) -> Precision:
+        """How models compute in ``precision`` where the strategy has a say in it."""
+        return precision
+
     def begin(self, objects: Sequence[Any]) -> None:
         """Look at all that one call of ``prepare`` was given, before any of it is prepared."""
 
@@ -53,6 +57,9 @@ class Strategy(ABC):
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
         """The prepared scheduler that stands for ``scheduler``; None: it is prepared as it is, as most are."""
         return None
+
+    def forget(self) -> None:
+        """Let go of all that was prepared."""
 
     # --- gradients -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,262 @@
+"""What DeepSpeed is told: "auto" values filled in from what was prepared, contradictions refused by their keys."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from nblaunch.training.strategies import deepspeed_config
+from nblaunch.training.strategies.deepspeed_config import Prepared, complete
+
+MODEL = nn.Linear(3, 2)  # 8 parameters
+ADAM = torch.optim.Adam(MODEL.parameters())
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def _complete(config: dict[str, Any], **prepared: Any) -> dict[str, Any]:
+    return complete(DeepSpeedPlugin(config), Prepared(**{"model": MODEL, **prepared}))
+
+
+# --- the plugin -------------------------------------------------------------------------------------------------------
+
+
+def test_fields_make_a_configuration() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.5, offload_param_device="cpu")
+    zero = plugin.deepspeed_config["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["offload_param"]["device"] == "cpu"
+    assert zero["offload_optimizer"]["device"] == "none"
+    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+    assert plugin.get_value("gradient_clipping") == 0.5
+    assert plugin.is_auto("gradient_accumulation_steps")
+    assert plugin.get_value("zero_optimization.nothing", 7) == 7
+
+
+def test_a_configuration_fills_in_fields() -> None:
+    plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 4})
+    assert plugin.zero_stage == 1
+    assert plugin.gradient_accumulation_steps == 4
+    assert plugin.gradient_clipping == "auto"
+    assert DeepSpeedPlugin({"zero_optimization": {}}).zero_stage == 0  # as DeepSpeed takes it
+
+
+@pytest.mark.parametrize("kind", ["dict", "file", "path", "text", "base64", "object"])
+def test_kinds_of_configurations(kind: str, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3}}
+    text = json.dumps(config)
+    (tmp_path / "config.json").write_text(text)
+    source: Any = {
+        "dict": config,
+        "file": str(tmp_path / "config.json"),
+        "path": tmp_path / "config.json",
+        "text": text,
+        "base64": base64.urlsafe_b64encode(text.encode()).decode(),
+        "object": SimpleNamespace(config=config),
+    }[kind]
+    plugin = DeepSpeedPlugin(source)
+    assert plugin.zero_stage == 3
+    plugin.deepspeed_config["zero_optimization"]["stage"] = 1
+    assert config == {"zero_optimization": {"stage": 3}}  # a copy
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hf_ds_config": "no/such/file.json"}, "there is no DeepSpeed configuration"),
+        ({"hf_ds_config": "{"}, "is not JSON"),
+        ({"hf_ds_config": {}}, "has no 'zero_optimization'"),
+        ({"zero_stage": 4}, "zero_optimization.stage=4"),
+        ({"offload_optimizer_device": "gpu"}, "zero_optimization.offload_optimizer.device='gpu'"),
+        ({"offload_optimizer_device": "nvme", "zero_stage": 3}, "needs zero_optimization.offload_optimizer.nvme_path"),
+        ({"offload_param_device": "cpu", "zero_stage": 2}, "offload_param.device='cpu' is for stage 3"),
+        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "is for stages 1 to 3"),
+        (
+            {"hf_ds_config": {"zero_optimization": {"stage": 3}}, "zero_stage": 2},
+            r"zero_optimization.stage=3, which contradicts DeepSpeedPlugin\(zero_stage=2\)",
+        ),
+        (
+            {"hf_ds_config": AUTO | {"gradient_clipping": 1.0}, "gradient_clipping": 0.5},
+            "gradient_clipping=1.0, which contradicts",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedPlugin(**fields)
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="not 3"):
+        DeepSpeedPlugin(3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"zero3_init_flag": True}, {"enable_msamp": True}, {"msamp_opt_level": "O1"}]
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(fields))):
+        DeepSpeedPlugin(**fields)
+
+
+# --- filling in -------------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_from_the_loaders() -> None:
+    config = _complete(AUTO, batch_sizes=[16, 8, None], world_size=2, num_steps=3)
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["train_batch_size"] == 48
+    largest = DeepSpeedPlugin(AUTO, is_train_batch_min=False)
+    assert complete(largest, Prepared(MODEL, batch_sizes=[16, 8]))["train_micro_batch_size_per_gpu"] == 16
+    split = _complete(AUTO, batch_sizes=[16], world_size=4, splits_batches=True)
+    assert (split["train_micro_batch_size_per_gpu"], split["train_batch_size"]) == (4, 16)
+
+
+def test_without_loaders_the_batch_is_what_the_configuration_says() -> None:
+    assert _complete(AUTO)["train_micro_batch_size_per_gpu"] == 1
+    config = _complete(AUTO | {"train_batch_size": 24}, world_size=2, num_steps=3)
+    assert config["train_micro_batch_size_per_gpu"] == 4
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_precision(precision: str) -> None:
+    for source in (AUTO, {"zero_optimization": {"stage": 2}}):
+        config = _complete(source, precision=precision)
+        assert config["bf16"]["enabled"] is (precision == "bf16")
+        assert config["fp16"]["enabled"] is (precision == "fp16")
+
+
+def test_without_a_word_on_clipping_there_is_none() -> None:
+    assert _complete(AUTO)["gradient_clipping"] == 0.0
+    assert _complete(AUTO | {"gradient_clipping": 2.0})["gradient_clipping"] == 2.0
+
+
+def test_buckets_follow_the_hidden_size() -> None:
+    zero = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    for described in (
+        SimpleNamespace(hidden_size=10),
+        SimpleNamespace(hidden_sizes=[3, 10]),
+        SimpleNamespace(text_config=SimpleNamespace(hidden_size=10)),
+    ):
+        model = nn.Linear(3, 2)
+        model.config = described
+        filled = _complete({"zero_optimization": zero}, model=model)["zero_optimization"]
+        assert filled["reduce_bucket_size"] == 100
+        assert filled["stage3_prefetch_bucket_size"] == 90
+        assert filled["stage3_param_persistence_threshold"] == 100
+    with pytest.raises(
+        ValueError, match=r"zero_optimization.reduce_bucket_size, .*stage3_prefetch_bucket_size"
+    ):
+        _complete({"zero_optimization": zero})
+
+
+def test_buckets_are_not_larger_than_the_model() -> None:
+    assert _complete(AUTO)["zero_optimization"]["reduce_bucket_size"] == 8
+    own = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 100}}
+    assert _complete(own)["zero_optimization"]["reduce_bucket_size"] == 100
+
+
+def test_an_optimizer_of_torch_is_allowed_with_every_stage_and_beside_offloading() -> None:
+    config = _complete(AUTO, optimizer=ADAM)
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert _complete(AUTO | {"zero_force_ds_cpu_optimizer": True}, optimizer=ADAM)[
+        "zero_force_ds_cpu_optimizer"
+    ]
+
+
+def test_optimizer_and_scheduler_of_the_configuration() -> None:
+    described = AUTO | {
+        "optimizer": {
+            "type": "AdamW",
+            "params": dict.fromkeys(("lr", "weight_decay", "betas", "eps"), "auto"),
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(
+                ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+            ),
+        },
+    }
+    optimizer = DummyOptim(MODEL.parameters(), lr=0.5, weight_decay=0.1, betas=(0.8, 0.9))
+    scheduler = DummyScheduler(optimizer, total_num_steps=101, warmup_num_steps=10)
+    config = _complete(described, optimizer=optimizer, scheduler=scheduler, world_size=2)
+    # eps is nobody's: it gets the optimizer's own default. On the CPU nothing is compiled.
+    assert config["optimizer"]["params"] == {
+        "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "torch_adam": True
+    }  # fmt: skip
+    assert config["scheduler"]["params"] == {
+        "warmup_min_lr": 0, "warmup_max_lr": 0.5, "warmup_num_steps": 10, "total_num_steps": 51
+    }  # fmt: skip
+
+
+def test_torch_computes_adam_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = AUTO | {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
+    optimizer = DummyOptim(MODEL.parameters())
+    monkeypatch.setattr(deepspeed_config.shutil, "which", lambda name: f"/usr/bin/{name}")
+    config = _complete(described, optimizer=optimizer, device_type="cuda")
+    assert "torch_adam" not in config["optimizer"]["params"]
+    monkeypatch.setattr(deepspeed_config.shutil, "which", lambda name: None)
+    config = _complete(described, optimizer=optimizer, device_type="cuda")
+    assert config["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_the_plugin_stays_as_it_is() -> None:
+    plugin = DeepSpeedPlugin(AUTO)
+    first = complete(plugin, Prepared(MODEL, batch_sizes=[8]))
+    second = complete(plugin, Prepared(MODEL, batch_sizes=[4]))
+    assert (first["train_batch_size"], second["train_batch_size"]) == (8, 4)
+    assert math.isinf(first["steps_per_print"])
+
+
+@pytest.mark.parametrize(
+    ("config", "prepared", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"num_steps": 2}, "gradient_accumulation_steps=4, which contradicts"),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled=True, which contradicts mixed_precision='no'"),
+        ({"train_micro_batch_size_per_gpu": 8}, {"batch_sizes": [4]}, "train_micro_batch_size_per_gpu=8, but"),
+        ({"train_batch_size": 9}, {"batch_sizes": [4]}, "train_batch_size=9, which contradicts .* = 4"),
+        ({"optimizer": {"type": "Adam"}}, {"optimizer": ADAM}, "has 'optimizer'"),
+        ({}, {"optimizer": DummyOptim([])}, "that has no 'optimizer'"),
+        ({}, {"scheduler": DummyScheduler(ADAM)}, "that has no 'scheduler'"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            {"scheduler": torch.optim.lr_scheduler.StepLR(ADAM, 1)},
+            "has 'scheduler'",
+        ),
+        (
+            {"optimizer": {"type": "Adam"}},
+            {"optimizer": DummyOptim([]), "scheduler": torch.optim.lr_scheduler.StepLR(ADAM, 1)},
+            "can't go with a DummyOptim",
+        ),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, {}, "allgather_bucket_size"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_by_their_keys(
+    config: dict[str, Any], prepared: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _complete(AUTO | config, **prepared)
