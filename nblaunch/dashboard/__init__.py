@@ -17,6 +17,7 @@ from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullD
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.output import running_request
+from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.dashboard.widgets import WidgetsDashboard
 
@@ -54,7 +55,9 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return [GuardedDashboard(NullDashboard())]
     shell = kernel_shell()
     if shell is None:
-        return [GuardedDashboard(TextDashboard()), GuardedDashboard(LinesPrinter())]
+        # A line that is redrawn needs the terminal for itself: whoever does not wait for the job may print, too.
+        live = None if background else LiveLine()
+        return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
     is_live = (kind == "widgets" and has_person()) or (kind == "auto" and has_widgets())
     table: Dashboard = (
         WidgetsDashboard(background=background)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from string import Template
 from time import monotonic
@@ -21,6 +22,7 @@ from typing import Any, TextIO, final
 
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
+from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.dashboard.wording import count
@@ -48,6 +50,7 @@ class LinesPrinter(Dashboard):
         first_s: seconds before the first write, so that the table of the job stands above its output.
         holds_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
             shown as it comes.
+        live: a line of the same terminal that is redrawn in place, to be kept below.
         clock: seconds on a clock that never jumps.
     """
 
@@ -56,6 +59,7 @@ class LinesPrinter(Dashboard):
         *,
         stream: TextIO | None = None,
         publish: Publish | None = None,
+        live: LiveLine | None = None,
         num_head: int = HEAD_LINES,
         num_tail: int = TAIL_LENGTH,
         line_length: int = _LINE_LENGTH,
@@ -65,6 +69,7 @@ class LinesPrinter(Dashboard):
     ) -> None:
         self._stream = stream
         self._publish = publish
+        self._live = live
         self._num_head = num_head
         self._num_tail = num_tail
         self._line_length = line_length
@@ -198,9 +203,10 @@ class LinesPrinter(Dashboard):
         if not lines:
             return
         stream = sys.stdout if self._stream is None else self._stream
-        write(stream, "".join(lines))
-        if self._publish is None:  # a kernel flushes by itself, and waiting for it costs milliseconds
-            stream.flush()
+        with self._live.hidden() if self._live is not None else nullcontext():
+            write(stream, "".join(lines))
+            if self._publish is None:  # a kernel flushes by itself, and waiting for it costs milliseconds
+                stream.flush()
 
 
 def publish_in_shell(shell: Any) -> Publish:

@@ -1,6 +1,6 @@
 """A job as lines of text: the renderer, and the dashboard of scripts and plain terminals.
 
-Owns widths and alignment of the text table. Writes to one stream, never moves its cursor, never asks for colours.
+Owns widths and alignment of the text table. Writes to one stream, never asks for colours.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from time import monotonic
 from typing import TextIO, final
 
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, headline, tabulate
+from nblaunch.dashboard.progress import live_line, progress_line
+from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
+from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.view import JobView, fold, fold_samples
 from nblaunch.events import Event, JobFinished, JobStarted
 from nblaunch.wire.board import Sample
 
 _DETAIL_WIDTH = 60
+_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # a redrawn line: before the first, and between two
 
 
 def render_text(view: JobView, *, with_output: bool = False) -> str:
@@ -90,10 +93,14 @@ def write(stream: TextIO, text: str) -> None:
 
 @final
 class TextDashboard(Dashboard):
-    """A line of progress every few seconds, ever more rarely, and a table at the end.
+    """A line of progress, and a table at the end.
+
+    On a terminal one line is redrawn in place, as tqdm does. Elsewhere (a file, a pipe, a batch job's log) a new line
+    is written every few seconds, ever more rarely.
 
     Args:
         stream: where to; default ``sys.stderr`` as it is at each write, so that a script's output stays its own.
+        live: the line of the terminal, shared with whatever else writes there; None = never redraw one.
         first_s: seconds before the first line of progress: a short job prints its final table only.
         interval_s: seconds between lines during the first minute; five times that later.
         clock: seconds on a clock that never jumps.
@@ -103,14 +110,19 @@ class TextDashboard(Dashboard):
         self,
         *,
         stream: TextIO | None = None,
+        live: LiveLine | None = None,
         first_s: float = 2.0,
         interval_s: float = 5.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
-        self._pace = Pace(
-            first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
-        )
+        self._live = live if live is not None and live.is_possible else None
+        if self._live is not None:
+            self._pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
+        else:
+            self._pace = Pace(
+                first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
+            )
         self._view = JobView()
         self._last_line = ""
         self._is_closed = False
@@ -127,6 +139,9 @@ class TextDashboard(Dashboard):
         if self._view.is_over or not self._pace.is_due():
             return
         self._pace.mark()
+        if self._live is not None:
+            self._live.show(live_line(self._view, self._live.width, has_blocks=self._live.can_draw_blocks))
+            return
         line = progress_line(self._view)
         if line != self._last_line:
             self._last_line = line
@@ -136,6 +151,8 @@ class TextDashboard(Dashboard):
         if self._is_closed:
             return
         self._is_closed = True
+        if self._live is not None:
+            self._live.clear()
         if self._view.is_started:
             self._write(render_text(broken_off(self._view)) + "\n")
 
@@ -143,17 +160,6 @@ class TextDashboard(Dashboard):
         stream = sys.stderr if self._stream is None else self._stream
         write(stream, text)
         stream.flush()
-
-
-def progress_line(view: JobView) -> str:
-    """All ranks in one line, told by the one that is furthest behind."""
-    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
-    behind = min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
-    table = tabulate(JobView(num_processes=1, ranks=(behind,)))
-    row = table.rows[0]
-    parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
-    about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
-    return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
 
 
 def broken_off(view: JobView) -> JobView:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from nblaunch.dashboard.chart import chart, sparkline
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.html import mimebundle, render_html
+from nblaunch.dashboard.progress import live_line, progress_line
 from nblaunch.dashboard.table import select_ranks, tabulate
-from nblaunch.dashboard.text import progress_line, render_text
+from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView, fold, fold_samples
 from nblaunch.dashboard.wording import count, duration, loss, rate, who
 from nblaunch.events import (
@@ -359,6 +360,26 @@ def test_progress_line_tells_about_the_slowest() -> None:
     line = progress_line(view)
     assert line.startswith("train: running for 11 s; rank 2 waiting, step 60/1,000")
     assert "rank" not in progress_line(trained(1))
+
+
+def test_the_live_line_looks_like_a_bar() -> None:
+    view = fold_samples(trained(2), [sample(1, 90, state=WorkerState.WAITING)], START_S + 11)
+    line = live_line(view, 120)
+    words = "[11 s<1:31, 10.0 steps/s, loss 0.0110, 1 training, 1 waiting]"
+    assert line == f"train:   9%|██▋{' ' * 27}| 90/1,000 {words}"
+    assert live_line(view, 120, has_blocks=False) == f"train:   9%|##{' ' * 28}| 90/1,000 {words}"
+    assert live_line(view, 85) == f"train:   9% 90/1,000 {words}"
+
+
+def test_the_live_line_of_a_job_without_lengths_tells_what_it_can() -> None:
+    assert live_line(view_of(started(1)), 80) == "train: [0 s, running]"
+    view = view_of(
+        [StatusLine(0, START_S, text="fold 2:  45%|###   | 45/100 [00:01<00:02]")], view_of(started(2))
+    )
+    assert live_line(view, 80) == "train: [0 s, 2 running] fold 2:  45%|###   | 45/100 [00:01<00:02]"
+    assert live_line(fold_samples(view_of(started(1)), [sample(0, 7, -1)], START_S + 1), 80).endswith(
+        "] step 7"
+    )
 
 
 @pytest.mark.parametrize(
