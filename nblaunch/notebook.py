@@ -21,7 +21,7 @@ def notebook_launcher(
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
-    num_nodes: int = 1,
+    num_nodes: int | str | tuple[int, int] = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
@@ -43,6 +43,7 @@ def notebook_launcher(
     hang_timeout_s: float | None = 300.0,
     on_hang: str = "report",
     log_dir: str | None = None,
+    rdzv_timeout_s: float | None = None,
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
@@ -56,20 +57,27 @@ def notebook_launcher(
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once.
         num_processes: number of workers; None = one per device (per usable core on a CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.
-        use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide.
-        master_addr: address on which the rendezvous listens.
-        node_rank: rank of this machine. Several machines are not available in this version.
-        num_nodes: number of machines; 1 in this version.
-        rdzv_backend: rendezvous of several machines.
-        rdzv_endpoint: its address.
-        rdzv_conf: its further settings.
+        use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide; with several
+            machines 29500.
+        master_addr: address on which the rendezvous listens: of machine 0, as the others reach it.
+        node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own.
+        num_nodes: number of machines; ``"min:max"`` where fewer will do, with ``rdzv_backend="c10d"``.
+        rdzv_backend: how several machines meet: ``"static"``: a fixed set, at ``master_addr:use_port``; ``"c10d"``: as
+            they come and go, at ``rdzv_endpoint``, which one of them hosts.
+        rdzv_endpoint: that address, as ``"host:port"``, the same on every machine.
+        rdzv_conf: further settings by torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
+            ``keep_alive_interval`` (seconds of silence after which a machine is named, 5),
+            ``keep_alive_max_attempt`` (how many such intervals until it is given up, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often all workers are started again after a failure.
+        max_restarts: how often all workers are started again after a failure; with several machines also after one of
+            them was lost, once it is back.
         monitor_interval: accepted for compatibility; workers are watched by events, not by polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``;
             None = ``[rank]``.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"xla"``.
-        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb.
+        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb;
+            ``"elastic"``: worker processes that join those of other machines, which ``"auto"`` means with
+            ``num_nodes`` above 1.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
             with batches cut over them by the compiler.
@@ -85,10 +93,11 @@ def notebook_launcher(
             rank's position is shown; None = never.
         on_hang: ``"report"`` that, or ``"stop"`` the job as well.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
+        rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
 
     Returns:
         The return value of rank 0, its tensors on the CPU; the list of all ranks' with ``return_all``; a
-        :class:`Job` with ``background``.
+        :class:`Job` with ``background``. On each of several machines: of its own first rank, or of its own ranks.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument can't be used; raised before any process starts.
@@ -105,6 +114,7 @@ def notebook_launcher(
             backend=backend, engine=engine, start_method=start_method, strategy=strategy,
             master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
+            rdzv_timeout_s=rdzv_timeout_s,
             max_restarts=max_restarts, monitor_interval_s=monitor_interval,
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,

@@ -7,16 +7,37 @@ built, before anything is started; what depends on this machine's devices is che
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16")
-ENGINES = ("auto", "local", "inline")
+ENGINES = ("auto", "local", "inline", "elastic")
 STRATEGIES = ("auto", "spmd")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 RDZV_BACKENDS = ("static", "c10d")
+RDZV_SETTINGS = (
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "read_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "is_host",
+    "rank",
+)
+"""What ``rdzv_conf`` may hold: torch's own names. ``rank`` is accepted because other launchers put it there."""
+
+DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+"""Where machines meet unless told otherwise; the numbers that ``torchrun`` has."""
+
+DEFAULT_RDZV_TIMEOUT_S = 600.0
 ON_HANG = ("report", "stop")
+
+_ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -29,16 +50,18 @@ class LaunchSpec:
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: what an ``Accelerator()`` in a worker uses by default.
         backend: device family, ``"auto"`` = the best one of this machine.
-        engine: how workers come to be: ``"local"`` processes, ``"inline"`` = in this process (one worker, for pdb).
+        engine: how workers come to be: ``"local"`` processes, ``"inline"`` = in this process (one worker, for pdb),
+            ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the arguments below.
         start_method: of local workers; ``"auto"`` = fork wherever it is safe.
-        master_addr: address of the rendezvous store.
-        master_port: its TCP port; None = one that the system chooses.
+        master_addr: address of the rendezvous store: of machine 0, as the others reach it.
+        master_port: its TCP port; None = one that the system chooses; with several machines 29500.
         node_rank: of this machine.
-        num_nodes: number of machines.
-        rdzv_backend: rendezvous of several machines.
-        rdzv_endpoint: its address.
-        rdzv_conf: its further settings.
+        num_nodes: number of machines; ``"min:max"`` or ``(min, max)`` where fewer will do (``rdzv_backend="c10d"``).
+        rdzv_backend: how several machines meet: ``"static"`` = a fixed set, by their ranks; ``"c10d"`` = as they come.
+        rdzv_endpoint: where they meet, as ``"host:port"``; needed by ``"c10d"``.
+        rdzv_conf: further settings by torch's names, see :data:`RDZV_SETTINGS`.
         rdzv_id: name of the job among several at one rendezvous.
+        rdzv_timeout_s: seconds in which machines must find each other; None = ``rdzv_conf["timeout"]``, or 600.
         max_restarts: how often all workers are started again after a failure.
         monitor_interval_s: accepted for compatibility; workers are watched by events, not by polling.
         log_line_prefix_template: label of the workers' lines, as ``"[${rank}] "``; None = ``[rank]``.
@@ -50,6 +73,8 @@ class LaunchSpec:
         log_dir: folder for the jobs' logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without any progress of some rank after which stacks are collected; None = never.
         on_hang: ``"report"`` it, or ``"stop"`` the job as well.
+        accelerator: further defaults of an ``Accelerator()`` in a worker by its arguments' names, as
+            ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
 
     Raises:
         TypeError: an argument has a wrong type, or ``args`` do not fit the function.
@@ -66,11 +91,12 @@ class LaunchSpec:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     node_rank: int = 0
-    num_nodes: int = 1
+    num_nodes: int | str | tuple[int, int] = 1
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
     rdzv_conf: Mapping[str, Any] | None = None
     rdzv_id: str = "none"
+    rdzv_timeout_s: float | None = None
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
     log_line_prefix_template: str | None = None
@@ -82,10 +108,12 @@ class LaunchSpec:
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
     strategy: str = "auto"
+    accelerator: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixed_precision", str(self.mixed_precision).lower())
+        object.__setattr__(self, "num_nodes", parse_num_nodes(self.num_nodes))
         _check_call(self.function, self.args)
         _check_choices(self)
         _check_counts(self)
@@ -93,12 +121,86 @@ class LaunchSpec:
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
         chosen = {} if self.strategy == "auto" else {"strategy": self.strategy}
-        object.__setattr__(self, "defaults", {"mixed_precision": self.mixed_precision, **chosen})
+        given = {"mixed_precision": self.mixed_precision, **chosen}
+        object.__setattr__(self, "defaults", {**self.accelerator, **given})
 
     @property
     def function_name(self) -> str:
         """As people know it: ``training_function``."""
         return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest machines that will do."""
+        return _bounds(self.num_nodes)[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """The most machines that may take part."""
+        return _bounds(self.num_nodes)[1]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers meet those of other machines, through a rendezvous of torch's."""
+        return self.engine == "elastic" or self.max_nodes > 1 or self.rdzv_backend != "static"
+
+    @property
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Host and TCP port at which machines meet."""
+        host, port = parse_endpoint(self.rdzv_endpoint)
+        default = self.master_port if self.rdzv_backend == "static" else None
+        return host or self.master_addr, port or default or DEFAULT_PORTS[self.rdzv_backend]
+
+    @property
+    def rendezvous_timeout_s(self) -> float:
+        """Seconds in which machines must find each other."""
+        if self.rdzv_timeout_s is not None:
+            return self.rdzv_timeout_s
+        conf = self.rdzv_conf or {}
+        return float(conf.get("join_timeout") or conf.get("timeout") or DEFAULT_RDZV_TIMEOUT_S)
+
+
+def parse_num_nodes(num_nodes: Any) -> int | str:
+    """A number of machines in one form: ``2``, or ``"1:2"`` for one or two.
+
+    Raises:
+        TypeError: it is neither a number, nor ``"min:max"``, nor a pair.
+        ValueError: less than 1, or min above max.
+    """
+    parts = num_nodes
+    if isinstance(num_nodes, str) and all(part.strip().isdecimal() for part in num_nodes.split(":")):
+        parts = tuple(int(part) for part in num_nodes.split(":"))
+    if isinstance(parts, int):
+        parts = (parts,)
+    is_whole = isinstance(parts, (tuple, list)) and all(type(part) is int for part in parts)
+    if not is_whole or len(parts) not in (1, 2):
+        raise TypeError(f"num_nodes={num_nodes!r} must be a whole number, or 'min:max' as in '1:4'")
+    low, high = parts[0], parts[-1]
+    if low < 1:
+        raise ValueError(f"num_nodes={num_nodes!r} must be at least 1")
+    if low > high:
+        raise ValueError(f"num_nodes={num_nodes!r}: the minimum is above the maximum")
+    return low if low == high else f"{low}:{high}"
+
+
+def _bounds(num_nodes: int | str | tuple[int, int]) -> tuple[int, int]:
+    low, _, high = str(num_nodes).partition(":")
+    return int(low), int(high or low)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
+    """``host``, ``host:port`` or ``[v6 address]:port`` in parts; the port None where there is none.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = _ENDPOINT.fullmatch(endpoint.strip())
+    port = int(found["port"]) if found and found["port"] else None
+    if found is None or (port is not None and not 1 <= port <= 65535):
+        raise ValueError(
+            f"rdzv_endpoint={endpoint!r} is not an address such as 'host:29400' or '[fd00::1]:29400'"
+        )
+    return found["host"].strip("[]"), port
 
 
 def parse_port(use_port: str | int | None) -> int | None:
@@ -168,7 +270,6 @@ def _check_counts(spec: LaunchSpec) -> None:
         ("num_processes", 1, True),
         ("threads_per_process", 1, True),
         ("max_restarts", 0, False),
-        ("num_nodes", 1, False),
         ("node_rank", 0, False),
     ):
         value = getattr(spec, name)
@@ -185,6 +286,7 @@ def _check_durations(spec: LaunchSpec) -> None:
         ("monitor_interval_s", False),
         ("interrupt_grace_s", False),
         ("hang_timeout_s", True),
+        ("rdzv_timeout_s", True),
     ):
         value = getattr(spec, name)
         if value is None and optional:
@@ -196,18 +298,46 @@ def _check_durations(spec: LaunchSpec) -> None:
 
 
 def _check_nodes(spec: LaunchSpec) -> None:
-    if spec.node_rank >= spec.num_nodes:
-        raise ValueError(f"node_rank={spec.node_rank} must be below num_nodes={spec.num_nodes}")
-    if spec.num_nodes > 1:
+    if not isinstance(spec.rdzv_endpoint, str):
+        raise TypeError(f"rdzv_endpoint={spec.rdzv_endpoint!r} must be text such as 'host:29400'")
+    host, _ = parse_endpoint(spec.rdzv_endpoint)
+    if spec.node_rank >= spec.max_nodes:
         raise ValueError(
-            f"num_nodes={spec.num_nodes}: launching on several machines is not available in this version; "
-            "valid is num_nodes=1"
+            f"node_rank={spec.node_rank} must be below num_nodes={spec.num_nodes}: nodes count from 0"
         )
-    if spec.rdzv_endpoint or spec.rdzv_conf or spec.rdzv_backend != "static":
+    if spec.rdzv_backend == "c10d" and not host:
         raise ValueError(
-            "rdzv_backend, rdzv_endpoint and rdzv_conf describe a rendezvous of several machines, which is not "
-            "available in this version; leave them out (the launcher hosts the store of one machine by itself)"
+            "rdzv_backend='c10d' needs rdzv_endpoint='host:port', the same on every machine: the address of one of them"
         )
+    if spec.rdzv_backend == "static" and spec.min_nodes != spec.max_nodes:
+        raise ValueError(
+            f"num_nodes={spec.num_nodes!r} leaves the number of machines open, which needs rdzv_backend='c10d'"
+        )
+    if not spec.is_elastic and (spec.rdzv_endpoint or spec.rdzv_conf or spec.rdzv_timeout_s is not None):
+        raise ValueError(
+            "rdzv_endpoint, rdzv_conf and rdzv_timeout_s describe how several machines meet, and num_nodes=1 is one; "
+            "leave them out (the launcher hosts the store of one machine by itself)"
+        )
+    if spec.is_elastic and spec.engine not in ("auto", "elastic"):
+        raise ValueError(
+            f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "
+            f"rdzv_backend={spec.rdzv_backend!r}"
+        )
+    _check_rdzv_conf(spec)
+
+
+def _check_rdzv_conf(spec: LaunchSpec) -> None:
+    conf = spec.rdzv_conf or {}
+    if not isinstance(conf, Mapping):
+        raise TypeError(f"rdzv_conf={conf!r} must be a dict such as {{'timeout': 60}}")
+    for name, value in conf.items():
+        if name not in RDZV_SETTINGS:
+            raise ValueError(
+                f"rdzv_conf has the unknown setting {name!r}; valid are {_listed(RDZV_SETTINGS)}"
+            )
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in ("is_host", "rank") and not (is_number and value > 0):
+            raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
 
 
 def _listed(valid: Sequence[str]) -> str:

@@ -90,14 +90,25 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"use_port": True}, ValueError, ("use_port=True", "1 to 65535")),
     ({"use_port": 29500.5}, ValueError, ("use_port=29500.5", "1 to 65535")),
     ({"master_addr": None}, TypeError, ("master_addr=None", "'127.0.0.1'")),
-    ({"num_nodes": 2}, ValueError, ("num_nodes=2", "valid is num_nodes=1")),
     ({"num_nodes": 0}, ValueError, ("num_nodes=0", "at least 1")),
-    ({"num_nodes": 2, "node_rank": 1}, ValueError, ("num_nodes=2", "valid is num_nodes=1")),
+    ({"num_nodes": True}, TypeError, ("num_nodes=True", "'1:4'")),
+    ({"num_nodes": "two"}, TypeError, ("num_nodes='two'", "'1:4'")),
+    ({"num_nodes": "3:2", "rdzv_backend": "c10d"}, ValueError, ("num_nodes='3:2'", "above the maximum")),
+    ({"num_nodes": "1:2"}, ValueError, ("num_nodes='1:2'", "rdzv_backend='c10d'")),
+    ({"num_nodes": 2, "node_rank": 2}, ValueError, ("node_rank=2", "num_nodes=2")),
+    ({"num_nodes": 2, "engine": "inline"}, ValueError, ("engine='inline'", "num_nodes=2")),
+    ({"num_nodes": 2, "rdzv_conf": {"tiemout": 3}}, ValueError, ("'tiemout'", "'timeout'")),
+    ({"num_nodes": 2, "rdzv_conf": {"timeout": "3"}}, ValueError, ("'timeout'", "positive number")),
+    ({"num_nodes": 2, "rdzv_conf": [3]}, TypeError, ("rdzv_conf=[3]", "dict")),
+    ({"num_nodes": 2, "rdzv_timeout_s": 0}, ValueError, ("rdzv_timeout_s=0", "positive")),
+    ({"num_nodes": 2, "rdzv_endpoint": 29400}, TypeError, ("rdzv_endpoint=29400", "host:29400")),
+    ({"num_nodes": 2, "rdzv_endpoint": "a b:1"}, ValueError, ("rdzv_endpoint='a b:1'", "host:29400")),
+    ({"num_nodes": 2, "rdzv_endpoint": "host:99999"}, ValueError, ("rdzv_endpoint='host:99999'", "host:29400")),
     ({"node_rank": 1}, ValueError, ("node_rank=1", "num_nodes=1")),
-    ({"rdzv_backend": "c10d"}, ValueError, ("rdzv_backend", "not available")),
+    ({"rdzv_backend": "c10d"}, ValueError, ("rdzv_backend='c10d'", "rdzv_endpoint='host:port'")),
     ({"rdzv_backend": "etcd"}, ValueError, ("rdzv_backend='etcd'", "'static'", "'c10d'")),
-    ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "not available")),
-    ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "not available")),
+    ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "num_nodes=1 is one")),
+    ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "num_nodes=1 is one")),
     ({"max_restarts": -1}, ValueError, ("max_restarts=-1", "at least 0")),
     ({"monitor_interval": 0}, ValueError, ("monitor_interval_s=0", "positive")),
     ({"interrupt_grace_s": -1}, ValueError, ("interrupt_grace_s=-1", "positive")),
@@ -185,3 +196,43 @@ def test_what_is_good_is_taken() -> None:
         80,
         29500,
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"), [(2, 2, 2), ("2", 2, 2), ("1:4", 1, 4), ((1, 4), 1, 4), ([3, 3], 3, 3)]
+)
+def test_a_number_of_machines_may_be_a_range(given: Any, low: int, high: int) -> None:
+    spec = LaunchSpec(print, num_nodes=given, rdzv_backend="c10d", rdzv_endpoint="host")
+    assert (spec.min_nodes, spec.max_nodes) == (low, high)
+    assert spec.is_elastic
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({"master_addr": "10.0.0.1"}, ("10.0.0.1", 29500)),
+        ({"master_addr": "10.0.0.1", "master_port": 4000}, ("10.0.0.1", 4000)),
+        ({"rdzv_endpoint": "host:4000"}, ("host", 4000)),
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "host"}, ("host", 29400)),
+        ({"rdzv_backend": "c10d", "rdzv_endpoint": "[fd00::1]:4000"}, ("fd00::1", 4000)),
+    ],
+)
+def test_machines_meet_where_they_were_told(settings: dict[str, Any], address: tuple[str, int]) -> None:
+    assert LaunchSpec(print, num_nodes=2, **settings).rendezvous_address == address
+
+
+@pytest.mark.parametrize(
+    ("settings", "timeout_s"),
+    [
+        ({}, 600),
+        ({"rdzv_conf": {"timeout": 20}}, 20),
+        ({"rdzv_timeout_s": 5, "rdzv_conf": {"timeout": 20}}, 5),
+    ],
+)
+def test_the_time_to_meet_has_two_names(settings: dict[str, Any], timeout_s: float) -> None:
+    assert LaunchSpec(print, num_nodes=2, **settings).rendezvous_timeout_s == timeout_s
+
+
+def test_one_machine_has_no_rendezvous_with_others() -> None:
+    assert not LaunchSpec(print).is_elastic
+    assert LaunchSpec(print, engine="elastic").is_elastic

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nblaunch.engines.base import Call
-from nblaunch.engines.fresh import Boot, capture_random_states
+from nblaunch.engines.boot import Boot, capture_random_states
 from nblaunch.errors import LaunchError, PayloadError
 from nblaunch.wire import blame, payload
 from nblaunch.wire.assignment import Assignment

@@ -21,16 +21,26 @@ class SpawnEngine(Engine):
 
     def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
         call_fd = write_call(call)
-        processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            for assignment in assignments:
-                processes[assignment.rank] = start_interpreter([assignment], call_fd)
-        except LaunchError:
-            kill_and_reap(map(disown, processes.values()))
-            raise
+            return Children(spawn_workers(assignments, call_fd))
         finally:
             os.close(call_fd)
-        return Children({rank: disown(process) for rank, process in processes.items()})
+
+
+def spawn_workers(assignments: Sequence[Assignment], call_fd: int) -> dict[int, int]:
+    """Start one interpreter per assignment; returns rank -> process id.
+
+    Raises:
+        LaunchError: the system refused a process; those already started are gone again.
+    """
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for assignment in assignments:
+            processes[assignment.rank] = start_interpreter([assignment], call_fd)
+    except LaunchError:
+        kill_and_reap(map(disown, processes.values()))
+        raise
+    return {rank: disown(process) for rank, process in processes.items()}
 
 
 def disown(process: subprocess.Popen[bytes]) -> int:

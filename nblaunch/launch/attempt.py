@@ -1,11 +1,11 @@
-"""One attempt of a job: everything it needs is made, workers run, everything is released again."""
+"""One attempt of a job: everything it needs is made, workers of this machine run, everything is released again."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nblaunch.backends.base import Backend
@@ -15,6 +15,7 @@ from nblaunch.events import Event, Started
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog, LogTail
+from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.supervisor import Supervisor
@@ -29,12 +30,12 @@ from nblaunch.wire.outbox import Outcome
 
 @dataclass
 class Attempt:
-    """One run of all ranks.
+    """One run of all ranks of this machine.
 
     Args:
         spec: what to run.
         number: of this attempt, from 0.
-        num_processes: how many workers.
+        place: of the first of them in the world. ``master_port`` 0: the workers' store is hosted here.
         backend: what they compute on.
         engine: how they start.
         num_threads: CPU threads of each.
@@ -43,11 +44,13 @@ class Attempt:
         requests: what people ask of the job.
         tell: takes every event.
         show: takes the board's samples.
+        nodes: the connection to other machines, where there are any.
+        restart_count: how often workers were started before, the same number on all machines.
     """
 
     spec: LaunchSpec
     number: int
-    num_processes: int
+    place: Topology
     backend: Backend
     engine: Engine
     num_threads: int
@@ -56,6 +59,8 @@ class Attempt:
     requests: StopRequests
     tell: Callable[[Event], None]
     show: Callable[[Sequence[Sample]], None]
+    nodes: NodeLink | None = None
+    restart_count: int = 0
 
     def run(self) -> tuple[AttemptReport, dict[int, Outcome]]:
         """Start the workers, watch them to their end, collect what they leave; returns the report and the outcomes.
@@ -68,18 +73,18 @@ class Attempt:
                 return self._run(stack)
         except OSError as error:
             raise LaunchError(
-                f"the system refused what {self.num_processes} workers need: {error}. If descriptors ran out "
+                f"the system refused what {self.place.local_world_size} workers need: {error}. If descriptors ran out "
                 "(ulimit -n), close some or use fewer processes."
             ) from error
 
     def _run(self, stack: ExitStack) -> tuple[AttemptReport, dict[int, Outcome]]:
         self.log.start_attempt(self.number)
-        board = Board.create(self.num_processes)
+        board = Board.create(self.place.world_size)
         stack.callback(board.close)
-        rendezvous = RendezvousHost(self.spec.master_addr, self.spec.master_port)
-        stack.callback(rendezvous.close)
+        rendezvous = self._host(stack)
+        place = self.place if rendezvous is None else replace(self.place, master_port=rendezvous.port)
         with ExitStack() as worker_ends:  # what only the workers need, once they have it
-            assignments, receivers = self._assign(stack, worker_ends, board, rendezvous.port)
+            assignments, receivers = self._assign(stack, worker_ends, board, place)
             group = self.engine.start((self.spec.function, self.spec.args), assignments, board)
         stack.callback(group.close)
         tails = {a.rank: LogTail(a.rank, self.log.log_path(a.rank, self.number)) for a in assignments}
@@ -101,9 +106,23 @@ class Attempt:
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
             hang_timeout_s=self.spec.hang_timeout_s,
             stops_on_hang=self.spec.on_hang == "stop",
+            nodes=self.nodes,
         )
         report = supervisor.run()
         return report, _collect(assignments, report)
+
+    def _host(self, stack: ExitStack) -> RendezvousHost | None:
+        """Listen for workers that want the store; None where another machine does."""
+        if self.place.master_port:
+            return None
+        port = (
+            self.spec.master_port if self.nodes is None else None
+        )  # with others, that is where the agents meet
+        rendezvous = RendezvousHost(self.place.master_addr, port)
+        stack.callback(rendezvous.close)
+        if self.nodes is not None:
+            self.nodes.tell_port(rendezvous.port)
+        return rendezvous
 
     def _tell_with(self, guardian: Guardian, event: Event) -> None:
         if isinstance(event, Started):
@@ -111,21 +130,23 @@ class Attempt:
         self.tell(event)
 
     def _assign(
-        self, stack: ExitStack, worker_ends: ExitStack, board: Board, port: int
+        self, stack: ExitStack, worker_ends: ExitStack, board: Board, place: Topology
     ) -> tuple[list[Assignment], dict[int, EventReceiver]]:
         """Make each worker's descriptors and orders."""
         assignments, receivers = [], {}
-        for rank in range(self.num_processes):
+        for local_rank in range(place.local_world_size):
+            topology = replace(place, rank=place.rank + local_rank, local_rank=local_rank)
+            rank = topology.rank
             reading, writing = os.pipe()
             descriptors.keep_from_children(reading)
             receivers[rank] = EventReceiver(reading)
             stack.callback(descriptors.close, reading)
             worker_ends.callback(os.close, writing)
-            wants_outcome = rank == 0 or self.spec.return_all
+            wants_outcome = local_rank == 0 or self.spec.return_all
             outbox = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
             if wants_outcome:
                 stack.callback(os.close, outbox)
-            assignments.append(self._assignment(rank, board.fd, writing, outbox, port))
+            assignments.append(self._assignment(topology, board.fd, writing, outbox))
         return assignments, receivers
 
     def _device_env(self, topology: Topology) -> dict[str, str | None]:
@@ -133,28 +154,23 @@ class Attempt:
         spanning = self.backend.spanning_env() if self.spec.strategy == "spmd" else None
         return own | (spanning or {})
 
-    def _assignment(self, rank: int, board_fd: int, event_fd: int, outbox_fd: int, port: int) -> Assignment:
-        topology = Topology(
-            rank=rank,
-            local_rank=rank,
-            world_size=self.num_processes,
-            local_world_size=self.num_processes,
-            master_addr=self.spec.master_addr,
-            master_port=port,
-        )
+    def _assignment(self, topology: Topology, board_fd: int, event_fd: int, outbox_fd: int) -> Assignment:
+        settings = {**topology.to_env(self.number), **self._device_env(topology)}
+        if self.nodes is not None:
+            settings |= self.nodes.worker_settings(topology, self.restart_count)
         return Assignment(
             topology=topology,
             backend=self.backend.name,
-            environment={**topology.to_env(self.number), **self._device_env(topology)},
+            environment=settings,
             defaults=self.spec.defaults,
             attempt=self.number,
             board_fd=board_fd,
             event_fd=event_fd,
             outbox_fd=outbox_fd,
-            log_path=str(self.log.log_path(rank, self.number)),
-            stacks_path=str(self.log.stacks_path(rank, self.number)),
+            log_path=str(self.log.log_path(topology.rank, self.number)),
+            stacks_path=str(self.log.stacks_path(topology.rank, self.number)),
             num_threads=self.num_threads,
-            sends_weights_of=self.weights_of if rank == 0 else (),
+            sends_weights_of=self.weights_of if topology.local_rank == 0 else (),
         )
 
 

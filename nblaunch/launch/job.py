@@ -22,12 +22,14 @@ from nblaunch.launch.diagnosis.rendering import hide_launcher
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.joblog import JobLog, read_log
 from nblaunch.launch.metrics import frame_of, row_of
+from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.preflight import LaunchPlan
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests, interrupts_as_requests
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
+from nblaunch.wire.nodes import Formed
 from nblaunch.wire.outbox import Outcome
 from nblaunch.worker.failure import without_own_frames
 
@@ -56,6 +58,9 @@ class Job:
         self.spec = spec
         self.plan = plan
         self.num_processes = plan.num_processes
+        self._place = Topology(
+            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
+        )
         self.pids: dict[int, int] = {}
         self.metrics: list[dict[str, Any]] = []
         self.attempt = 0
@@ -89,14 +94,14 @@ class Job:
         __tracebackhide__ = True
         self.wait(timeout)
         self._raise_error()
-        return self.results() if self.spec.return_all else self._values.get(0)
+        return self.results() if self.spec.return_all else self._values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Like :meth:`result`, for all ranks. Without ``return_all`` only rank 0's value was kept; others are None."""
         __tracebackhide__ = True
         self.wait(timeout)
         self._raise_error()
-        return [self._values.get(rank) for rank in range(self.num_processes)]
+        return [self._values.get(rank) for rank in self.ranks]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return what :meth:`result` would raise; None if the job succeeded."""
@@ -136,9 +141,17 @@ class Job:
         Raises:
             ValueError: there is no such rank.
         """
-        if not 0 <= rank < self.num_processes:
-            raise ValueError(f"rank={rank} is not one of this job's ranks (0 to {self.num_processes - 1})")
+        if rank not in self.ranks:
+            where = "" if len(self.ranks) == self.num_processes else " on this machine"
+            raise ValueError(
+                f"rank={rank} is not one of this job's ranks{where} ({self.ranks[0]} to {self.ranks[-1]})"
+            )
         return read_log(self._log.log_path(rank, self.attempt if attempt is None else attempt))
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run on this machine: all of the job, unless it has several machines."""
+        return range(self._place.rank, self._place.rank + self._place.local_world_size)
 
     def metrics_frame(self) -> pandas.DataFrame:
         """What ``accelerator.log`` has logged by now, as a table: one row per step, one column per value.
@@ -258,27 +271,60 @@ class Job:
         self._raise_error()
 
     def _run_attempts(self) -> None:
-        self._announce()
+        if not self.spec.is_elastic:
+            self._announce()
         for warning in self.plan.warnings:
             self._tell(Note(rank=-1, time_s=time.time(), text=warning, kind="warning"))
         if self.plan.start_method == "inline":
             self._run_inline()
             return
         with interrupts_as_requests(self._requests):
+            if self.spec.is_elastic:
+                self._run_among_nodes()
+                return
             report, outcomes = self._attempt().run()
             while self._wants_restart(report):
                 self._restart(report)
                 report, outcomes = self._attempt().run()
             self._conclude_attempt(report, outcomes)
 
+    def _run_among_nodes(self) -> None:
+        """Attempts as the agent of this machine wants them: it decides on restarts, with those of the others."""
+        log_path = str(self._log.path / "agent.log")
+        with NodeLink(
+            self.spec, self.plan.num_processes, log_path, self._requests, self._tell, self._show
+        ) as nodes:
+            report, outcomes = self._run_in(nodes.first_world(), nodes)
+            while not self._was_stopped(report) and (formed := nodes.next_world()) is not None:
+                self.attempt += 1
+                self.pids = {}
+                report, outcomes = self._run_in(formed, nodes)
+            if nodes.last_error and not report.is_success:
+                self._past_failures.append(nodes.last_error)
+        self._conclude_attempt(report, outcomes)
+
+    def _run_in(self, formed: Formed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
+        self._place = formed.place
+        self.num_processes = formed.place.world_size
+        self._announce()
+        report, outcomes = self._attempt(nodes, formed.restart_count).run()
+        nodes.conclude(report)
+        failed = not (report.is_success or self._was_stopped(report) or report.elsewhere.wants_restart)
+        if failed and self.spec.max_restarts:
+            self._keep_failure(report)
+            self._tell(Note(rank=-1, time_s=time.time(), text=self._past_failures[-1], kind="warning"))
+        return report, outcomes
+
+    def _was_stopped(self, report: AttemptReport) -> bool:
+        return report.interrupted or report.cancelled or self._requests.terminations > 0
+
     def _wants_restart(self, report: AttemptReport) -> bool:
-        was_stopped = report.interrupted or report.cancelled or self._requests.terminations > 0
-        return not (report.is_success or was_stopped) and self.attempt < self.spec.max_restarts
+        is_over = report.is_success or self._was_stopped(report)
+        return not is_over and self.attempt < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
         """Keep what went wrong in words, and number the next attempt."""
-        failure = failure_of(report, self.pids, self._log, self.attempt)
-        self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+        self._keep_failure(report)
         self.attempt += 1
         text = (
             f"{self._past_failures[-1]}; starting all ranks again "
@@ -288,11 +334,15 @@ class Job:
         self.pids = {}
         self._announce()
 
-    def _attempt(self) -> Attempt:
+    def _keep_failure(self, report: AttemptReport) -> None:
+        failure = failure_of(report, self.pids, self._log, self.attempt)
+        self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+
+    def _attempt(self, nodes: NodeLink | None = None, restart_count: int = 0) -> Attempt:
         return Attempt(
             spec=self.spec,
             number=self.attempt,
-            num_processes=self.plan.num_processes,
+            place=self._place,
             backend=self.plan.backend,
             engine=engines.local(self.plan.start_method),
             num_threads=self.plan.num_threads,
@@ -301,6 +351,8 @@ class Job:
             requests=self._requests,
             tell=self._tell,
             show=self._show,
+            nodes=nodes,
+            restart_count=restart_count,
         )
 
     def _run_inline(self) -> None:
@@ -321,7 +373,7 @@ class Job:
                 rank=-1,
                 time_s=time.time(),
                 function_name=self.spec.function_name,
-                num_processes=self.plan.num_processes,
+                num_processes=self.num_processes,
                 backend=self.plan.backend.name,
                 start_method=self.plan.start_method,
                 reason=self.plan.reason,
@@ -349,9 +401,9 @@ class Job:
             self._conclude("done", self._result_error(report, outcomes))
 
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
-        if 0 not in outcomes:
+        if self.ranks[0] not in outcomes:
             return
-        back = outcomes[0]
+        back = outcomes[self.ranks[0]]
         lines, loaded = weights.load_back(self.spec.args, back.weights, back.weights_errors)
         # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
         self._weights = {

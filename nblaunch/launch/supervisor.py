@@ -15,6 +15,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from nblaunch.engines.base import WorkerGroup
@@ -26,6 +27,7 @@ from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.joblog import LogTail
 from nblaunch.launch.ladder import StopLadder
 from nblaunch.launch.memory_watch import MemoryWatch
+from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import Termination
@@ -53,7 +55,7 @@ class Supervisor:
         receivers: rank -> its events.
         tails: rank -> its log.
         board: its progress.
-        rendezvous: the store that workers may ask for.
+        rendezvous: the store that workers may ask for; None where another machine hosts it.
         requests: what people ask for.
         tell: takes every event, for the listeners.
         show: takes the board's samples, 10 times a second.
@@ -61,6 +63,7 @@ class Supervisor:
         stacks_paths: rank -> the file that its faulthandler writes to.
         hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
         stops_on_hang: whether a hang ends the job, or is only reported.
+        nodes: the connection to other machines, where there are any.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Supervisor:
         receivers: Mapping[int, EventReceiver],
         tails: Mapping[int, LogTail],
         board: Board,
-        rendezvous: RendezvousHost,
+        rendezvous: RendezvousHost | None,
         requests: StopRequests,
         tell: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
@@ -78,6 +81,7 @@ class Supervisor:
         stacks_paths: Mapping[int, Path],
         hang_timeout_s: float | None,
         stops_on_hang: bool,
+        nodes: NodeLink | None = None,
     ) -> None:
         self._group = group
         self._receivers = receivers
@@ -90,6 +94,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._stacks_paths = stacks_paths
         self._stops_on_hang = stops_on_hang
+        self._nodes = nodes
         self._inspector = Inspector(hang_timeout_s)
         self._memory_watch = MemoryWatch()
         self._dumps: list[tuple[StackDump, Callable[[list[str]], None]]] = []
@@ -115,6 +120,7 @@ class Supervisor:
                     key.data()
                 self._reap()
                 self._heed_requests()
+                self._heed_other_nodes()
                 if time.monotonic() >= self._next_tick:
                     self._tick()
                 self._step_down()
@@ -134,8 +140,12 @@ class Supervisor:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
-        if self._rendezvous.fileno() >= 0:
-            self._selector.register(self._rendezvous, selectors.EVENT_READ, self._host_store)
+        if self._rendezvous is not None and self._rendezvous.fileno() >= 0:
+            self._selector.register(
+                self._rendezvous, selectors.EVENT_READ, partial(self._host_store, self._rendezvous)
+            )
+        if self._nodes is not None:
+            self._selector.register(self._nodes, selectors.EVENT_READ, self._nodes.hear)
         self._watch_ends()
 
     def _watch_ends(self) -> None:
@@ -182,9 +192,9 @@ class Supervisor:
         self._said[rank] += len(events)
         return is_closed
 
-    def _host_store(self) -> None:
-        self._selector.unregister(self._rendezvous)
-        self._rendezvous.host()
+    def _host_store(self, rendezvous: RendezvousHost) -> None:
+        self._selector.unregister(rendezvous)
+        rendezvous.host()
 
     def _reap(self) -> None:
         ended = self._group.poll()
@@ -234,6 +244,14 @@ class Supervisor:
             else "asked to end (SIGTERM): no rank looks at should_stop or handles the signal, so they are interrupted"
         )
         self._tell(Note(rank=-1, time_s=time.time(), text=text))
+
+    def _heed_other_nodes(self) -> None:
+        if self._nodes is None:
+            return
+        if self._nodes.is_closed and self._nodes in self._selector.get_map():
+            self._selector.unregister(self._nodes)  # or its end would wake the loop for ever
+        if self._nodes.must_stop:
+            self._begin_stop_after_failure()
 
     def _begin_stop_after_failure(self) -> None:
         if self._ladder is None:
@@ -290,13 +308,17 @@ class Supervisor:
             self._said[rank] += len(events)
             for event in events:
                 self._tell(event)
-        samples = self._board.sample()
+        samples = self._sample()
         self._show(samples)
         for event in self._memory_watch.look(self._answering()):
             self._tell(event)
         if self._inspector.look(time.monotonic(), self._answering(), samples, self._said):
             self._dump_stacks(self._on_hang)
         self._check_lingering()
+
+    def _sample(self) -> list[Sample]:
+        samples = self._board.sample()
+        return samples if self._nodes is None else self._nodes.exchange(samples, self.report)
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""
@@ -321,7 +343,7 @@ class Supervisor:
         for tail in self._tails.values():
             for event in tail.read_rest():
                 self._tell(event)
-        self.report.last_samples = self._board.sample()
+        self.report.last_samples = self._sample()
         self._show(self.report.last_samples)
 
 

@@ -1,0 +1,147 @@
+"""Addresses of this machine: which one reaches the other nodes, and on which interface it is."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import socket
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.errors import LaunchError
+from nblaunch.launch.rendezvous import RendezvousHost
+
+
+def resolve(host: str, port: int) -> str:
+    """The address of a host, the first that the system's resolver gives.
+
+    Raises:
+        LaunchError: it knows no such host.
+    """
+    try:
+        return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise LaunchError(
+            f"the nodes are to meet at {host}:{port}, but this machine knows no host {host!r}: {error}"
+        ) from error
+
+
+def address_towards(address: str, port: int) -> str:
+    """The address of this machine from which packets to ``address`` leave. Nothing is sent.
+
+    Raises:
+        LaunchError: there is no way there.
+    """
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            raise LaunchError(
+                f"no network interface of this machine reaches {address}, where the nodes are to meet: "
+                f"{error.strerror}"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address of this machine; None where the system does not tell."""
+    if address.startswith("127.") or address == "::1":
+        return LOOPBACK
+    return next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)
+
+
+def interface_settings(interface: str | None) -> dict[str, str]:
+    """What makes gloo, tensorpipe and NCCL use that interface and no other."""
+    if interface is None:
+        return {}
+    # Source: NCCL user guide, "NCCL_SOCKET_IFNAME": a name after "=" is the whole name, not the beginning of one.
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }
+
+
+def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | None:
+    """Listen where the nodes are to meet.
+
+    Args:
+        address: one of this machine.
+        port: TCP port.
+        is_optional: whether another node may be the one to do so; None is returned if this one can't.
+
+    Raises:
+        LaunchError: the address is not of this machine, or the port is taken, and this node must.
+    """
+    try:
+        return RendezvousHost(address, port)
+    except LaunchError as error:
+        number = getattr(error.__cause__, "errno", None)
+        if is_optional and number in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+        if number == errno.EADDRINUSE:
+            raise LaunchError(
+                f"port {port} on {address} is in use by another process; choose another for all nodes with use_port "
+                "(static) or rdzv_endpoint (c10d)"
+            ) from error
+        if number == errno.EADDRNOTAVAIL:
+            own = sorted({found for _, found in interface_addresses()})
+            raise LaunchError(
+                f"this node is to host the rendezvous at {address}, which is not an address of this machine "
+                f"({', '.join(own)}); give one that the other nodes reach as master_addr or rdzv_endpoint"
+            ) from error
+        raise
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+class _Interface(ctypes.Structure):
+    """Source: getifaddrs(3), ``struct ifaddrs`` up to ``ifa_addr``."""
+
+    _fields_: ClassVar = [
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """Each interface with each of its addresses."""
+    return list(_interface_addresses())
+
+
+def _interface_addresses() -> Iterator[tuple[str, str]]:
+    library = ctypes.CDLL(None)
+    first = ctypes.c_void_p()
+    if library.getifaddrs(ctypes.byref(first)) != 0:
+        return
+    library.freeifaddrs.argtypes = [ctypes.c_void_p]
+    try:
+        at = first.value
+        while at:
+            interface = _Interface.from_address(at)
+            address = _address_at(interface.address)
+            if address is not None:
+                yield interface.name.decode(), address
+            at = interface.next
+    finally:
+        library.freeifaddrs(first)
+
+
+def _address_at(at: int | None) -> str | None:
+    """The address in a ``struct sockaddr``; None for one that is not of the internet."""
+    if not at:
+        return None
+    # Linux: two bytes of family; BSD and macOS: a byte of length, then one of family.
+    header = ctypes.string_at(at, 2)
+    family = int.from_bytes(header, sys.byteorder) if sys.platform == "linux" else header[1]
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(at + 4, 4))  # after the port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(at + 8, 16))  # after port and flow label
+    return None
