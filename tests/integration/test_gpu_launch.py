@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +115,77 @@ def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel)
     cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
     assert cell.error is not None
     assert "(asking the device about this failed: LookupError: no such device)" in cell.error.text
+
+
+# A module that uses the device when it is imported, as bitsandbytes does: by name, it travels as a name.
+TOUCHY = """
+from nblaunch import backends
+from nblaunch.backends.cpu import CpuBackend
+
+class Touched(CpuBackend):
+    def fork_hazard(self):
+        return "this process has used the device, says the module"
+
+backends.discover()["cpu"] = Touched()
+"""
+
+
+def test_a_function_whose_modules_use_the_device_is_loaded_by_every_worker(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    (tmp_path / "touchy.py").write_text(TOUCHY)
+    kernel.run(
+        f"""
+import os, sys, torch, nblaunch
+from nblaunch import notebook_launcher
+sys.path.insert(0, {str(tmp_path)!r})
+import touchy
+model = torch.nn.Linear(2, 2)
+drawn = torch.rand(2)
+torch.manual_seed(5)
+def train(model):
+    assert touchy.Touched
+    torch.distributed.init_process_group("gloo")
+    mine = torch.ones(1)
+    torch.distributed.all_reduce(mine)
+    with torch.no_grad():
+        model.weight.fill_(7)
+    return os.getppid(), mine.item(), torch.rand(1).item()
+"""
+    )
+    cell = kernel.run(
+        "values = notebook_launcher(train, (model,), 2, return_all=True)\n"
+        "expected = torch.rand(1).item()\n"
+        "parents, sums, draws = zip(*values)\n"
+        "len(set(parents)), parents[0] == os.getpid(), sums, set(draws) == {expected}, "
+        "model.weight.unique().tolist(), nblaunch.last_job().plan.start_method"
+    )
+    assert ast.literal_eval(cell.result or "") == (1, False, (2.0, 2.0), True, [7.0], "forkserver")
+    told = " ".join(cell.stdout.split())
+    assert "every worker loads the function by itself" in told
+    assert "this process has used the device, says the module" in told
+
+
+def test_such_workers_fail_and_stop_like_others(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "touchy.py").write_text(TOUCHY)
+    kernel.run(
+        f"""
+import os, sys, time
+from nblaunch import notebook_launcher
+sys.path.insert(0, {str(tmp_path)!r})
+import touchy
+def train(is_endless):
+    print("in", touchy.__name__, flush=True)
+    while is_endless:
+        time.sleep(0.01)
+    if os.environ["RANK"] == "1":
+        raise LookupError("not here")
+"""
+    )
+    kernel.run("notebook_launcher(train, (False,), 2)", raises="LookupError")
+    cell = kernel.submit("notebook_launcher(train, (True,), 2)")
+    cell.wait_for(lambda cell: cell.stdout.count("in touchy") == 2, what="both ranks to run")
+    kernel.interrupt()
+    assert cell.wait().error is not None
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
