@@ -39,6 +39,7 @@ _PRE = (
     "line-height:17px"
 )
 _CHART_S, _GRID_S = 4.0, 2.0
+_FIRST_CHART_S = 3.0  # of a curve that just began there is nothing to see
 
 
 class Root(widgets.VBox):
@@ -105,7 +106,8 @@ class Panel:
         if self._valve.is_due(self._grid, _GRID_S):
             self._show_block(self._grid, html.grid(table.grid) if table.grid else "", every_s=_GRID_S)
         if self._valve.is_due(self._charts, _CHART_S):
-            self._show_block(self._charts, charts(view), every_s=_CHART_S)
+            drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
+            self._show_block(self._charts, drawn, every_s=_CHART_S)
         self._show_block(self._footer, _footer(table), every_s=1.0)
         if self._logs is not None:
             self._logs.show()

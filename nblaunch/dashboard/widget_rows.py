@@ -9,7 +9,7 @@ ranks which have one (``table.py``); rows are made once and then only change wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -34,7 +34,7 @@ _GAP = "14px"
 _COLUMNS = "minmax(9em,max-content) 110px max-content 76px minmax(8em,1fr)"
 
 # How often the parts of a row are worth a message, in seconds.
-_BAR_S, _CELLS_S, _DETAIL_S, _TREND_S = 0.4, 0.8, 1.0, 4.0
+_NUMBERS_S, _DETAIL_S, _TREND_S = 0.5, 1.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class RowGrid:
         # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden", height="22px")
         self._hidden = widgets.Layout(display="none")
-        self._bar_shown = widgets.Layout(margin="0", width="110px", height="22px")
-        self._bar_unknown = widgets.Layout(margin="0", width="110px", height="22px", visibility="hidden")
+        self._bar_shown = widgets.Layout(margin="4px 0", width="110px", height="14px")
+        self._bar_unknown = widgets.Layout(margin="4px 0", width="110px", height="14px", visibility="hidden")
         self._styles = {
             colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(colours.OF_STATE.values())
         }
@@ -75,7 +75,7 @@ class RowGrid:
         self.widget = widgets.GridBox(
             children=self._head,
             layout=widgets.Layout(
-                grid_template_columns=_COLUMNS, grid_gap=f"0 {_GAP}", margin="4px 0", align_items="center",
+                grid_template_columns=_COLUMNS, grid_gap="0 18px", margin="4px 0", align_items="center",
                 width="100%", overflow="hidden",
             ),
         )  # fmt: skip
@@ -90,11 +90,12 @@ class RowGrid:
     def show(self, table: Table) -> None:
         """Make the rows show ``table``; sent at the valve's next flushes."""
         self._make_rows(len(table.rows))
-        self._fit(table)
+        # Where columns move, they move in all rows at once.
+        has_moved = self._fit(table)
         self._show_head(table)
         for index, parts in enumerate(self._rows):
             if index < len(table.rows):
-                self._show_row(parts, table.rows[index], table.columns)
+                self._show_row(parts, table.rows[index], table.columns, has_moved=has_moved)
             else:
                 for part in parts.all:
                     self._valve.want(part, layout=self._hidden, is_urgent=True)
@@ -112,55 +113,74 @@ class RowGrid:
             self._rows.append(_RowWidgets(self._text(), bar, self._text(), self._text(), self._text()))
         self.widget.children = [*self._head, *(part for parts in self._rows for part in parts.all)]
 
-    def _fit(self, table: Table) -> None:
-        """Columns grow with what stands in them and never shrink: a table that breathes can't be read."""
+    def _fit(self, table: Table) -> bool:
+        """Make room for what stands in the table; returns whether that moved anything.
+
+        Columns come and grow, but never go and never shrink: a table that breathes can't be read.
+        """
+        before = self._widths
+        widths = {name: before.get(name, 0) for name in _merged(list(before), table.columns)}
         for index, name in enumerate(table.columns):
-            width = max(len(name), *(len(row.cells[index]) for row in table.rows), 4) if table.rows else 4
-            self._widths[name] = max(width, self._widths.get(name, 0))
+            texts = (row.cells[index] for row in table.rows)
+            # Letters may be wider than the digits that "ch" measures.
+            widths[name] = max(widths[name], len(name) + 1, *map(len, texts))
+        self._widths = widths
+        return widths != before
 
     def _show_head(self, table: Table) -> None:
-        has_trend = any(len(row.loss_history) > 1 for row in table.rows)
-        has_detail = any(row.detail for row in table.rows)
-        has_bar = any(row.fraction is not None for row in table.rows)
         titles = (
             self._state_cell("rank", "state"),
-            "progress" if has_bar else "",
-            self._cells(table.columns, table.columns),
-            "trend" if has_trend else "",
-            "output" if has_detail else "",
+            "progress" if any(row.fraction is not None for row in table.rows) else "",
+            self._cells({name: name for name in self._widths}),
+            "trend" if any(len(row.loss_history) > 1 for row in table.rows) else "",
+            "output" if any(row.detail for row in table.rows) else "",
         )
         for widget, title in zip(self._head, titles, strict=True):
             self._valve.want(widget, value=f'<div style="{_TEXT};{_MUTED}">{title}</div>', is_urgent=True)
 
-    def _show_row(self, parts: _RowWidgets, row: Row, names: Sequence[str]) -> None:
+    def _show_row(self, parts: _RowWidgets, row: Row, names: Sequence[str], *, has_moved: bool) -> None:
         colour = colours.OF_STATE[row.state]
         is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
-        mood = f";{_MUTED}" if is_calm else ""
+        text = f"{_TEXT};{_MUTED}" if is_calm else _TEXT
         state = f'<span style="color:{colour}">&#9679;</span> {escape(row.state_text)}'
-        state = f'<div style="{_TEXT}{mood}">{self._state_cell(escape(row.label), state)}</div>'
+        state = f'<div style="{text}">{self._state_cell(escape(row.label), state)}</div>'
         self._valve.want(parts.state, value=state, layout=self._shown, is_urgent=True)
-        fraction = 1.0 if row.state is WorkerState.DONE and row.fraction is not None else row.fraction
         self._valve.want(
             parts.bar,
-            every_s=_BAR_S,
-            value=round(BAR_STEPS * (fraction or 0.0)),
+            every_s=_NUMBERS_S,
+            value=round(BAR_STEPS * (row.fraction or 0.0)),
             style=self._styles[colour],
-            layout=self._bar_unknown if fraction is None else self._bar_shown,
+            layout=self._bar_unknown if row.fraction is None else self._bar_shown,
         )
-        cells = f'<div style="{_TEXT}{mood}">{self._cells(row.cells, names)}</div>'
-        self._valve.want(parts.cells, every_s=_CELLS_S, value=cells, layout=self._shown)
-        trend = sparkline(row.loss_history)
+        cells = f'<div style="{text}">{self._cells(dict(zip(names, row.cells, strict=True)))}</div>'
+        self._valve.want(
+            parts.cells, every_s=_NUMBERS_S, is_urgent=has_moved, value=cells, layout=self._shown
+        )
+        trend = _if_any(sparkline(row.loss_history), "line-height:20px")
         self._valve.want(parts.trend, every_s=_TREND_S, value=trend, layout=self._shown)
-        detail = f'<div style="{_MONO};line-height:22px;{_MUTED};{_CUT}">{escape(row.detail)}</div>'
+        detail = _if_any(escape(row.detail), f"{_MONO};line-height:22px;{_MUTED};{_CUT}")
         self._valve.want(parts.detail, every_s=_DETAIL_S, value=detail, layout=self._shown)
 
-    def _cells(self, texts: Sequence[str], names: Sequence[str]) -> str:
-        """Texts side by side, to the right of columns that are as wide in every row."""
-        widths = " ".join(f"{self._widths[name]}ch" for name in names)
-        spans = "".join(f"<span>{escape(text)}</span>" for text in texts)
+    def _cells(self, texts: Mapping[str, str]) -> str:
+        """Texts side by side, each to the right of a column that is as wide in every row."""
+        widths = " ".join(f"{width}ch" for width in self._widths.values())
+        spans = "".join(f"<span>{escape(texts.get(name, ''))}</span>" for name in self._widths)
         return f'<div style="display:grid;grid-template-columns:{widths};gap:{_GAP};text-align:right">{spans}</div>'
 
     @staticmethod
     def _state_cell(label: str, state: str) -> str:
         style = "display:inline-block;min-width:2.2em;padding-right:.9em;text-align:right"
         return f'<span style="{style}">{label}</span>{state}'
+
+
+def _if_any(content: str, style: str) -> str:
+    return f'<div style="{style}">{content}</div>' if content else ""
+
+
+def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """The names of ``new``, and after its neighbour each of ``old`` that is missing there."""
+    names = list(new)
+    for index, name in enumerate(old):
+        if name not in names:
+            names.insert(names.index(old[index - 1]) + 1 if index else 0, name)
+    return names
