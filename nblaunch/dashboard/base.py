@@ -18,6 +18,9 @@ from nblaunch.wire.board import Sample
 
 _log = logging.getLogger(__name__)
 
+RATE_BYTES_S = 15_000.0
+"""What a dashboard sends to a notebook in a second. With what workers print, that is 20 kB/s for 8 of them."""
+
 
 class Controls(Protocol):
     """What a person can ask of a running job. Safe in any thread, and none of it waits."""
@@ -127,12 +130,13 @@ class Pace:
     """When to publish: not before ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
 
     A person watches the first seconds closely; after ``slow_after_s`` a calmer table is as good, and a long job leaves
-    fewer messages in the front end.
+    fewer messages in the front end. What is large is published more rarely: a front end far away has to carry it.
 
     Args:
         first_s: seconds from the start to the first publication.
         interval_s: seconds between publications at first.
         slow_s: seconds between publications after ``slow_after_s`` seconds.
+        rate_bytes_s: bytes a second, over longer times.
         clock: seconds on a clock that never jumps.
     """
 
@@ -143,12 +147,14 @@ class Pace:
         interval_s: float = 0.25,
         slow_s: float = 0.5,
         slow_after_s: float = 5.0,
+        rate_bytes_s: float = RATE_BYTES_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._first_s = first_s
         self._interval_s = interval_s
         self._slow_s = slow_s
         self._slow_after_s = slow_after_s
+        self._rate_bytes_s = rate_bytes_s
         self._clock = clock
         self.restart()
 
@@ -165,8 +171,9 @@ class Pace:
     def is_due(self) -> bool:
         return self._clock() >= self._next_s
 
-    def mark(self) -> None:
-        """Something was published now."""
+    def mark(self, num_bytes: int = 0) -> None:
+        """Something was published now, so many bytes of it."""
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
-        self._next_s = now_s + (self._slow_s if is_slow else self._interval_s)
+        pause_s = self._slow_s if is_slow else self._interval_s
+        self._next_s = now_s + max(pause_s, num_bytes / self._rate_bytes_s)

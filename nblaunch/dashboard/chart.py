@@ -38,9 +38,8 @@ def sparkline(history: Sequence[float]) -> str:
     )
     label = f"loss from {history[0]:.4g} to {history[-1]:.4g}"
     return (
-        f'<svg width="{_SPARK_WIDTH}" height="{_SPARK_HEIGHT}" role="img" aria-label="{label}" '
-        f'style="vertical-align:middle;opacity:.75"><title>{label}</title><polyline points="{points}" fill="none" '
-        'stroke="currentColor" stroke-width="1.2" stroke-linejoin="round"></polyline></svg>'
+        f'<svg width="{_SPARK_WIDTH}" height="{_SPARK_HEIGHT}" role="img" style="vertical-align:middle;opacity:.75">'
+        f'<title>{label}</title><polyline points="{points}" fill="none" stroke="currentColor"></polyline></svg>'
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nblaunch.events import WorkerState
 
 LIVE, GOOD, BAD, CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
-CAUTION = "#c98a1b"
+CAUTION = "#b97c12"
 
 OF_STATE = {
     WorkerState.STARTING: CALM,

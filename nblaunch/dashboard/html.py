@@ -19,10 +19,12 @@ from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 
-_LINE = "border:0;border-bottom:1px solid rgba(128,128,128,.2);"
-_CELL = f"padding:3px 14px 3px 0;{_LINE}white-space:nowrap;"
-_LEFT, _RIGHT = f"{_CELL}text-align:left", f"{_CELL}text-align:right"
-_HEAD = "font-weight:normal;opacity:.65;"
+# Repeated in every cell of every update: what can be inherited stands in the table's and the rows' styles.
+_CELL = "border:0;padding:3px 14px 3px 0"
+_LEFT, _RIGHT = f"{_CELL};text-align:left", f"{_CELL};text-align:right"
+_HEAD = "font-weight:normal;opacity:.65"
+_TABLE = "border-collapse:collapse;border:0;margin:4px 0;width:auto;white-space:nowrap"
+_ROW = "background:none;border:0;border-bottom:1px solid rgba(128,128,128,.2)"
 _MUTED = "opacity:.65"
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
 
@@ -94,8 +96,8 @@ def _table(table: Table) -> str:
     names = [name for name, _ in heads]
     rows = "".join(_row(row, table.columns, names) for row in table.rows)
     return (
-        '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:13px;width:auto">'
-        f'<thead><tr style="background:none">{head}</tr></thead><tbody>{rows}</tbody></table>'
+        f'<table style="{_TABLE};font-size:13px">'
+        f'<thead><tr style="{_ROW}">{head}</tr></thead><tbody>{rows}</tbody></table>'
     )
 
 
@@ -111,7 +113,7 @@ def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
             cells.append(_cell(sparkline(row.loss_history), _LEFT))
     if "output" in names:
         cells.append(_cell(_detail(row.detail), _LEFT))
-    style = f"background:none;{_MUTED}" if is_calm else "background:none"
+    style = f"{_ROW};{_MUTED}" if is_calm else _ROW
     return f'<tr style="{style}">{"".join(cells)}</tr>'
 
 
@@ -130,8 +132,8 @@ def _bar(fraction: float | None, colour: str) -> str:
     if fraction is None:
         return ""
     return (
-        '<div style="width:96px;height:6px;border-radius:3px;background:rgba(128,128,128,.25);overflow:hidden">'
-        f'<div style="width:{100 * fraction:.0f}%;height:6px;border-radius:3px;background:{colour}"></div></div>'
+        '<div style="width:96px;background:rgba(128,128,128,.25)">'
+        f'<div style="width:{100 * fraction:.0f}%;height:6px;background:{colour}"></div></div>'
     )
 
 
@@ -141,10 +143,7 @@ def grid(cells: Sequence[GridCell]) -> str:
         f'<tr style="background:none">{"".join(map(_tile, cells[start : start + GRID_COLUMNS]))}</tr>'
         for start in range(0, len(cells), GRID_COLUMNS)
     )
-    return (
-        '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:11px;width:auto">'
-        f"<tbody>{rows}</tbody></table>"
-    )
+    return f'<table style="{_TABLE};font-size:11px"><tbody>{rows}</tbody></table>'
 
 
 def _tile(cell: GridCell) -> str:

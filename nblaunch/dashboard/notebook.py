@@ -88,4 +88,4 @@ class NotebookDashboard(Dashboard):
         else:
             bundle = {"text/plain": render_text(view, with_output=with_output)}
         if self._output.show(bundle, even_if_same=is_final):
-            self._pace.mark()
+            self._pace.mark(sum(map(len, bundle.values())))

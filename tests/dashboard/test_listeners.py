@@ -83,6 +83,18 @@ def test_a_long_job_updates_one_output_a_few_times_a_second() -> None:
     assert 20 <= len(shown.updates) <= 35  # 10 s: 4 a second at first, then 2
 
 
+def test_a_large_table_is_published_more_rarely() -> None:
+    shown, clock = Publications(), Clock()
+    table = NotebookDashboard(publish=shown, clock=clock)
+    feed(table, started(64))
+    for tick in range(300):
+        clock.now_s += 0.1
+        table.on_samples([sample(rank, tick) for rank in range(64)])
+    sent = sum(len(text) for bundle in shown.bundles for text in bundle.values())
+    assert sent / 30 < 17_000
+    assert len(shown.bundles) >= 10
+
+
 def test_an_idle_job_publishes_once_a_second() -> None:
     shown, clock = Publications(), Clock()
     table = NotebookDashboard(publish=shown, clock=clock)

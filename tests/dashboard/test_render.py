@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
+from nblaunch.dashboard import colours
 from nblaunch.dashboard.chart import chart, sparkline
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.html import mimebundle, render_html
@@ -321,7 +322,32 @@ def test_html_stands_alone_in_any_theme() -> None:
     # Neither ink nor paper is named: both come from the theme.
     assert not re.search(r"(?<![-\w])color:(?:black|white|#000|#fff)", html)
     assert not re.search(r"background:(?:white|black|#fff|#000)", html)
-    assert 'aria-label="loss from 1 to 0.009901"' in html
+    assert "<title>loss from 1 to 0.009901</title>" in html
+
+
+@pytest.mark.parametrize("paper", [(255, 255, 255), (17, 17, 17)])
+def test_every_colour_can_be_told_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
+    """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
+    named = {
+        *colours.OF_STATE.values(),
+        colours.CAUTION,
+        *(colours.of_outcome(o) for o in ("", "done", "failed", "x")),
+    }
+    for colour in named:
+        ink = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        dark, light = sorted((_luminance(ink), _luminance(paper)))
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
+def _luminance(colour: tuple[int, ...]) -> float:
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("num_processes", "limit"), [(1, 4_000), (8, 14_000), (64, 30_000)])
+def test_the_table_is_small_enough_to_be_sent_often(num_processes: int, limit: int) -> None:
+    view = view_of([HostMemory(rank, 1.0, 10**9) for rank in range(num_processes)], trained(num_processes))
+    assert len(render_html(view)) < limit
 
 
 def test_a_bar_never_leaves_its_frame() -> None:
