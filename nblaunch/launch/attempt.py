@@ -142,12 +142,16 @@ class Attempt:
             receivers[rank] = EventReceiver(reading)
             stack.callback(descriptors.close, reading)
             worker_ends.callback(os.close, writing)
-            wants_outcome = local_rank == 0 or self.spec.return_all
+            # Of weights, any rank may hold a part.
+            wants_outcome = self._returns_value(topology) or bool(self.weights_of)
             outbox = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
             if wants_outcome:
                 stack.callback(os.close, outbox)
             assignments.append(self._assignment(topology, board.fd, writing, outbox))
         return assignments, receivers
+
+    def _returns_value(self, topology: Topology) -> bool:
+        return topology.local_rank == 0 or self.spec.return_all
 
     def _device_env(self, topology: Topology) -> dict[str, str | None]:
         own = self.backend.worker_env(topology)
@@ -170,7 +174,8 @@ class Attempt:
             log_path=str(self.log.log_path(topology.rank, self.number)),
             stacks_path=str(self.log.stacks_path(topology.rank, self.number)),
             num_threads=self.num_threads,
-            sends_weights_of=self.weights_of if topology.local_rank == 0 else (),
+            returns_value=self._returns_value(topology),
+            sends_weights_of=self.weights_of,
         )
 
 

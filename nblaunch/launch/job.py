@@ -403,11 +403,12 @@ class Job:
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
         if self.ranks[0] not in outcomes:
             return
-        back = outcomes[self.ranks[0]]
-        lines, loaded = weights.load_back(self.spec.args, back.weights, back.weights_errors)
+        errors = outcomes[self.ranks[0]].weights_errors
+        back = weights.join([outcomes[rank].weights for rank in self.ranks if rank in outcomes])
+        lines, loaded = weights.load_back(self.spec.args, back, errors)
         # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
         self._weights = {
-            position: dict(state) for position, state in back.weights.items() if position not in loaded
+            position: weights.assembled(state) for position, state in back.items() if position not in loaded
         }
         for line in lines:
             self._tell(Note(rank=-1, time_s=time.time(), text=line, kind="warning"))

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch.launch.diagnosis.memory import size
+from nblaunch.wire.pieces import Piece, Pieces
 
 
 def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of the torch modules in ``args`` that hold real weights. Imports nothing."""
+    """Positions of the torch modules in ``args``. Imports nothing."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ()
-    return tuple(
-        position
-        for position, arg in enumerate(args)
-        if isinstance(arg, torch.nn.Module) and not any(tensor.is_meta for tensor in arg.parameters())
-    )
+    return tuple(position for position, arg in enumerate(args) if isinstance(arg, torch.nn.Module))
 
 
 def trainable_bytes(module: Any) -> int:
-    """Bytes of the module's parameters that training changes."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    """Bytes of the module's parameters that training changes, of those that have values here."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and not p.is_meta)
+
+
+def join(told: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """State dicts from what every rank told, by position: tensors as they are, parts of one as :class:`Pieces`."""
+    joined: dict[int, dict[str, Any]] = {}
+    for one in told:
+        for position, state in one.items():
+            names = joined.setdefault(position, {})
+            for name, value in state.items():
+                if isinstance(value, Piece):
+                    value = Pieces([*(names[name].parts if name in names else ()), value])
+                names[name] = value
+    return joined
+
+
+def assembled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with whole tensors."""
+    return {name: value.assembled() if isinstance(value, Pieces) else value for name, value in state.items()}
 
 
 def load_back(
@@ -33,7 +48,7 @@ def load_back(
 
     Args:
         args: with the modules.
-        weights: position in ``args`` -> state dict.
+        weights: position in ``args`` -> state dict, whose tensors may be :class:`Pieces`.
         lost: position -> what of the state dict did not come through, or why none of it did.
     """
     lines, loaded = [], set()
@@ -52,7 +67,7 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost:
     misfit = _misfit(module, state, is_whole=not lost)
     if not misfit:
         try:
-            module.load_state_dict(state, strict=not lost)
+            _load(module, state, is_whole=not lost)
         except RuntimeError as error:  # the module's own code refuses
             misfit = " ".join(str(error).split())
     if misfit:
@@ -67,6 +82,41 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost:
     return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)}{without})", True
 
 
+def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
+    """Put ``state`` into ``module``; parts of tensors go to their places one by one, without a whole copy of them."""
+    torch: Any = sys.modules["torch"]
+    own = module.state_dict()
+    bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
+    with torch.no_grad():
+        for name, value in state.items():
+            if isinstance(value, Pieces) and name not in bare:
+                value.put_into(own[name])
+    in_parts = {name for name, value in state.items() if isinstance(value, Pieces)}
+    plain = {name: value for name, value in state.items() if name not in in_parts | bare}
+    module.load_state_dict(plain, strict=is_whole and not in_parts | bare)
+    if bare:
+        module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
+
+
+def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
+    """Tensors in place of those of ``module`` that have a shape only; parameters that were one stay one."""
+    torch: Any = sys.modules["torch"]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    made: dict[int, Any] = {}
+    tensors = {}
+    for name in bare & state.keys():
+        value = state[name]
+        parameter = parameters.get(name)
+        tensor = made.get(id(parameter)) if parameter is not None else None
+        if tensor is None:
+            tensor = value.assembled() if isinstance(value, Pieces) else value
+            if parameter is not None:
+                tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = tensor
+        tensors[name] = tensor
+    return tensors
+
+
 def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
     """How the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
@@ -75,6 +125,11 @@ def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
     own = module.state_dict()
     reasons = [f"{name} is only there" for name in state if name not in own]
     reasons += [f"{name} is only here" for name in own if name not in state and is_whole]
+    reasons += [
+        f"{value.num_missing:,} elements of {name} are on other machines"
+        for name, value in state.items()
+        if isinstance(value, Pieces) and value.num_missing
+    ]
     reasons += [
         f"{name} is {tuple(state[name].shape)} there and {tuple(tensor.shape)} here"
         for name, tensor in own.items()

@@ -1,8 +1,13 @@
-"""Parts of a tensor, each held by one rank, on their way to the process that puts them together: :class:`Piece`."""
+"""Tensors that ranks hold in parts, on their way to the process that puts them together.
+
+rank 0   ── Piece ──┐
+rank 1   ── Piece ──┼──> Pieces ── copied one by one ──> the launcher's own tensor
+rank 2   ── Piece ──┘
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +26,20 @@ class Piece:
     offset: tuple[int, ...]
     part: Any
 
-    def put_into(self, whole: Any) -> None:
-        """Copy the part to its place in ``whole``, a tensor of ``shape``."""
-        for dim, (start, length) in enumerate(zip(self.offset, self.part.shape, strict=True)):
-            whole = whole.narrow(dim, start, length)
-        whole.copy_(self.part)
+
+@dataclass(frozen=True)
+class Pieces:
+    """What there is of one tensor: parts that don't overlap. Has the shape and size of the whole, but not its values.
+
+    Args:
+        parts: at least one.
+    """
+
+    parts: Sequence[Piece]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape
 
     def numel(self) -> int:
         """Elements of the whole tensor."""
@@ -36,10 +50,23 @@ class Piece:
 
     def element_size(self) -> int:
         """Bytes of an element."""
-        return int(self.part.element_size())
+        return int(self.parts[0].part.element_size())
 
+    @property
+    def num_missing(self) -> int:
+        """How many elements are in none of the parts."""
+        return self.numel() - sum(int(piece.part.numel()) for piece in self.parts)
 
-def missing(pieces: Iterable[Piece]) -> int:
-    """How many elements of the whole tensor are in none of its ``pieces``, which don't overlap."""
-    held = list(pieces)
-    return held[0].numel() - sum(int(piece.part.numel()) for piece in held)
+    def put_into(self, whole: Any) -> None:
+        """Copy every part to its place in ``whole``, a tensor of this shape."""
+        for piece in self.parts:
+            place = whole
+            for dim, (start, length) in enumerate(zip(piece.offset, piece.part.shape, strict=True)):
+                place = place.narrow(dim, start, length)
+            place.copy_(piece.part)
+
+    def assembled(self) -> Any:
+        """The whole tensor, in memory of its own."""
+        whole = self.parts[0].part.new_empty(self.shape)
+        self.put_into(whole)
+        return whole

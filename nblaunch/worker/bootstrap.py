@@ -151,8 +151,8 @@ class _Worker:
     def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
         """Put value and weights into the outbox and say so."""
         assignment = self.assignment
-        wanted = value if assignment.outbox_fd >= 0 and not left_by_exit else None
-        weights = _weights(args, assignment.sends_weights_of)
+        wanted = value if assignment.returns_value and not left_by_exit else None
+        weights = _weights(args, assignment.sends_weights_of, assignment.topology.local_rank == 0)
         has_contents = wanted is not None or bool(weights)
         contents = outbox.write(assignment.outbox_fd, wanted, weights) if has_contents else Contents()
         self.sender.send(Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit))
@@ -195,8 +195,17 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
         return _LEFT, 1
 
 
-def _weights(args: tuple[Any, ...], positions: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    return {position: dict(args[position].state_dict()) for position in positions}
+def _weights(args: tuple[Any, ...], positions: tuple[int, ...], is_main: bool) -> dict[int, dict[str, Any]]:
+    """What this rank tells of the modules' weights; nothing of those that have none, being on the meta device still."""
+    held = context.current().trained_weights
+    if held is None and not is_main:
+        return {}
+    states = {at: dict(args[at].state_dict() if held is None else held(args[at])) for at in positions}
+    return {
+        position: state
+        for position, state in states.items()
+        if state and not any(getattr(tensor, "is_meta", False) for tensor in state.values())
+    }
 
 
 def _count_built_parameters(slot: Slot) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.launch.weights import load_back, module_positions
+from nblaunch.launch.weights import assembled, join, load_back, module_positions, trainable_bytes
+from nblaunch.wire.pieces import Piece
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,6 +61,62 @@ def test_a_lazy_module_is_filled() -> None:
     assert lazy.weight.shape == (3, 4)
 
 
-def test_only_modules_with_weights_of_their_own_are_wanted() -> None:
+def test_modules_are_wanted_with_weights_and_without() -> None:
     args = (1, net(), nn.Linear(2, 2, device="meta"), [net()], nn.Linear(1, 1))
-    assert module_positions(args) == (1, 4)
+    assert module_positions(args) == (1, 2, 4)
+    assert trainable_bytes(args[2]) == 0
+    assert trainable_bytes(args[1]) == 4 * (2 * 2 + 2 + 2 * 3 + 3)
+
+
+def in_parts(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
+    """What ``count`` ranks tell, of which each holds some rows of every weight, and rank 0 the biases."""
+    told: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
+    for name, tensor in state.items():
+        if name.endswith("bias"):
+            told[0][0][name] = tensor
+            continue
+        start = 0
+        for rank, rows in enumerate(tensor.tensor_split(count)):
+            told[rank][0][name] = Piece(tuple(tensor.shape), (start, 0), rows)
+            start += len(rows)
+    return told
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parts_come_back_as_one(device: str) -> None:
+    state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
+    model = net().to(device)
+    model[1].requires_grad_(False)
+    (line,), loaded = load_back((model,), join(in_parts(state, 4)), {})
+    assert loaded == {0}
+    assert "are back" in line
+    assert "(60 B)" in line
+    torch.testing.assert_close(dict(model.state_dict()), state)
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+
+
+def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
+    model[1].weight = model[0].weight
+    state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
+    state["1.weight"] = state["0.weight"]
+    _, loaded = load_back((model,), join(in_parts(state, 2)), {})
+    assert loaded == {0}
+    assert model[1].weight is model[0].weight
+    torch.testing.assert_close(model[0].weight.data, state["0.weight"])
+
+
+def test_parts_that_do_not_make_a_whole_change_nothing() -> None:
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told = in_parts(ones_like(model), 2)
+    (line,), loaded = load_back((model,), join(told[:1]), {})
+    assert loaded == set()
+    assert "2 elements of 0.weight are on other machines" in line
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_stay_out_can_be_had_whole() -> None:
+    state = {"weight": torch.randn(5, 2)}
+    whole = assembled(join(in_parts(state, 3))[0])
+    torch.testing.assert_close(whole, state)

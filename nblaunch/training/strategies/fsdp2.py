@@ -269,7 +269,7 @@ def _cut(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _pieces(module: nn.Module) -> dict[str, Any]:
-    return parts.pieces(module.state_dict(), is_main=context.current().topology.rank == 0)
+    return parts.pieces(module.state_dict(), is_main=context.current().topology.local_rank == 0)
 
 
 def _checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
