@@ -11,6 +11,7 @@ and imports neither torch nor ipywidgets.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.backends import cuda_in_kernel
@@ -50,6 +51,7 @@ _PUBLIC = {
     "debug_launcher": "nblaunch.notebook",
     "find_executable_batch_size": "nblaunch.training.memory",
     "last_job": "nblaunch.launch.job",
+    "launch": "nblaunch.scripts",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
     "set_seed": "nblaunch.training.rng",
@@ -90,6 +92,7 @@ __all__ = [
     "debug_launcher",
     "find_executable_batch_size",
     "last_job",
+    "launch",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",
@@ -113,6 +116,7 @@ if TYPE_CHECKING:
     )
     from nblaunch.launch.job import Job, last_job
     from nblaunch.notebook import debug_launcher, notebook_launcher
+    from nblaunch.scripts import launch
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.data.loading import skip_first_batches
@@ -143,6 +147,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    # Where a folder has the name too, importing it has set the attribute: the folder, which can be called as well.
+    value = sys.modules.get(f"{__name__}.{name}", value)
     globals()[name] = value
     return value
 

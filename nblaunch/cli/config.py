@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nblaunch.cli.asking import asker
+from nblaunch.cli.machine import Machine
+from nblaunch.cli.questions import ask_all, detected
 from nblaunch.cli.usage import UsageError
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, resolve
@@ -63,16 +66,11 @@ def _write_default(path: Path) -> int:
         raise UsageError(
             f"{path}: is there already, and is not overwritten; remove it or name another --config_file"
         )
-    from nblaunch.cli.machine import Machine
-    from nblaunch.cli.questions import detected
 
     return _write(path, detected(Machine.here()))
 
 
 def _ask(path: Path) -> int:
-    from nblaunch.cli.asking import asker
-    from nblaunch.cli.machine import Machine
-    from nblaunch.cli.questions import ask_all
 
     known = files.read(path).values if path.exists() else {}
     if known:

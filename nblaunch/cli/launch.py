@@ -20,6 +20,7 @@ from nblaunch import env
 from nblaunch.cli import options
 from nblaunch.cli.usage import UsageError
 from nblaunch.config.files import find_layers
+from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Resolved, resolve
 
 _DESCRIPTION = """\
@@ -57,6 +58,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     resolved = _resolve(arguments)
+    env.apply(device_choice(resolved))
     if arguments.print_plan:
         from nblaunch.cli.plan import print_plan
 
@@ -64,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
     _check_script(arguments.script, arguments.module)
     for note in resolved.notes:
         print(f"nblaunch: {note}", file=sys.stderr)
-    apply_device_choice(resolved)
     from nblaunch.cli.supervised import launch_script
 
     return launch_script(resolved, arguments.script, arguments.arguments, is_module=arguments.module)
@@ -80,12 +81,6 @@ def _resolve(arguments: argparse.Namespace) -> Resolved:
         return resolve([given, *find_layers(arguments.config_file)])
     except ConfigError as error:
         raise UsageError(str(error)) from None
-
-
-def apply_device_choice(resolved: Resolved) -> None:
-    """``gpu_ids`` is what CUDA itself reads, here and in every process that starts from here."""
-    if resolved["gpu_ids"] != "all" and resolved["backend"] in ("auto", "cuda"):
-        env.apply({"CUDA_VISIBLE_DEVICES": resolved["gpu_ids"]})
 
 
 def _check_script(script: str | None, is_module: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nblaunch.cli.launch import apply_device_choice
 from nblaunch.cli.supervised import plan_of, spec_of_script
 from nblaunch.config.resolving import DEFAULT, Resolved
 from nblaunch.config.settings import SETTINGS
@@ -25,7 +24,6 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         print("\nAccelerator() in the script takes, where it is not told otherwise:")
         print("\n".join(_columns([(f"  {name}", _text(value), "") for name, value in spec.defaults.items()])))
     print()
-    apply_device_choice(resolved)
     plan = plan_of(spec)
     if isinstance(plan, str):
         print(f"on this machine: not possible: {plan}")

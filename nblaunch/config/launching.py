@@ -123,6 +123,12 @@ def spec_of(
         raise ConfigError(str(error)) from None
 
 
+def device_choice(resolved: Resolved) -> dict[str, str | None]:
+    """Environment variables that say which GPUs are used, to be set before anybody counts them: CUDA's own."""
+    is_narrowed = resolved["gpu_ids"] != "all" and resolved["backend"] in ("auto", "cuda")
+    return {"CUDA_VISIBLE_DEVICES": resolved["gpu_ids"]} if is_narrowed else {}
+
+
 def processes_per_machine(resolved: Resolved) -> int | None:
     """``num_processes`` counts those of all machines; None = one per device of each."""
     total: int | None = resolved["num_processes"]

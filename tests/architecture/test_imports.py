@@ -17,6 +17,8 @@ GROUND_FLOOR = {f"nblaunch.{name}" for name in ("errors", "topology", "spec", "e
 # Function-level imports of our own modules, each with its reason. A new one usually means that a module stands on the
 # wrong floor.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("nblaunch.cli.launch", "nblaunch.cli.plan"): "150 ms that help and wrong uses do not need",
+    ("nblaunch.cli.launch", "nblaunch.cli.supervised"): "150 ms that help and wrong uses do not need",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     ("nblaunch.dashboard.widgets", "nblaunch.dashboard.widget_panel"): "needs ipywidgets, which may be missing",
 }

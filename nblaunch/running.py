@@ -1,0 +1,29 @@
+"""A launch from its spec to its result: plan, job, dashboards. What notebooks and scripts have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nblaunch import dashboard as dashboards
+from nblaunch.launch import job as jobs
+from nblaunch.launch.job import Job
+from nblaunch.launch.preflight import plan_launch
+from nblaunch.spec import LaunchSpec
+
+
+def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
+    """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
+
+    Raises:
+        BaseException: as :func:`nblaunch.notebook_launcher` describes.
+    """
+    __tracebackhide__ = True
+    plan = plan_launch(spec)
+    job = Job(spec, plan, dashboards.choose(dashboard, background=background))
+    jobs.remember(job)
+    if background:
+        job.run_in_background()
+        job.raise_if_not_started()
+        return job
+    job.run()
+    return job.result()
