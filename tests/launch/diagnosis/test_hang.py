@@ -169,7 +169,17 @@ BUSY = Position("train.py, line 9: while not ready")
             [
                 "ranks 0, 2: waiting in all_reduce, train.py, line 14",
                 "rank 1: train.py, line 9: while not ready",
-                "ranks 0, 2 wait for rank 1, which did not enter the collective.",
+                "ranks 0, 2 wait for rank 1, which has not entered the collective.",
+            ],
+        ),
+        (
+            {0: waits("all_reduce", 14), 1: BUSY, 2: BUSY},
+            {},
+            [],
+            [
+                "rank 0: waiting in all_reduce, train.py, line 14",
+                "ranks 1, 2: train.py, line 9: while not ready",
+                "rank 0 waits for ranks 1, 2, which have not entered the collective.",
             ],
         ),
         (
