@@ -15,7 +15,7 @@ import torch
 
 from nblaunch import context
 from nblaunch.backends import host_memory
-from nblaunch.training import collectives
+from nblaunch.training import collectives, parts
 from nblaunch.training.process import Member, barrier
 
 
@@ -54,7 +54,7 @@ class Replacements:
             self.add(old, new)
 
     def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer go on with the new parameters, its state for each brought to the parameter's device."""
+        """Let an optimizer go on with the new parameters, its state for each where the parameter, or its part, is."""
         for group in optimizer.param_groups:
             for position, old in enumerate(group["params"]):
                 new = self.get(old)
@@ -65,9 +65,14 @@ class Replacements:
                     state = optimizer.state.pop(old)
                     # Counters of steps stay on the host, where torch's optimizers want them.
                     optimizer.state[new] = {
-                        key: value.to(new.device) if isinstance(value, torch.Tensor) and value.ndim else value
+                        key: _beside(new, value) if isinstance(value, torch.Tensor) and value.ndim else value
                         for key, value in state.items()
                     }
+
+
+def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
+    held: torch.Tensor = parts.cut(state, parameter)
+    return held if parts.is_part(held) else held.to(parts.local(parameter).device)
 
 
 def place(model: torch.nn.Module, member: Member) -> None:
@@ -99,19 +104,23 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     allocator = host_memory.other_allocator()
     was_built_here = context.current().slot.built_bytes >= model_bytes
     return (
-        f"{count} worker{'s' if count > 1 else ''}, host memory {_size(total)} "
+        f"{count} worker{'s' if count > 1 else ''}, host memory {size_text(total)} "
         + (
-            f"(model {_size(model_bytes)} built in every worker; held once if it is built in the notebook and passed: "
-            "notebook_launcher(function, (model,)))"
+            f"(model {size_text(model_bytes)} built in every worker; held once if it is built in the notebook and "
+            "passed: notebook_launcher(function, (model,)))"
             if was_built_here and count > 1
-            else f"(model {_size(model_bytes)} held once)"
+            else f"(model {size_text(model_bytes)} held once)"
         )
-        + (f", besides {_size(count * device_bytes)} that stand for device memory" if device_bytes else "")
+        + (
+            f", besides {size_text(count * device_bytes)} that stand for device memory"
+            if device_bytes
+            else ""
+        )
         + (f"; {allocator} gives memory back by its own rules" if allocator else "")
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """In decimal units, as the makers of devices count."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= 0.1 * size:

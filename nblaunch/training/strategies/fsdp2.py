@@ -22,6 +22,7 @@ from nblaunch import context
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
+from nblaunch.training.placement import size_text
 from nblaunch.training.process import Member
 from nblaunch.training.strategies import fsdp2_files, fsdp2_units, fsdp2_watch
 from nblaunch.training.strategies.base import Strategy, unwrap
@@ -79,6 +80,7 @@ class Fsdp2Strategy(Strategy):
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
         device, mesh = self._member.device, self._mesh()
         offload = self.plugin.offload_policy()
+        name = type(model).__name__  # before fully_shard makes another class of it
         sources = Sources(model, ignored, device, may_be_sent=self.plugin.cpu_ram_efficient_loading)
         sources.leave_shapes()
         shard = functools.partial(
@@ -94,11 +96,11 @@ class Fsdp2Strategy(Strategy):
             shard(module)
         parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
         model._apply(lambda tensor: _with_memory(tensor, parts_device))
-        for name, module in sharded:
+        for unit, module in sharded:
             fsdp2_watch.tie(module)
-            fsdp2_watch.name_in_errors(name, module)
+            fsdp2_watch.name_in_errors(unit, module)
         sources.fill(self.plugin.param_init_fn)
-        self._tell(model, sources.num_bytes, len(sharded))
+        self._tell(model, name, sources.num_bytes, len(sharded))
 
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -111,7 +113,7 @@ class Fsdp2Strategy(Strategy):
         world: Any = dist.group.WORLD
         return DeviceMesh.from_group(world, kind)
 
-    def _tell(self, model: nn.Module, model_bytes: int, num_units: int) -> None:
+    def _tell(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
         """One line for the person: what every rank holds."""
         own = sum(
             parts.local(parameter).numel() * parameter.element_size()
@@ -120,9 +122,7 @@ class Fsdp2Strategy(Strategy):
         )
         sizes = collectives.gather_object([own])
         if self._member.topology.rank == 0:
-            text = shares_line(
-                type(model).__name__, model_bytes, num_units, sizes, bool(self.plugin.reshards)
-            )
+            text = shares_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
             context.current().emit(Note(rank=-1, time_s=time.time(), text=text))
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ def shares_line(
 ) -> str:
     """What every rank holds of a model, in one line."""
     low, high = min(sizes), max(sizes)
-    share = f"{high / 1e6:,.1f} MB" if high - low < 0.05e6 else f"{low / 1e6:,.1f} to {high / 1e6:,.1f} MB"
+    share = size_text(high) if size_text(low) == size_text(high) else f"{size_text(low)} to {size_text(high)}"
     units = f"{num_units} unit{'s' if num_units > 1 else ''}"
     kept = "freed after its forward" if reshards else "kept until its backward"
     return (
-        f"{model_name}: {model_bytes / 1e6:,.1f} MB of weights sharded over {len(sizes)} ranks, {share} each; gathered "
+        f"{model_name}: {size_text(model_bytes)} of weights sharded over {len(sizes)} ranks, {share} each; gathered "
         f"in {units}, each {kept}"
     )
 
