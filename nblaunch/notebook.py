@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nblaunch import dashboard as dashboards
-from nblaunch.launch import job as jobs
 from nblaunch.launch.diagnosis.rendering import ShownAtCall
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import plan_launch
+from nblaunch.running import run
 from nblaunch.spec import LaunchSpec, parse_port
 
 
@@ -120,7 +117,7 @@ def notebook_launcher(
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
         )  # fmt: skip
-        return _launch(spec, background, dashboard)
+        return run(spec, background=background, dashboard=dashboard)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
@@ -137,19 +134,4 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     __tracebackhide__ = True
     with ShownAtCall():
         spec = LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")
-        return _launch(spec, background=False, dashboard="auto")
-
-
-def _launch(spec: LaunchSpec, background: bool, dashboard: str) -> Any:
-    __tracebackhide__ = True
-    plan = plan_launch(spec)
-    listeners = dashboards.choose(dashboard, background=background)
-    job = Job(spec, plan, listeners)
-    job.show_with(dashboards.attach(listeners, job if background else None))
-    jobs.remember(job)
-    if background:
-        job.run_in_background()
-        job.raise_if_not_started()
-        return job
-    job.run()
-    return job.result()
+        return run(spec)

@@ -19,7 +19,9 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     """
     __tracebackhide__ = True
     plan = plan_launch(spec)
-    job = Job(spec, plan, dashboards.choose(dashboard, background=background))
+    listeners = dashboards.choose(dashboard, background=background)
+    job = Job(spec, plan, listeners)
+    job.show_with(dashboards.attach(listeners, job if background else None))
     jobs.remember(job)
     if background:
         job.run_in_background()
