@@ -47,7 +47,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
     table = tabulate(view)
     parts = [title(view, table)]
     if table.rows:
-        parts.append(_table(table))
+        parts.append(table_of(table))
     parts += [grid(table.grid)] if table.grid else []
     parts.append(remarks(table))
     parts += [line(table.metrics)] if table.metrics else []
@@ -83,7 +83,8 @@ def _dot(colour: str) -> str:
     return f'<span style="color:{colour}">&#9679;</span> '
 
 
-def _table(table: Table) -> str:
+def table_of(table: Table) -> str:
+    """A row per rank, or for each of the extremes."""
     has_bar = any(row.fraction is not None for row in table.rows)
     has_spark = any(len(row.loss_history) > 1 for row in table.rows)
     has_detail = any(row.detail for row in table.rows)

@@ -21,7 +21,10 @@ MAX_TABS = 16
 _LINE_LENGTH = 200
 _PANE_BYTES = 5_000  # of one tab: what is sent whole whenever a line is added
 _HEIGHT = "150px"
-_ALL_S, _RANK_S = 0.7, 4.0
+_SEEN_S, _UNSEEN_S = (
+    0.7,
+    0.5,
+)  # of the tab that is looked at, as far as that is known; of the others, times ranks
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
     "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:17px"
@@ -48,13 +51,14 @@ class LogPane:
         self._num_ranks = num_ranks
         self.links: list[Any] = []
         self.widget: Any
+        self._pages: Any = None
         self._width = len(str(num_ranks - 1))
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_ranks + 1)]
         if num_ranks == 1:
             self._panes = self._panes[:1]
             self.widget = self._panes[0]
         elif num_ranks <= MAX_TABS:
-            self.widget = self._tabs()
+            self.widget = self._pages = self._tabs()
         else:
             self.widget = self._list()
 
@@ -66,10 +70,14 @@ class LogPane:
             else escape(_cut(line))
             for rank, line in self._book.of_all()
         ]
-        self._valve.want(self._panes[0], every_s=_ALL_S, value=_pane(lines))
+        self._valve.want(self._panes[0], every_s=_SEEN_S, value=_pane(lines))
+        # Clicks on tabs reach the kernel only while no cell runs, so this is a guess; every tab stays up to date.
+        seen = getattr(self._pages, "selected_index", None)
         for rank, pane in enumerate(self._panes[1:]):
-            own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
-            self._valve.want(pane, every_s=_RANK_S, value=_pane(own))
+            every_s = _SEEN_S if seen == rank + 1 else max(_UNSEEN_S * self._num_ranks, _SEEN_S)
+            if self._valve.is_due(pane, every_s):
+                own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
+                self._valve.want(pane, every_s=every_s, value=_pane(own))
 
     def _titles(self) -> list[str]:
         return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
@@ -88,7 +96,7 @@ class LogPane:
             self._panes = self._panes[:1]
             return widgets.VBox([hint, *self._panes])
         chooser = widgets.Dropdown(options=self._titles(), index=0, layout=widgets.Layout(width="14em"))
-        pages = stack(children=self._panes, selected_index=0)
+        self._pages = pages = stack(children=self._panes, selected_index=0)
         self.links = [widgets.jslink((chooser, "index"), (pages, "selected_index"))]
         return widgets.VBox([chooser, pages])
 

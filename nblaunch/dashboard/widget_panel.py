@@ -38,7 +38,7 @@ _PRE = (
     "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "line-height:17px"
 )
-_CHART_S, _GRID_S = 4.0, 2.0
+_CHART_S, _GRID_S = 4.0, 1.0
 _FIRST_CHART_S = 3.0  # of a curve that just began there is nothing to see
 
 
@@ -72,7 +72,7 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._valve, clock)
-        self._rows = RowGrid(self._valve)
+        self._rows = RowGrid(self._valve, clock)
         self._grid, self._remarks, self._charts, self._footer = (self._block() for _ in range(4))
         self._logs: LogPane | None = None
         top = widgets.HBox(
@@ -101,10 +101,8 @@ class Panel:
             self.root.children = [*self._blocks, self._logs.widget]
         self._valve.want(self._title, value=f'<div style="{_STYLE}">{html.title(view, table)}</div>')
         self._buttons.show(is_running=view.is_started and not view.is_over)
-        self._rows.show(table)
+        self._show_ranks(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
-        if self._valve.is_due(self._grid, _GRID_S):
-            self._show_block(self._grid, html.grid(table.grid) if table.grid else "", every_s=_GRID_S)
         if self._valve.is_due(self._charts, _CHART_S):
             drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
             self._show_block(self._charts, drawn, every_s=_CHART_S)
@@ -112,6 +110,17 @@ class Panel:
         if self._logs is not None:
             self._logs.show()
         self._valve.flush()
+
+    def _show_ranks(self, table: Table) -> None:
+        """A row of widgets for each rank; of many, the extremes and a grid of the others, in one piece of HTML.
+
+        Which ranks are extremes changes all the time, and rows of which some parts tell of one rank and some of another
+        would be worse than none.
+        """
+        if not table.grid:
+            self._rows.show(table)
+        elif self._valve.is_due(self._grid, _GRID_S):
+            self._show_block(self._grid, html.table_of(table) + html.grid(table.grid), every_s=_GRID_S)
 
     def close(self, lasting: str) -> None:
         """Take the widgets away: nothing of them stays in the kernel or the notebook.

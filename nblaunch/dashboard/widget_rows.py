@@ -9,9 +9,10 @@ ranks which have one (``table.py``); rows are made once and then only change wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from time import monotonic
 from typing import Any
 
 import ipywidgets as widgets
@@ -31,13 +32,14 @@ _MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fo
 _MUTED = "opacity:.65"
 _CUT = "white-space:pre;overflow:hidden;text-overflow:ellipsis"
 _GAP = "14px"
-_COLUMNS = "minmax(9em,max-content) 110px max-content 76px minmax(8em,1fr)"
+_COLUMNS = "minmax(9em,max-content) 110px max-content max-content minmax(8em,1fr)"
 
 # How often the parts of a row are worth a message, in seconds.
 _NUMBERS_S, _DETAIL_S, _TREND_S = 0.5, 1.0, 4.0
+_STEADY_S = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _RowWidgets:
     """The widgets of one row, from left to right."""
 
@@ -57,13 +59,15 @@ class RowGrid:
 
     Args:
         valve: through which they change.
+        clock: seconds on a clock that never jumps.
     """
 
-    def __init__(self, valve: Valve) -> None:
+    def __init__(self, valve: Valve, clock: Callable[[], float] = monotonic) -> None:
         self._valve = valve
+        self._clock = clock
+        self._details: dict[_RowWidgets, tuple[Row, float]] = {}
         # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden", height="22px")
-        self._hidden = widgets.Layout(display="none")
         self._bar_shown = widgets.Layout(margin="4px 0", width="110px", height="14px")
         self._bar_unknown = widgets.Layout(margin="4px 0", width="110px", height="14px", visibility="hidden")
         self._styles = {
@@ -75,8 +79,8 @@ class RowGrid:
         self.widget = widgets.GridBox(
             children=self._head,
             layout=widgets.Layout(
-                grid_template_columns=_COLUMNS, grid_gap="0 18px", margin="4px 0", align_items="center",
-                width="100%", overflow="hidden",
+                grid_template_columns=_COLUMNS, grid_gap="0 18px", display="none", margin="4px 0",
+                align_items="center", width="100%", overflow="hidden",
             ),
         )  # fmt: skip
 
@@ -84,21 +88,29 @@ class RowGrid:
     def unused(self) -> list[Any]:
         """Widgets that are made but not always part of the grid."""
         return [
-            self._shown, self._hidden, self._bar_shown, self._bar_unknown, *self._styles.values(),
+            self._shown, self._bar_shown, self._bar_unknown, *self._styles.values(),
         ]  # fmt: skip
 
     def show(self, table: Table) -> None:
-        """Make the rows show ``table``; sent at the valve's next flushes."""
+        """Make the rows show ``table``, which has always the same ranks; sent at the valve's next flushes."""
         self._make_rows(len(table.rows))
         # Where columns move, they move in all rows at once.
         has_moved = self._fit(table)
         self._show_head(table)
-        for index, parts in enumerate(self._rows):
-            if index < len(table.rows):
-                self._show_row(parts, table.rows[index], table.columns, has_moved=has_moved)
-            else:
-                for part in parts.all:
-                    self._valve.want(part, layout=self._hidden, is_urgent=True)
+        for parts, row in zip(self._rows, table.rows, strict=False):
+            self._show_row(parts, self._steadied(parts, row), table.columns, has_moved=has_moved)
+
+    def _steadied(self, parts: _RowWidgets, row: Row) -> Row:
+        """``row`` with the bar that a worker draws, also for the moment after it printed a line, when it has none."""
+        now_s = self._clock()
+        if row.detail:
+            self._details[parts] = (row, now_s)
+            return row
+        last, seen_s = self._details.get(parts, (row, now_s))
+        if row.state is not last.state or now_s - seen_s > _STEADY_S:
+            return row
+        fraction = last.fraction if row.fraction is None else row.fraction
+        return replace(row, detail=last.detail, fraction=fraction)
 
     def _text(self, value: str = "") -> Any:
         return widgets.HTML(value, layout=self._shown)
@@ -111,6 +123,7 @@ class RowGrid:
                 value=0, min=0, max=BAR_STEPS, layout=self._bar_unknown, style=self._styles[colours.CALM]
             )
             self._rows.append(_RowWidgets(self._text(), bar, self._text(), self._text(), self._text()))
+        self.widget.layout.display = "grid"
         self.widget.children = [*self._head, *(part for parts in self._rows for part in parts.all)]
 
     def _fit(self, table: Table) -> bool:
@@ -144,7 +157,7 @@ class RowGrid:
         text = f"{_TEXT};{_MUTED}" if is_calm else _TEXT
         state = f'<span style="color:{colour}">&#9679;</span> {escape(row.state_text)}'
         state = f'<div style="{text}">{self._state_cell(escape(row.label), state)}</div>'
-        self._valve.want(parts.state, value=state, layout=self._shown, is_urgent=True)
+        self._valve.want(parts.state, value=state, is_urgent=True)
         self._valve.want(
             parts.bar,
             every_s=_NUMBERS_S,
@@ -157,9 +170,9 @@ class RowGrid:
             parts.cells, every_s=_NUMBERS_S, is_urgent=has_moved, value=cells, layout=self._shown
         )
         trend = _if_any(sparkline(row.loss_history), "line-height:20px")
-        self._valve.want(parts.trend, every_s=_TREND_S, value=trend, layout=self._shown)
+        self._valve.want(parts.trend, every_s=_TREND_S, value=trend)
         detail = _if_any(escape(row.detail), f"{_MONO};line-height:22px;{_MUTED};{_CUT}")
-        self._valve.want(parts.detail, every_s=_DETAIL_S, value=detail, layout=self._shown)
+        self._valve.want(parts.detail, every_s=_DETAIL_S, value=detail)
 
     def _cells(self, texts: Mapping[str, str]) -> str:
         """Texts side by side, each to the right of a column that is as wide in every row."""

@@ -103,9 +103,9 @@ class Valve:
     def flush(self) -> int:
         """Send what is due; returns how many widgets changed."""
         now_s = self._clock()
-        self._budget_bytes = min(
-            self._budget_bytes + (now_s - self._filled_s) * self._rate_bytes_s, self._burst_bytes
-        )
+        # What was urgent may have overdrawn the budget, but it must not silence the rest for long.
+        budget = max(self._budget_bytes, -self._rate_bytes_s) + (now_s - self._filled_s) * self._rate_bytes_s
+        self._budget_bytes = min(budget, self._burst_bytes)
         self._filled_s = now_s
         num_sent = 0
         for slot in sorted(self._slots.values(), key=lambda slot: _overdue(slot, now_s), reverse=True):
