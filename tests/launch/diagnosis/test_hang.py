@@ -219,7 +219,7 @@ BUSY = Position("train.py, line 9: while not ready")
             ["ranks 0, 1: waiting in barrier, train.py, line 3"],
         ),
     ],
-    ids=["absent", "different", "unequal", "gone", "nobody waits", "all wait alike"],
+    ids=["absent", "several absent", "different", "unequal", "gone", "nobody waits", "all wait alike"],
 )
 def test_shapes_are_told_apart(
     positions: dict[int, Position], steps: dict[int, int], gone: list[int], lines: list[str]
