@@ -28,7 +28,7 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     if isinstance(plan, str):
         print(f"on this machine: not possible: {plan}")
     else:
-        machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] > 1 else ""
+        machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(
             f"on this machine{machines}: {plan.num_processes} {plan.backend.name} "
             f"{'process' if plan.num_processes == 1 else 'processes'} of {plan.num_threads} CPU "

@@ -21,6 +21,7 @@ from nblaunch.config.launching import spec_of
 from nblaunch.config.resolving import ConfigError, Resolved
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
@@ -45,9 +46,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     plan = _planned(spec)
     store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
-    shown = [GuardedDashboard(TextDashboard())] if resolved["dashboard"] == "text" else []
-    lines = LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS)
-    job = Job(spec, plan, [*shown, GuardedDashboard(lines), failures, *([store] if store else [])])
+    job = Job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
     jobs.remember(job)
     with _signals_to(job, resolved["stop_grace_s"]) as received:
         job.run()
@@ -60,6 +59,15 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     if store is not None and store.is_loading:
         _leave(code)
     return code
+
+
+def _shown(resolved: Resolved) -> list[Dashboard]:
+    """All output of all ranks in whole lines, for programs that read it too; unlike in a notebook none is left out."""
+    if resolved["dashboard"] == "none":
+        return [GuardedDashboard(LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS))]
+    live = LiveLine()
+    lines = LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS, live=live)
+    return [GuardedDashboard(lines), GuardedDashboard(TextDashboard(live=live))]
 
 
 def spec_of_script(

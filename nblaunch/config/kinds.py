@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.env import as_flag
+from nblaunch.spec import parse_num_nodes
 
 
 class Kind(ABC):
@@ -42,6 +43,19 @@ class Whole(Kind):
             most = f" and at most {self.most}" if self.most is not None else ""
             raise ValueError(f"must be at least {self.least}{most}")
         return int(number)
+
+
+@dataclass(frozen=True)
+class Machines(Kind):
+    """A number of machines, or ``min:max`` where fewer than ``max`` will do."""
+
+    metavar = "N|MIN:MAX"
+
+    def convert(self, value: Any) -> int | str:
+        try:
+            return parse_num_nodes(int(value) if isinstance(value, float) and value == int(value) else value)
+        except (TypeError, ValueError):
+            raise ValueError("must be a whole number of at least 1, or min:max as in 1:4") from None
 
 
 @dataclass(frozen=True)
@@ -154,13 +168,19 @@ class Pairs(Kind):
 
     metavar = "KEY=VALUE,..."
 
-    def convert(self, value: Any) -> dict[str, str]:
+    def convert(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):
-            return {str(key): str(content) for key, content in value.items()}
+            return {str(key): _as_number(content) for key, content in value.items()}
         pairs = [part.partition("=") for part in str(value).split(",") if part.strip()]
         if not pairs or any(not (key.strip() and equals) for key, equals, _ in pairs):
             raise ValueError("must be pairs such as timeout=900,join_timeout=600")
-        return {key.strip(): content.strip() for key, _, content in pairs}
+        return {key.strip(): _as_number(content.strip()) for key, _, content in pairs}
+
+
+def _as_number(value: Any) -> Any:
+    """A number where a text is one."""
+    number = _number(value) if isinstance(value, str) else None
+    return value if number is None else int(number) if number == int(number) else number
 
 
 def _number(value: Any) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch.config.files import find_layers
-from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve
-from nblaunch.spec import LaunchSpec
+from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, most_machines, resolve
+from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
 _ALWAYS = (
     "backend",
@@ -114,6 +114,13 @@ def spec_of(
     """
     given = {name: resolved[name] for name in _ALWAYS}
     given |= {ours: resolved[name] for name, ours in _WHERE_SET.items() if resolved[name] is not None}
+    if (
+        resolved["rdzv_backend"] == "c10d"
+        and resolved["rdzv_endpoint"] is None
+        and resolved["main_process_ip"]
+    ):
+        port = resolved["main_process_port"] or DEFAULT_PORTS["c10d"]
+        given["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
     given["num_processes"] = processes_per_machine(resolved)
     given["strategy"] = "spmd" if resolved["strategy"] == "spmd" else "auto"
     given["accelerator"] = accelerator_settings(resolved)
@@ -132,7 +139,7 @@ def device_choice(resolved: Resolved) -> dict[str, str | None]:
 def processes_per_machine(resolved: Resolved) -> int | None:
     """``num_processes`` counts those of all machines; None = one per device of each."""
     total: int | None = resolved["num_processes"]
-    return None if total is None else total // resolved["num_machines"]
+    return None if total is None else total // most_machines(resolved)
 
 
 def accelerator_settings(resolved: Resolved) -> dict[str, Any]:

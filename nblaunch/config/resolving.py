@@ -131,8 +131,13 @@ def _check_groups(resolved: Resolved, order: Mapping[str, int]) -> None:
             raise ConfigError(f"{name} ({resolved.sources[name]}) needs a dynamo_backend, such as inductor")
 
 
+def most_machines(resolved: Resolved) -> int:
+    """``num_machines``, or its greatest value where it is a range."""
+    return int(str(resolved["num_machines"]).rpartition(":")[2])
+
+
 def _check_machines(resolved: Resolved) -> None:
-    num_machines, machine_rank = resolved["num_machines"], resolved["machine_rank"]
+    num_machines, machine_rank = most_machines(resolved), resolved["machine_rank"]
     if machine_rank >= num_machines:
         raise ConfigError(
             f"machine_rank={machine_rank} ({resolved.sources['machine_rank']}) must be below "

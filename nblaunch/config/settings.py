@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.config.kinds import Choice, Flag, FlagOrName, Kind, Number, Pairs, Switch, Text, Whole, Word
+from nblaunch.config.kinds import (
+    Choice,
+    Flag,
+    FlagOrName,
+    Kind,
+    Machines,
+    Number,
+    Pairs,
+    Switch,
+    Text,
+    Whole,
+    Word,
+)
 from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
 
 GROUPS = {
@@ -70,7 +82,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ),
     ),
     "machines": (
-        ("num_machines", Whole(1), 1, "number of machines"),
+        ("num_machines", Machines(), 1, "number of machines; min:max where fewer will do, with c10d"),
         ("machine_rank", Whole(0), 0, "which of them this one is, from 0"),
         ("main_process_ip", Text("ADDRESS"), None, "address of machine 0; default on one machine: 127.0.0.1"),
         ("main_process_port", Whole(0, 65535), None, "port of machine 0; default on one machine: a free one"),
