@@ -18,6 +18,12 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a notebook offers a download or data of its own, it is to take its own."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def event_loop() -> Iterator[None]:
     """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""

@@ -1,0 +1,82 @@
+"""What every example notebook has, whatever it is about: checked on the files, without executing them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+BADGES = {
+    "colab-badge.svg": "https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}",
+    "open-in-kaggle.svg": "https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/main/notebooks/{name}",
+    "badge_logo.svg": "https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks%2F{name}",
+}
+
+pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> Any:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def code_of(cell: Any) -> ast.Module:
+    """The cell's Python; lines for IPython alone are left out."""
+    return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE))
+
+
+def test_it_begins_with_a_promise_and_opens_anywhere(path: Path) -> None:
+    first = read(path).cells[0]
+    assert first.cell_type == "markdown"
+    title, promise, badges = first.source.split("\n\n", 2)
+    assert title.startswith("# ")
+    assert 80 < len(promise) < 400
+    repository = re.search(r"github/([\w.-]+/nblaunch)/blob", badges)
+    assert repository is not None
+    for image, address in BADGES.items():
+        assert image in badges
+        assert f"({address.format(repository=repository[1], name=path.name)})" in badges
+
+
+def test_it_installs_only_what_is_missing(path: Path) -> None:
+    lines = [line for cell in read(path).cells for line in cell.source.splitlines() if "%pip" in line]
+    assert lines
+    assert all(line.startswith("    ") for line in lines), "an install that is not behind a condition"
+
+
+def test_it_has_small_defaults_in_one_tagged_cell(path: Path) -> None:
+    tagged = [cell for cell in read(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    statements = code_of(tagged[0]).body
+    assert statements
+    assert all(isinstance(statement, ast.Assign) for statement in statements), "a parameter is a plain assignment"
+
+
+def test_it_ends_with_what_must_have_come_out(path: Path) -> None:
+    last = read(path).cells[-1]
+    assert last.cell_type == "code"
+    assert any(isinstance(statement, ast.Assert) for statement in code_of(last).body)
+
+
+def test_it_is_kept_without_outputs(path: Path) -> None:
+    notebook = read(path)
+    assert "widgets" not in notebook.metadata
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+def test_it_explains_more_than_it_computes(path: Path) -> None:
+    cells = read(path).cells
+    prose = [cell for cell in cells if cell.cell_type == "markdown"]
+    assert len(prose) >= len(cells) / 4
+    for cell in cells:
+        assert cell.source.strip(), "an empty cell"
