@@ -86,9 +86,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
         comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
         comm_state_option: for the POWER_SGD hooks, arguments of torch's ``PowerSGDState``.
+        sync_batchnorm: let batch normalisation take its statistics over the batches of all ranks; on GPUs.
 
     Raises:
-        ValueError: there is no such hook.
+        ValueError: there is no such hook, or options that exclude each other.
     """
 
     dim: int = 0
@@ -101,15 +102,21 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
+    sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
         names = tuple(kind.value for kind in DDPCommunicationHookType)
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
+        if self.comm_state_option and not str(self.comm_hook).endswith("power_sgd"):
+            raise ValueError(
+                f"comm_state_option={self.comm_state_option!r} is for the POWER_SGD hooks, and comm_hook is "
+                f"{str(self.comm_hook)!r}"
+            )
 
     def to_ddp_kwargs(self) -> dict[str, Any]:
         """What differs from torch's defaults, for DDP's constructor."""
-        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
+        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option", "sync_batchnorm")
         return {name: value for name, value in self.to_kwargs().items() if name not in own}
 
 

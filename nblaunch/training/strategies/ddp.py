@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -46,15 +47,22 @@ class DdpStrategy(Strategy):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses such a model
+        if self.options.sync_batchnorm:
+            model = _with_common_statistics(model, member.device)
         devices = None if member.device.type == "cpu" else [member.device]
-        with Waiting(member.slot):  # it compares and copies weights over ranks
+        with Waiting(member.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
+            # torch 2.13 deprecates the name of an option that it tells people to go on using, until all of what it
+            # does has a new name.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_ddp_kwargs())
         _register_comm_hook(spread, self.options)
         return spread
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         spread = _own(model)
-        return spread.no_sync() if isinstance(spread, DistributedDataParallel) else nullcontext()
+        if not isinstance(spread, DistributedDataParallel) or _learns_graph(spread):
+            return nullcontext()
+        return spread.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         models = [_own(one) for one in joinables]
@@ -98,13 +106,64 @@ class DdpStrategy(Strategy):
             parameter.grad = gradient
 
 
+def _with_common_statistics(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """``model`` with its batch normalisation over all ranks; its parameters stay the same objects.
+
+    Raises:
+        ValueError: the device has no such operation.
+    """
+    if device.type == "cpu":
+        raise ValueError(
+            "DistributedDataParallelKwargs(sync_batchnorm=True) needs a GPU: torch has no synchronised batch "
+            "normalisation for the CPU. Leave it out here, or use GroupNorm, which needs no statistics of a batch"
+        )
+    converted: torch.nn.Module = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def _learns_graph(model: DistributedDataParallel) -> bool:
+    """Whether the next backward is the one by which DDP learns a static graph.
+
+    It has to reduce: without, the reducer stops with an internal assertion (torch 2.13). Averaged one micro-step more
+    often, gradients come to the same.
+    """
+    return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+
+
 def _register_comm_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
     name, wrapper = str(options.comm_hook), _HOOK_WRAPPERS.get(str(options.comm_wrapper))
     if name == "no":
         return
     is_approximate = name.endswith("power_sgd")
     state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if is_approximate else None
-    model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])
+    if name == "batched_power_sgd":
+        _mend_orthogonalize()
+    try:
+        model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])
+    except TypeError as error:
+        raise ValueError(
+            f"comm_hook={name!r} with comm_wrapper={str(options.comm_wrapper)!r} can't be used here: {error}. Without "
+            "NCCL on GPUs, fp16 takes the place of bf16"
+        ) from error
+
+
+def _mend_orthogonalize() -> None:
+    """Let torch's batched PowerSGD run at all: it hands a matrix to a function that asserts a stack of matrices.
+
+    So in every torch from 1.11 to 2.13, at the first step that is approximated, which by default is the thousandth.
+    Can go when ``batched_powerSGD_hook`` passes three dimensions.
+    """
+    original = powerSGD_hook._orthogonalize
+    if getattr(original, "takes_matrices", False):
+        return
+
+    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        original(
+            matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon
+        )  # in place, also on a view
+
+    orthogonalize.takes_matrices = True  # type: ignore[attr-defined]
+    powerSGD_hook._orthogonalize = orthogonalize
 
 
 @contextmanager
