@@ -112,9 +112,9 @@ class NodeAgent:
             handler.shutdown()
         except Exception as error:
             traceback.print_exc()
+            story = self._story(error)
             self.tell_all(nodes.FAILED, reason="could not go on")
-            can_retry = is_connection_error(error)
-            self._send(Over(-1, time.time(), error=self._story(error), can_retry=can_retry))
+            self._send(Over(-1, time.time(), error=story, can_retry=is_connection_error(error)))
         self._linger()
 
     def _run(self, handler: Any) -> RunResult | None:
@@ -225,7 +225,7 @@ class NodeAgent:
     def _exchange(self, bulletin: Bulletin) -> None:
         with self.changed:
             heard = {other.id: other.beat for other in self.others}
-            self.news = replace(self.news, beat=self.news.beat + 1, heard=heard)
+            self.news = replace(self.news, beat=self.news.beat + 1, heard=heard, clock_s=time.monotonic())
             own = self.news
         others = bulletin.exchange(own)
         with self.changed:

@@ -74,6 +74,7 @@ class Neighbours:
             if neighbour.is_silent:
                 silent_s = now_s - neighbour.heard_s
                 notes.append(f"{neighbour.member} is heard of again, after {silent_s:.0f} s")
+            neighbour.ahead_s = min(neighbour.ahead_s, now_s - page.clock_s)
             neighbour.beat, neighbour.heard_s, neighbour.is_silent = page.beat, now_s, False
             events += self._take_summary(neighbour, page, now_s)
             notes += self._take_state(neighbour, page)
@@ -83,7 +84,6 @@ class Neighbours:
         if page.start != self._start:
             return []
         summary, own = page.summary, neighbour.member.ranks
-        neighbour.ahead_s = min(neighbour.ahead_s, now_s - summary.clock_s)
         for sample in summary.samples:
             if sample.rank in own:
                 neighbour.samples[sample.rank] = _moved(sample, neighbour.ahead_s)

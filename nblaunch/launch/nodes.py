@@ -9,6 +9,7 @@ Owns the agent's process and everything about other nodes. Never starts or signa
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import time
@@ -39,6 +40,9 @@ _FIRST_WORD_S = 3.0
 """How long nodes may look for each other before somebody is told about it."""
 
 _CAUSE_SLACK_S = 1.5
+_LAST_WORD_S = 2.0
+_AGENT_SLACK_S = 15.0
+"""For an agent's own start, and for torch to notice that its time is over."""
 
 
 class NodeLink:
@@ -144,6 +148,7 @@ class NodeLink:
             LaunchError: the nodes did not find each other, and never had before.
         """
         began_s = time.monotonic()
+        patience_s = self._patience_for_agent()
         said = ""
         while True:
             select.select([self._agent.fileno(), self._requests.fileno()], [], [], _TICK_S)
@@ -159,6 +164,9 @@ class NodeLink:
             if self._is_finished and not self._neighbours.is_anybody_expected:
                 self.leave("finished")
                 return None
+            if time.monotonic() - began_s > patience_s:
+                self._give_up()
+                return None
             if not self._is_finished and time.monotonic() - began_s > _FIRST_WORD_S:
                 said = self._say_who_is_here(said)
 
@@ -171,6 +179,22 @@ class NodeLink:
         self._is_finished = False
         self._has_met = True
         return formed
+
+    def _patience_for_agent(self) -> float:
+        """Seconds in which the agent must have come to something. One that is cut off from the store may never do."""
+        if self._is_finished:
+            return math.inf  # others may train on for as long as they are heard of
+        if self._has_met and not self._spec.max_restarts:
+            return _LAST_WORD_S
+        return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S
+
+    def _give_up(self) -> None:
+        timeout_s = self._spec.rendezvous_timeout_s
+        self.leave("gave up")
+        self._over = Over(
+            -1, time.time(), error=f"the nodes did not meet at {self._meeting.where} within {timeout_s:g} s"
+        )
+        self._end(self._over)
 
     def _end(self, over: Over) -> None:
         if not self._has_met:
@@ -207,10 +231,12 @@ class NodeLink:
             f"node {news.node_rank} (host {news.host})" for news in self._news if news.state == nodes.JOINING
         ]
         spec = self._spec
+        if len(here) + 1 >= spec.max_nodes:
+            return said  # torch's rendezvous takes a second or two to see that all are here
         own = f"node {spec.node_rank} (this one)"
         text = f"waiting at {self._meeting.where} for {spec.num_nodes} nodes; here: {', '.join(sorted([own, *here]))}"
         if text != said:
-            self._note(text)
+            self._note(text, "note")
         return text
 
     def leave(self, reason: str) -> None:
@@ -320,11 +346,10 @@ class NodeLink:
             failed={cause.rank: cause.failed for cause in own if cause.failed is not None},
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
             finished=dict(report.finished),
-            clock_s=time.monotonic(),
         )
 
-    def _note(self, text: str) -> None:
-        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="warning"))
+    def _note(self, text: str, kind: str = "warning") -> None:
+        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind=kind))
 
 
 def _orders(

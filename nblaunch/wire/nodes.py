@@ -74,14 +74,12 @@ class Summary(Event):
         failed: those that raised.
         exits: those whose process ended.
         finished: those whose function returned.
-        clock_s: ``time.monotonic()`` of that machine, which the times of the samples are told in.
     """
 
     samples: tuple[Sample, ...] = ()
     failed: Mapping[int, Failed] = field(default_factory=dict)
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     finished: Mapping[int, Finished] = field(default_factory=dict)
-    clock_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -146,6 +144,7 @@ class NodeNews:
         reason: why it left or gave up.
         summary: of its workers.
         heard: id -> the last beat that it has heard of each other node.
+        clock_s: ``time.monotonic()`` of that machine, by which the samples' times go.
     """
 
     id: str
@@ -157,6 +156,7 @@ class NodeNews:
     reason: str = ""
     summary: Summary = field(default_factory=lambda: Summary(-1, 0.0))
     heard: Mapping[str, int] = field(default_factory=dict)
+    clock_s: float = 0.0
 
 
 @dataclass(frozen=True)
