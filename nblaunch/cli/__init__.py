@@ -28,6 +28,7 @@ COMMANDS = {
     "env": "nblaunch.cli.environment",
     "test": "nblaunch.cli.selfcheck",
     "estimate-memory": "nblaunch.cli.estimate",
+    "run-notebook": "nblaunch.cli.run_notebook",
 }
 """Name of a command -> its module, in the order of the help."""
 

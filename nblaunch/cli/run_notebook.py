@@ -1,0 +1,193 @@
+"""``nblaunch run-notebook``: executes a notebook without a browser, with the progress of its processes in the terminal.
+
+Owns the notebook's file, its parameters, and what is told of a failure; ``notebook_client.py`` talks to the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nblaunch.cli.screen import Screen, without_colours
+from nblaunch.cli.usage import UsageError
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run-notebook",
+        help="execute a notebook, with progress in the terminal",
+        description="Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
+        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C interrupts the cell that runs, "
+        "and a second one ends the kernel.",
+    )
+    parser.add_argument("notebook", type=Path, help="an .ipynb file")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the executed copy here, also after a failure"
+    )
+    parser.add_argument(
+        "--parameters", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+        help="values for names that the cell tagged `parameters` assigns",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=int, metavar="SECONDS", help="for each cell; default: none")
+    parser.add_argument("--kernel", default="", metavar="NAME", help="default: the notebook's own")
+    parser.add_argument("--cwd", type=Path, metavar="FOLDER", help="default: the notebook's")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check_packages()
+    notebook = _read(arguments.notebook)
+    set_parameters(notebook, dict(_parse(text) for text in arguments.parameters))
+    folder = arguments.cwd or arguments.notebook.absolute().parent
+    for option, path in (
+        ("--cwd", folder),
+        ("--output", arguments.output and arguments.output.absolute().parent),
+    ):
+        if path is not None and not path.is_dir():
+            raise UsageError(f"{option}: there is no folder {path}")
+    began_s = time.monotonic()
+    try:
+        code, what = _execute(notebook, folder, arguments)
+    finally:
+        if arguments.output is not None:
+            _write(notebook, arguments.output)
+    where = f"; executed copy: {arguments.output}" if arguments.output is not None else ""
+    print(f"{arguments.notebook.name}: {what} after {time.monotonic() - began_s:.1f} s{where}", flush=True)
+    return code
+
+
+def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
+    """Exit code, and how it ended in a few words; the failing cell's error goes to stderr."""
+    client: Any = importlib.import_module("nblaunch.cli.notebook_client")  # not before: it needs nbclient
+    exceptions: Any = importlib.import_module("nbclient.exceptions")
+    kernelspec: Any = importlib.import_module("jupyter_client.kernelspec")
+    try:
+        client.execute(notebook, folder, Screen(sys.stdout), arguments.timeout, arguments.kernel)
+    except client.NotebookStopped as error:
+        signum = signal.Signals(error.signum)
+        return 128 + signum, f"stopped by {signum.name}"  # as shells tell it
+    except exceptions.CellTimeoutError as error:
+        return 1, str(error)
+    except exceptions.CellExecutionError as error:
+        print(_error_text(notebook, error), file=sys.stderr, flush=True)
+        return 1, f"a cell failed with {error.ename}"
+    except exceptions.DeadKernelError:
+        return 1, "the kernel died (its memory may have run out); what the cells printed last is above"
+    except kernelspec.NoSuchKernel as error:
+        known = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
+        raise UsageError(
+            f"there is no kernel {error.name!r} here; installed: {known}. --kernel chooses one"
+        ) from None
+    return 0, "done"
+
+
+def _error_text(notebook: Any, error: Any) -> str:
+    """Which cell failed, and its error as the notebook shows it."""
+    code_cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    failed = [
+        number
+        for number, cell in enumerate(code_cells, 1)
+        if any(output.output_type == "error" for output in cell.get("outputs", ()))
+    ]
+    where = f"cell {failed[-1]} of {len(code_cells)} failed:\n" if failed else ""
+    text = f"{where}{error.traceback}".rstrip()
+    return text if sys.stderr.isatty() else without_colours(text)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def _check_packages() -> None:
+    missing = [name for name in ("nbclient", "nbformat") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f'{" and ".join(missing)} must be installed: pip install "nblaunch[notebooks]"')
+
+
+def _read(path: Path) -> Any:
+    nbformat: Any = importlib.import_module("nbformat")
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}") from error
+    except (nbformat.ValidationError, nbformat.reader.NotJSONError, AttributeError, ValueError) as error:
+        raise UsageError(f"{path} is not a notebook: {str(error).splitlines()[0]:.120}") from error
+
+
+def _write(notebook: Any, path: Path) -> None:
+    """Through a file beside it, so that a crash leaves the old copy."""
+    nbformat: Any = importlib.import_module("nbformat")
+    part = path.with_name(f".{path.name}.part")
+    nbformat.write(notebook, part)
+    part.replace(path)
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    """``epochs=3`` as name and value: a Python literal, true, false, null, or the text as it is."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise UsageError(f"--parameters {text!r} is not of the form name=value")
+    if value.lower() in _WORDS:
+        return name, _WORDS[value.lower()]
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
+    """Add a cell that assigns ``values`` after the one tagged ``parameters``; as papermill does, and in its tags.
+
+    Raises:
+        UsageError: there is no such cell, or it does not assign one of the names.
+    """
+    if not values:
+        return
+    notebook.cells = [cell for cell in notebook.cells if not _has_tag(cell, "injected-parameters")]
+    positions = [index for index, cell in enumerate(notebook.cells) if _has_tag(cell, "parameters")]
+    if not positions:
+        raise UsageError("--parameters: no cell of the notebook is tagged `parameters`")
+    known = _assigned(notebook.cells[positions[0]].source)
+    unknown = [name for name in values if known is not None and name not in known]
+    if unknown:
+        raise UsageError(f"--parameters {unknown[0]}: the notebook's parameters are {_listed(known or ())}")
+    nbformat: Any = importlib.import_module("nbformat")
+    source = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())])
+    cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["injected-parameters"]})
+    if (notebook.nbformat, notebook.nbformat_minor) < (4, 5):
+        del cell["id"]
+    notebook.cells.insert(positions[0] + 1, cell)
+
+
+def _has_tag(cell: Any, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", [])
+
+
+def _assigned(source: str) -> list[str] | None:
+    """Names that a cell assigns; None where it is not plain Python and can't be told."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    targets: list[ast.expr] = []
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            targets += statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets.append(statement.target)
+    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,116 @@
+"""The screen of a running notebook: lines stay, tables move below them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+
+from nblaunch.cli.screen import Screen
+from tests.cli.terminal import Emulator
+
+
+class Terminal(io.StringIO):
+    """A stream that shows what a terminal would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emulator = Emulator()
+
+    def write(self, text: str) -> int:
+        self.emulator.feed(text)
+        return super().write(text)
+
+    @property
+    def shown(self) -> list[str]:
+        return self.emulator.lines
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("LINES", "8")
+    return Terminal()
+
+
+def test_lines_stand_above_the_table_and_the_table_moves_below(terminal: Terminal) -> None:
+    screen = Screen(terminal, is_live=True)
+    screen.heading("[1/1] train()")
+    screen.table("nblaunch-1", "0 step 1\n1 step 1")
+    assert terminal.shown == ["[1/1] train()", "0 step 1", "1 step 1", ""]
+    screen.text("loss 3\nloss")
+    assert terminal.shown == ["[1/1] train()", "loss 3", "0 step 1", "1 step 1", ""]
+    screen.table("nblaunch-1", "0 step 2\n1 step 2\ntwo done")
+    screen.text(" 2\n")
+    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "0 step 2", "1 step 2", "two done", ""]
+    screen.table("nblaunch-1", "done")
+    screen.end_cell()
+    screen.text("after\n")
+    assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "done", "after", ""]
+
+
+def test_a_line_without_an_end_is_not_lost(terminal: Terminal) -> None:
+    screen = Screen(terminal, is_live=True)
+    screen.text("no table yet: ")
+    screen.text("10%")
+    assert terminal.shown == ["no table yet: 10%"]
+    screen.text("\n")
+    screen.table("nblaunch-1", "table")
+    screen.text("half a line")
+    assert terminal.shown == ["no table yet: 10%", "table", ""]
+    screen.end_cell()
+    assert terminal.shown == ["no table yet: 10%", "table", "half a line", ""]
+
+
+def test_a_table_after_half_a_line_begins_on_its_own(terminal: Terminal) -> None:
+    screen = Screen(terminal, is_live=True)
+    screen.text("half")
+    screen.table("nblaunch-1", "table")
+    screen.table("nblaunch-1", "table 2")
+    assert terminal.shown == ["half", "table 2", ""]
+    screen.heading("next cell")
+    screen.text("half again")
+    screen.heading("another")
+    assert terminal.shown == ["half", "table 2", "next cell", "half again", "another", ""]
+
+
+def test_what_does_not_fit_is_cut_while_it_moves_and_whole_at_the_end(terminal: Terminal) -> None:
+    screen = Screen(terminal, is_live=True)
+    rows = [f"{rank:2} " + "x" * 30 for rank in range(12)]
+    screen.table("nblaunch-1", "\n".join(rows))
+    assert terminal.shown == [row[:19] for row in rows[:6]] + [""]
+    screen.end_cell()
+    assert terminal.shown == [*rows, ""]
+
+
+def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
+    screen = Screen(terminal, is_live=True)
+    screen.table("nblaunch-1", "one")
+    screen.table("nblaunch-2", "two")
+    screen.table("nblaunch-1", "one again")
+    assert terminal.shown == ["one again", "two", ""]
+
+
+def test_a_file_gets_tables_ever_more_rarely_and_the_last_one() -> None:
+    stream, now_s = io.StringIO(), 0.0
+    screen = Screen(stream, clock=lambda: now_s)
+    screen.heading("cell")
+    screen.text("\x1b[31mred\x1b[0m\n")
+    times = []
+    for step in range(1000):
+        before = stream.getvalue()
+        screen.table("nblaunch-1", f"step {step}")
+        if stream.getvalue() != before:
+            times.append(now_s)
+        now_s += 0.5
+    screen.end_cell()
+    screen.end_cell()
+    lines = stream.getvalue().splitlines()
+    assert lines[:3] == ["cell", "red", "step 0"]
+    assert lines[-2:] == [f"step {int(times[-1] * 2)}", "step 999"]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert gaps[0] < 5
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == 60
+    assert len(lines) < 25
