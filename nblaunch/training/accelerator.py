@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.loading import skip_first_batches
 from nblaunch.training.data_settings import DataSettings
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.gradients import GradientControl
@@ -86,6 +87,9 @@ class Accelerator(
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
             None: as ``notebook_launcher`` was told, else one device per process.
         fsdp_plugin: shard models over ranks, for those that don't fit one device; see its class.
+        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
+            goes on with the plugins of the first.
+        deepspeed_plugins: several of them by name; ``state.select_deepspeed_plugin(name)`` says which ``prepare`` uses.
 
     Raises:
         ValueError: an argument has an invalid value, contradicts another one, or asks for another precision or device
@@ -115,6 +119,8 @@ class Accelerator(
         downcast_bf16: bool = False,
         strategy: str | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         **unsupported: Any,
     ) -> None:
         settings.refuse(unsupported)
@@ -127,23 +133,17 @@ class Accelerator(
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
-        if strategy is not None:
-            check_choice("strategy", strategy, ("auto", "spmd"))
-        if strategy == "spmd":
-            context.current().backend.span_devices()
-        if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
-            context.current().backend.downcast_to_bf16()
+        settings.prepare_device(strategy, downcast_bf16)
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
-        self._precision = settings.precision_of(self._session, mixed_precision, handlers)
-        self._session.gradients.configure(accumulation)
+        given = settings.deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin)
+        self._session.deepspeed = plugins = given or self._session.deepspeed
+        asked = settings.deepspeed_precision(plugins, mixed_precision, self._member.backend)
+        self._precision = settings.precision_of(self._session, asked, handlers)
+        self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))
         self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
-        self._strategy = strategies.choose(
-            self._member,
-            handlers.get(DistributedDataParallelKwargs),
-            fsdp=settings.fsdp(fsdp_plugin),
-            dtype=self._precision.dtype,
-        )
+        self._strategy = self._choose_strategy(handlers.get(DistributedDataParallelKwargs), fsdp_plugin)
+        self._precision = self._strategy.precision(self._precision)
         self._session.strategy = self._strategy.name if self._strategy.holds_parts else ""
         self._preparer = Preparer(
             self._session,
@@ -160,6 +160,19 @@ class Accelerator(
         self._trackers = TrackerHub(log_with, project, self._member)
         self.flag_tensor = None
         self.state.fsdp_plugin = fsdp_plugin
+
+    def _choose_strategy(
+        self, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
+    ) -> strategies.Strategy:
+        is_trained_by_deepspeed = self._session.deepspeed is not None and fsdp is None
+        return strategies.choose(
+            self._member,
+            ddp,
+            fsdp=settings.fsdp(fsdp),
+            dtype=self._precision.dtype,
+            deepspeed=self._session if is_trained_by_deepspeed else None,
+            splits_batches=self.dataloader_config.split_batches,
+        )
 
     @property
     def _member(self) -> Member:

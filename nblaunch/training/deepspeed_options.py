@@ -125,7 +125,8 @@ class DeepSpeedPlugin:
             )
 
     def _check(self) -> None:
-        check_choice("zero_optimization.stage", self.zero_stage, (0, 1, 2, 3))
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"{_ZERO}.stage={self.zero_stage!r} is unknown; valid are 0, 1, 2, 3")
         for what in ("optimizer", "param"):
             device = getattr(self, f"offload_{what}_device")
             check_choice(f"{_ZERO}.offload_{what}.device", device, _OFFLOAD_DEVICES)
@@ -155,6 +156,48 @@ class DeepSpeedPlugin:
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are cut into parts while they are built: never by this plugin."""
         return False
+
+
+@dataclass
+class DeepSpeedPlugins:
+    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: one of them is no plugin.
+    """
+
+    by_name: dict[str, DeepSpeedPlugin]
+
+    def __post_init__(self) -> None:
+        if not self.by_name:
+            raise ValueError("deepspeed_plugins={} has no plugin")
+        for name, plugin in self.by_name.items():
+            if not isinstance(plugin, DeepSpeedPlugin):
+                raise TypeError(
+                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
+                    "nblaunch.DeepSpeedPlugin, which has the same fields"
+                )
+        self.select(next(iter(self.by_name)))
+
+    @property
+    def active(self) -> DeepSpeedPlugin:
+        """The selected one."""
+        return next(plugin for plugin in self.by_name.values() if plugin.selected)
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """One of them; ValueError where there is none of that name."""
+        if name not in self.by_name:
+            raise ValueError(
+                f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
+            )
+        return self.by_name[name]
+
+    def select(self, name: str) -> None:
+        """Use this one from now on."""
+        chosen = self.get(name)
+        for plugin in self.by_name.values():
+            plugin.selected = plugin is chosen
 
 
 class DummyOptim:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.process import Member
+from nblaunch.training.state import Session
 from nblaunch.training.strategies import Strategy
 
 
 class ParallelLabels(ABC):
-    """One process, one replica of the model. The final class gives it its ``_member`` and ``_strategy``."""
+    """One process, one replica of the model. The final class gives it its parts."""
 
+    _session: Session
     _strategy: Strategy
 
     @property
@@ -45,5 +48,11 @@ class ParallelLabels(ABC):
     should_save_model = True
     """Every process holds the whole model, or a part of it, and takes part in saving."""
 
-    deepspeed_plugin = fp8_backend = parallelism_config = torch_device_mesh = None
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that DeepSpeed trains by; None where it does not."""
+        plugins = self._session.deepspeed
+        return None if plugins is None else plugins.active
+
+    fp8_backend = parallelism_config = torch_device_mesh = None
     """There is none."""

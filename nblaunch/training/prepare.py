@@ -144,7 +144,7 @@ class Preparer:
                 )
 
     def optimizer(
-        self, optimizer: torch.optim.Optimizer, placement: bool | None = None
+        self, optimizer: torch.optim.Optimizer | DummyOptim, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
@@ -154,7 +154,7 @@ class Preparer:
         return optimizer
 
     def _wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer, placement: bool | None
+        self, optimizer: torch.optim.Optimizer | DummyOptim, placement: bool | None
     ) -> AcceleratedOptimizer:
         if isinstance(optimizer, DummyOptim):
             raise ValueError(

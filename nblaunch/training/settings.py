@@ -5,11 +5,14 @@ Settings come from arguments, then from the launcher, then from the environment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch import context, env
+from nblaunch.backends.base import Backend
 from nblaunch.training import precision
+from nblaunch.training.deepspeed_options import AUTO, DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -22,6 +25,7 @@ from nblaunch.training.options import (
     KwargsHandler,
     ProfileKwargs,
     TorchDynamoPlugin,
+    check_choice,
 )
 from nblaunch.training.state import Session
 
@@ -36,8 +40,6 @@ HANDLERS = (
 
 # Arguments of the reference's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
-    "deepspeed_plugin": "models are spread with DistributedDataParallel",
-    "deepspeed_plugins": "models are spread with DistributedDataParallel",
     "megatron_lm_plugin": "models are spread with DistributedDataParallel",
     "parallelism_config": "models are spread with DistributedDataParallel",
 }
@@ -52,6 +54,17 @@ def refuse(unsupported: dict[str, Any]) -> None:
             raise NotImplementedError(
                 f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {REFUSED_ARGUMENTS[name]}"
             )
+
+
+def prepare_device(strategy: str | None, downcast_bf16: bool) -> None:
+    """Tell the device, before it is first used, what an ``Accelerator`` asks of it."""
+    backend = context.current().backend
+    if strategy is not None:
+        check_choice("strategy", strategy, ("auto", "spmd"))
+    if strategy == "spmd":
+        backend.span_devices()
+    if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
+        backend.downcast_to_bf16()
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
@@ -137,6 +150,68 @@ def fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParal
         f"fsdp_plugin={plugin!r:.80} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
         "nblaunch.FullyShardedDataParallelPlugin, which has the same fields"
     )
+
+
+def deepspeed(
+    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
+    plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
+    fsdp_plugin: Any,
+) -> DeepSpeedPlugins | None:
+    """DeepSpeed's plugins from the two arguments that may have them.
+
+    Raises:
+        ValueError: both have, or models are to be sharded by torch as well.
+        TypeError: what they have is no plugin.
+    """
+    if plugin is not None and plugins is not None:
+        raise ValueError("deepspeed_plugin and deepspeed_plugins were both given; give one of them")
+    given = plugin if plugins is None else plugins
+    if given is None:
+        return None
+    if fsdp_plugin is not None:
+        raise ValueError(
+            "deepspeed_plugin and fsdp_plugin were both given; models are spread over ranks by one of them"
+        )
+    return DeepSpeedPlugins(dict(given) if isinstance(given, Mapping) else {"default": given})
+
+
+def deepspeed_accumulation(
+    plugins: DeepSpeedPlugins | None, accumulation: GradientAccumulationPlugin
+) -> GradientAccumulationPlugin:
+    """Gradient accumulation as DeepSpeed's configuration says where nobody else did.
+
+    Raises:
+        ValueError: both say, and not the same.
+    """
+    key = "gradient_accumulation_steps"
+    steps: Any = AUTO if plugins is None else plugins.active.get_value(key)
+    if steps in (AUTO, accumulation.num_steps):
+        return accumulation
+    if accumulation.num_steps != 1:
+        raise ValueError(
+            f"the DeepSpeed configuration has {key}={steps}, which contradicts Accelerator({key}="
+            f'{accumulation.num_steps}). Say it in one place, or write "auto" in the configuration.'
+        )
+    return dataclasses.replace(accumulation, num_steps=steps)
+
+
+def deepspeed_precision(plugins: DeepSpeedPlugins | None, asked: str | None, backend: Backend) -> str | None:
+    """The precision that was asked for, in the arguments or in DeepSpeed's configuration.
+
+    Raises:
+        ValueError: the configuration says another one than the argument, or one that the device can't do.
+    """
+    for name in ("fp16", "bf16"):
+        if plugins is None or plugins.active.get_value(f"{name}.enabled") is not True:
+            continue
+        said = f"the DeepSpeed configuration has {name}.enabled=True, which"
+        reason = backend.supports_precision(name)
+        if reason is not None:
+            raise ValueError(f"{said} can't be used on {backend.name}: {reason}")
+        if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
+            raise ValueError(f"{said} contradicts mixed_precision={str(asked)!r}; say it in one place")
+        return name
+    return asked
 
 
 def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:

@@ -17,6 +17,7 @@ import torch
 from nblaunch import context
 from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.device_memory import DeviceMemoryReport
 from nblaunch.training.losses import LossReport
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -52,6 +53,7 @@ class Session:
         own_time: the part of its steps that it does not wait for others, likewise.
         models: prepared models, to tell training from evaluating.
         precision: of the first Accelerator; None before there is one.
+        deepspeed: how DeepSpeed trains; None: it does not.
         strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what people set on ``PartialState()`` and the other views, by class.
@@ -65,6 +67,7 @@ class Session:
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     strategy: str = ""
+    deepspeed: DeepSpeedPlugins | None = None
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
 
@@ -254,11 +257,39 @@ class AcceleratorState(View, ProcessControl):
             )
         return precision.name
 
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """DeepSpeed's plugins by name; None where it does not train."""
+        plugins = self._session.deepspeed
+        return None if plugins is None else plugins.by_name
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
+        plugins = self._session.deepspeed
+        return None if plugins is None else plugins.active
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """One of several plugins."""
+        return self._named_plugins.get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Have ``prepare`` use one of several plugins from now on."""
+        self._named_plugins.select(name)
+
+    @property
+    def _named_plugins(self) -> DeepSpeedPlugins:
+        if self._session.deepspeed is None:
+            raise ValueError(
+                "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
+            )
+        return self._session.deepspeed
+
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         session: Session | None = context.current().training
         if session is not None:
-            session.precision = None
+            session.precision = session.deepspeed = None
             session.attributes.pop(AcceleratorState, None)
         if reset_partial_state:
             PartialState._reset_state()

@@ -12,9 +12,11 @@ import torch
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
+from nblaunch.training.state import Session
 from nblaunch.training.strategies import ddp as data_parallel
 from nblaunch.training.strategies.base import Strategy, unwrap
 from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.deepspeed import DeepSpeedStrategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 
@@ -27,6 +29,8 @@ def choose(
     *,
     fsdp: FullyShardedDataParallelPlugin | None = None,
     dtype: torch.dtype | None = None,
+    deepspeed: Session | None = None,
+    splits_batches: bool = False,
 ) -> Strategy:
     """The strategy for a job of this size.
 
@@ -35,7 +39,11 @@ def choose(
         ddp: settings for replicas.
         fsdp: settings for shards; None: models are not sharded.
         dtype: of the mixed precision; None: full.
+        deepspeed: the session whose plugin DeepSpeed trains by; None: it does not.
+        splits_batches: whether a loader's batch is that of all ranks together.
     """
+    if deepspeed is not None:
+        return DeepSpeedStrategy(deepspeed, splits_batches)
     if fsdp is not None:
         # Imported where it is asked for: it brings torch's checkpoints and tensors in parts along.
         from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy

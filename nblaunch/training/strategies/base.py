@@ -138,6 +138,7 @@ def add_wrapper(kind: type) -> None:
 
 def unwrap(model: Any) -> Any:
     """The module inside any number of data-parallel wrappers, whoever put them there."""
-    while isinstance(model, tuple(_wrappers)):
+    wrappers: Any = tuple(_wrappers)
+    while isinstance(model, wrappers):
         model = model.module
     return model

@@ -151,12 +151,11 @@ def _num_elements(parameter: Any) -> int:
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
     """The width of a Hugging Face model, by its configuration; None where that is not told."""
-    described = getattr(model, "config", None)
+    described: Any = getattr(model, "config", None)
     for one in (described, getattr(described, "text_config", None)):
-        if getattr(one, "hidden_size", None):
-            return int(one.hidden_size)
-        if getattr(one, "hidden_sizes", None):
-            return max(map(int, one.hidden_sizes))
+        sizes: Any = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
+        if sizes:
+            return max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)
     return None
 
 

@@ -1,0 +1,278 @@
+"""ZeRO: DeepSpeed's engine trains the model, and each rank holds a part of what training keeps.
+
+    stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      lie in parts, one per rank
+
+The engine accumulates, clips, scales losses, steps and clears gradients. The loop stays a person's own: what it calls
+is handed to the engine, at the place where it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nblaunch.training import advice
+from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.placement import place
+from nblaunch.training.precision import Precision
+from nblaunch.training.process import Member, Waiting
+from nblaunch.training.state import Session
+from nblaunch.training.strategies import (
+    deepspeed_checkpoint,
+    deepspeed_config,
+    deepspeed_library,
+    deepspeed_norm,
+    deepspeed_weights,
+)
+from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.deepspeed_precision import EnginePrecision
+from nblaunch.training.strategies.deepspeed_steps import EngineOptimizer, EngineScheduler
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What one call of ``prepare`` was given beside the model."""
+
+    optimizer: Any = None
+    scheduler: Any = None
+    batch_sizes: tuple[int | None, ...] = ()
+
+
+class DeepSpeedStrategy(Strategy):
+    """One engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
+
+    A model without an optimizer is evaluated only: stage 3 holds it in parts all the same, the others as it is.
+
+    Args:
+        session: the process's share of the job, with its plugin.
+        splits_batches: whether a loader's batch is that of all ranks together.
+    """
+
+    name = "deepspeed"
+    moves_models = True
+    holds_parts = True
+
+    def __init__(self, session: Session, splits_batches: bool = False) -> None:
+        deepspeed_library.check_installed()
+        assert session.deepspeed is not None  # else nobody would choose this strategy
+        self.session = session
+        self.plugins = session.deepspeed
+        self.splits_batches = splits_batches
+        self.engine: Any = None
+        self.config: dict[str, Any] | None = None
+        self._given = _Given()
+        self._optimizer: EngineOptimizer | None = None
+        self._is_unsynced = False
+
+    def precision(self, precision: Precision) -> Precision:
+        self.session.precision = EnginePrecision(precision)
+        return self.session.precision
+
+    # --- preparing -----------------------------------------------------------------------------------------------
+
+    def begin(self, objects: Sequence[Any]) -> None:
+        models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
+        optimizers = [obj for obj in objects if isinstance(obj, (torch.optim.Optimizer, DummyOptim))]
+        schedulers = [obj for obj in objects if isinstance(obj, (LRScheduler, DummyScheduler))]
+        for kind, found in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
+            if len(found) > 1:
+                raise ValueError(
+                    f"prepare was given {len(found)} {kind}, and an engine of DeepSpeed has one; call prepare once for "
+                    "each model, with an Accelerator and a plugin of their own: "
+                    "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
+                )
+        if self.session.gradients.plugin.average_tail:
+            raise ValueError(
+                "GradientAccumulationPlugin(average_tail=True) can't be used with DeepSpeed, which has put gradients "
+                "away by the time the tail begins"
+            )
+        loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
+        self._given = _Given(
+            optimizers[0] if optimizers else None,
+            schedulers[0] if schedulers else None,
+            tuple(_batch_size(loader) for loader in loaders),
+        )
+
+    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+        if deepspeed_library.is_engine(model):
+            return model
+        plugin = self.plugins.active
+        optimizer = self._given.optimizer
+        if optimizer is None and plugin.zero_stage != 3:
+            place(model, member)
+            return model
+        if optimizer is not None and self.engine is not None:
+            raise ValueError(
+                f"this Accelerator trains a {type(unwrap(self.engine)).__name__} with DeepSpeed already; build a "
+                "second Accelerator for the second model, or call free_memory() first"
+            )
+        library = deepspeed_library.load(member)
+        config = deepspeed_config.complete(plugin, self._describe(model, member))
+        _keep_whole(library, model, plugin.transformer_moe_cls_names)
+        with Waiting(member.slot):  # it compares and copies weights over ranks
+            engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
+        if optimizer is not None:
+            self.engine, self.config = engine, config
+            self._optimizer = EngineOptimizer(
+                engine,
+                self._step,
+                self.session.gradients,
+                self.session.precision or Precision(member.backend),
+                member.backend,
+            )
+        return engine
+
+    def _describe(self, model: torch.nn.Module, member: Member) -> deepspeed_config.Prepared:
+        return deepspeed_config.Prepared(
+            model=model,
+            optimizer=self._given.optimizer,
+            scheduler=self._given.scheduler,
+            batch_sizes=self._given.batch_sizes,
+            world_size=member.topology.world_size,
+            num_steps=self.session.gradients.num_steps,
+            splits_batches=self.splits_batches,
+            precision=self.session.precision.name if self.session.precision is not None else "no",
+            device_type=member.device.type,
+        )
+
+    def _parts(self) -> dict[str, Any]:
+        """What the engine is made of beside model and configuration."""
+        parts: dict[str, Any] = {}
+        optimizer, scheduler = self._given.optimizer, self._given.scheduler
+        if isinstance(optimizer, DummyOptim):
+            parts["model_parameters"] = list(optimizer.params)
+        elif optimizer is not None:
+            parts["optimizer"] = optimizer
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            parts["lr_scheduler"] = scheduler.lr_scheduler_callable
+        return parts
+
+    def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        if optimizer is not self._given.optimizer or self._optimizer is None:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was given to prepare without its model; an engine of DeepSpeed is "
+                "made of both: accelerator.prepare(model, optimizer, ...) in one call"
+            )
+        return self._optimizer
+
+    def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
+        if not isinstance(scheduler, DummyScheduler):
+            return None
+        if self._optimizer is None or self.engine.lr_scheduler is None:
+            raise ValueError(
+                "this DummyScheduler was given to prepare without its model and optimizer; call "
+                "accelerator.prepare(model, optimizer, scheduler, ...) with all of them"
+            )
+        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self.session.gradients)
+
+    def forget(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine = self.config = self._optimizer = None
+        self._given = _Given()
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return self._unsynced() if self.engine is not None else nullcontext()
+
+    @contextmanager
+    def _unsynced(self) -> Iterator[None]:
+        """The engine's own ``no_sync`` refuses stages 2 and 3, but each stage can tell that more is to come."""
+        before, self._is_unsynced = self._is_unsynced, True
+        try:
+            yield
+        finally:
+            self._is_unsynced = before
+
+    def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
+        if self.engine is None:
+            raise ValueError(
+                "backward with DeepSpeed needs a model that was prepared together with its optimizer: "
+                "accelerator.prepare(model, optimizer, ...) in one call"
+            )
+        deepspeed_library.quieten()
+        self.engine.set_gradient_accumulation_boundary(self._is_boundary)
+        # The loss has been divided by the micro-steps of its window.
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    @property
+    def _is_boundary(self) -> bool:
+        return self.session.gradients.sync_gradients and not self._is_unsynced
+
+    def _step(self) -> bool:
+        """Step the engine; whether that was left out because gradients overflowed."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.step()
+        deepspeed_norm.set_limit(self.engine, self.engine.gradient_clipping())
+        return not self.engine.was_step_applied()
+
+    def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
+        raise AssertionError("refused by begin")
+
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        if self.engine is None:
+            return super().clip_grad_norm(parameters, max_norm, norm_type)
+        deepspeed_norm.check(self.engine, parameters, max_norm, norm_type)
+        if not self._is_boundary:
+            return deepspeed_norm.last(self.engine)
+        norm = deepspeed_norm.measure(self.engine)
+        deepspeed_norm.set_limit(self.engine, max_norm)
+        return norm
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        raise ValueError(
+            "clip_grad_value_ can't be used with DeepSpeed, whose engine clips by the norm; use clip_grad_norm_"
+        )
+
+    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        advice.warn(
+            "join_uneven_inputs has no effect with DeepSpeed: all ranks take part in every step; keep even_batches=True"
+        )
+        return nullcontext()
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        return deepspeed_weights.whole(module, keep=self.session.member.topology.local_rank == 0)
+
+    def save_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        deepspeed_checkpoint.save(folder, models, self.session.member)
+        return True
+
+    def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        deepspeed_checkpoint.load(folder, models, self.session.member)
+        return True
+
+
+def _batch_size(loader: DataLoader) -> int | None:
+    size = (
+        loader.batch_size
+        if loader.batch_size is not None
+        else getattr(loader.batch_sampler, "batch_size", None)
+    )
+    return size if isinstance(size, int) else None
+
+
+def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
+    """Tell stage 3 which layers to fetch as a whole, as those whose parts are used by turns."""
+    if not class_names:
+        return
+    names = {name.strip() for name in class_names.split(",")}
+    found = {type(module) for module in model.modules() if type(module).__name__ in names}
+    missing = names - {kind.__name__ for kind in found}
+    if missing:
+        raise ValueError(
+            f"transformer_moe_cls_names={class_names!r}: the {type(model).__name__} has no {', '.join(sorted(missing))}"
+        )
+    library.utils.set_z3_leaf_modules(model, list(found))

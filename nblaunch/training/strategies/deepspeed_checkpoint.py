@@ -1,0 +1,145 @@
+"""Checkpoints of DeepSpeed's engines inside a checkpoint folder: written by all ranks, loaded by any number of them.
+
+    pytorch_model/     the first engine, in DeepSpeed's own layout and with its script zero_to_fp32.py
+    pytorch_model_1/   the second; a model without an engine is pytorch_model_1.bin
+
+Every rank writes its own files. When they count is decided by the caller, which gives them their place. DeepSpeed reads
+its files with pickle, so that a checkpoint is to be loaded only from where one would run code from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training import collectives
+from nblaunch.training.process import Member, barrier
+from nblaunch.training.strategies import deepspeed_library
+from nblaunch.training.strategies.base import unwrap
+
+_NAME = "pytorch_model"
+_UNIVERSAL = "universal"
+
+
+def save(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> None:
+    """Write the engines' parts. All ranks must call it."""
+    for index, model in enumerate(models):
+        engine = _engine_of(model)
+        if engine is not None:
+            engine.save_checkpoint(str(folder), tag=_tag(index), save_latest=index == 0)
+        elif member.topology.rank == 0:
+            torch.save(unwrap(model).state_dict(), folder / f"{_tag(index)}.bin")
+
+
+def load(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> None:
+    """Load what :func:`save` wrote. All ranks must call it.
+
+    Raises:
+        CheckpointError: it has no engine's state for a model, or one that does not fit.
+    """
+    for index, model in enumerate(models):
+        engine = _engine_of(model)
+        if engine is not None:
+            _load_engine(engine, folder, _tag(index), member)
+            continue
+        path = folder / f"{_tag(index)}.bin"
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {folder} has no {path.name} for model {index}")
+        unwrap(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _tag(index: int) -> str:
+    return _NAME if index == 0 else f"{_NAME}_{index}"
+
+
+def _engine_of(model: Any) -> Any:
+    inner = getattr(model, "_orig_mod", model)
+    return inner if deepspeed_library.is_engine(inner) else None
+
+
+def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:
+    if not (folder / tag).is_dir():
+        raise CheckpointError(
+            f"checkpoint {folder} has no folder {tag}, which DeepSpeed's engine writes; it was saved without "
+            "DeepSpeed, or with a model less"
+        )
+    world_size = _saved_world_size(folder / tag)
+    if world_size == member.topology.world_size:
+        _load_as_it_is(engine, folder, tag)
+    else:
+        with _converted(folder, tag, member) as universal:
+            engine._config.load_universal_checkpoint = True
+            try:
+                _load_as_it_is(engine, universal, _UNIVERSAL)
+            finally:
+                engine._config.load_universal_checkpoint = False
+
+
+def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
+    try:
+        path, _ = engine.load_checkpoint(str(folder), tag=tag)
+    except (RuntimeError, KeyError, AssertionError) as error:
+        raise CheckpointError(f"checkpoint {folder} does not fit DeepSpeed's engine. {error}") from error
+    if path is None:
+        raise CheckpointError(f"checkpoint {folder} can't be read by DeepSpeed's engine")
+
+
+def _saved_world_size(folder: Path) -> int:
+    """Ranks that wrote an engine's checkpoint: each writes one file of optimizer states."""
+    return len(list(folder.glob("*_optim_states.pt")))
+
+
+@contextlib.contextmanager
+def _converted(folder: Path, tag: str, member: Member) -> Iterator[Path]:
+    """A folder with the checkpoint in the layout that any number of ranks can load; it goes afterwards.
+
+    Beside the checkpoint, because all machines have to see it. One rank converts, in its own process.
+    """
+    universal = folder.with_name(f".{folder.name}.{tag}.{_UNIVERSAL}")
+    problem: str | None = None
+    try:
+        if member.topology.rank == 0:
+            shutil.rmtree(universal, ignore_errors=True)
+            problem = _convert(folder / tag, universal / _UNIVERSAL)
+        (problem, *_) = collectives.gather_object([problem])
+        if problem is not None:
+            raise CheckpointError(
+                f"checkpoint {folder} can't be brought to {member.topology.world_size} processes. {problem}"
+            )
+        yield universal
+        barrier(
+            member.device
+        )  # nobody reads there any more; where a rank failed, the others are not waited for
+    finally:
+        if member.topology.rank == 0:
+            shutil.rmtree(universal, ignore_errors=True)
+
+
+def _convert(source: Path, target: Path) -> str | None:
+    """Convert with DeepSpeed's own script, without its processes and prints; returns what went wrong."""
+    script: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    options = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            script.main(options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

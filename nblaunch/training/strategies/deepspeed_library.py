@@ -1,0 +1,134 @@
+"""DeepSpeed itself: importing it when it is chosen, on the right device, and keeping it to what this job needs of it.
+
+The only file that imports it. It never decides how a model is trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nblaunch import env
+from nblaunch.training.process import Member, is_distributed
+from nblaunch.training.strategies.base import add_wrapper
+
+DEVICES = ("cpu", "cuda")
+
+
+def check_installed() -> None:
+    """Raise ImportError where DeepSpeed is not installed. Imports nothing."""
+    if "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is None:
+        raise ImportError(
+            "DeepSpeedPlugin trains with DeepSpeed, which is not installed: pip install deepspeed (where no compiler "
+            "is: DS_BUILD_OPS=0 pip install deepspeed)"
+        )
+
+
+def load(member: Member) -> Any:
+    """The module ``deepspeed``, computing on this process's kind of device, in this process's group.
+
+    Raises:
+        ImportError: it is not installed, or its import fails.
+        ValueError: it can't compute on this device.
+    """
+    check_installed()
+    kind = member.backend.device_type
+    if kind not in DEVICES:
+        raise ValueError(
+            f"DeepSpeed is used on {' and '.join(DEVICES)} here, and this process computes on {member.backend.name}"
+        )
+    # DeepSpeed would take a GPU wherever it sees one. It asks for the rank in the environment, too.
+    env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(member.topology.local_rank)})
+    quieten()
+    library: Any = importlib.import_module("deepspeed")
+    chosen: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
+    if library.get_accelerator().device_name().partition(":")[0] != kind:
+        chosen.ds_accelerator = None  # imported before, in the kernel, where it chose for itself
+        library.get_accelerator()
+    _leave_uncompiled(library)
+    _compile_at_first_use()
+    add_wrapper(library.DeepSpeedEngine)
+    _join_alone(member)
+    return library
+
+
+def quieten() -> None:
+    """Silence warnings that are about DeepSpeed's own code, for the rest of this process.
+
+    DeepSpeed (0.19) calls collectives by names that torch 2.13 renamed, at every step; can go when it has followed.
+    """
+    names = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", message=names, category=FutureWarning)
+
+
+def _leave_uncompiled(library: Any) -> None:
+    """Don't let it compile its all-reduce through shared memory: only its inference uses that, and each rank would
+    call a compiler for it, half a minute, as soon as the process group is there."""
+    getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+def _join_alone(member: Member) -> None:
+    """DeepSpeed wants a process group also where a process is alone."""
+    if member.topology.world_size == 1 and not is_distributed():
+        dist.init_process_group(member.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def initialize(library: Any, config: Mapping[str, Any], **parts: Any) -> Any:
+    """``deepspeed.initialize``; returns the engine.
+
+    Args:
+        library: what :func:`load` returned.
+        config: complete.
+        **parts: ``model``, ``optimizer`` and the like.
+    """
+    engine, *_ = library.initialize(config=dict(config), dist_init_required=False, **parts)
+    return engine
+
+
+def _compile_at_first_use() -> None:
+    """Import DeepSpeed's optimizer Muon so that torch's compiler is imported when Muon first steps, if ever.
+
+    Every stage of ZeRO asks whether its optimizer is Muon, whose module (0.19) decorates functions with
+    ``torch.compile``: that imports the compiler, 3 s in each worker, with warnings of torch's own.
+    """
+    with suppress(ImportError), _compiling_later():
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+
+
+@contextmanager
+def _compiling_later() -> Iterator[None]:
+    """In the block, ``torch.compile`` puts its work off until the function is called."""
+    compiler: Any = torch
+    compile_now = compiler.compile
+
+    def compile_later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(compile_later, **options)
+        compiled = functools.cache(lambda: compile_now(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    compiler.compile = compile_later
+    try:
+        yield
+    finally:
+        compiler.compile = compile_now
+
+
+def is_engine(model: Any) -> bool:
+    """Whether ``model`` is one of DeepSpeed's engines. Imports nothing."""
+    library: Any = sys.modules.get("deepspeed")
+    return library is not None and isinstance(model, library.DeepSpeedEngine)
+
+
+def parameters_in_parts(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters of which this rank holds a part, as stage 3 makes them."""
+    return [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
