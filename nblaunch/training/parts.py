@@ -7,11 +7,13 @@ not tell the two kinds apart. Who decides what lies where is the strategy's busi
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from nblaunch.training.process import waiting
 from nblaunch.wire.pieces import Piece
 
 T = TypeVar("T")
@@ -26,11 +28,6 @@ def is_part(value: Any) -> bool:
 def local(value: T) -> T:
     """What of a tensor is on this rank."""
     return value.to_local() if is_part(value) else value  # type: ignore[attr-defined]
-
-
-def whole(value: Any) -> Any:
-    """The whole of a tensor that lies in parts, on every rank; all of them call it."""
-    return value.full_tensor() if is_part(value) else value
 
 
 def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -94,6 +91,46 @@ def gather(state: Any, keep: bool) -> Any:
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
         return type(state)(gather(value, keep) for value in state)
     return state
+
+
+def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The norm of all tensors as one vector, of all of their parts. All ranks call it with parts of the same tensors.
+
+    Args:
+        tensors: parts and whole tensors.
+        norm_type: the p of the norm; infinity for the largest element.
+        device: where ranks can exchange numbers.
+    """
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.device_mesh, tensor.placements) if is_part(tensor) else None
+        kinds.setdefault(key, []).append(local(tensor))
+    norms = []
+    for key, held in kinds.items():
+        norm = _norm([tensor for tensor in held if tensor.numel()], norm_type, device)
+        norms.append(norm if key is None else _norm_over(key[0], key[1], norm, norm_type))
+    return _norm(norms, norm_type, device)
+
+
+def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.tensor(0.0, device=device)
+    return torch.nn.utils.get_total_norm(tensors, norm_type).to(device)
+
+
+def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of parts, from that of this rank's."""
+    largest = norm_type == float("inf")
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        reduced = norm if largest else norm**norm_type
+        with waiting():
+            dist.all_reduce(
+                reduced, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, mesh.get_group(mesh_dim)
+            )
+        norm = reduced if largest else reduced ** (1.0 / norm_type)
+    return norm
 
 
 def pieces(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:

@@ -152,13 +152,7 @@ class Fsdp2Strategy(Strategy):
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        kinds = [[g for g in gradients if parts.is_part(g)], [g for g in gradients if not parts.is_part(g)]]
-        norms = [torch.nn.utils.get_total_norm(kind, norm_type) for kind in kinds if kind]
-        if not norms:
-            return torch.tensor(0.0, device=self._member.device)
-        device = self._member.device
-        whole = [parts.whole(norm).to(device) for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(whole), norm_type)
+        total = parts.total_norm(gradients, norm_type, self._member.device)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in gradients:
             held = parts.local(gradient)

@@ -1,0 +1,352 @@
+"""Sharded training on real ranks: it equals that of one process, whatever the settings."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+from nblaunch.training import parts
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from tests.training import ranks
+
+ROWS, GLOBAL_BATCH = 64, 16
+
+
+class Block(nn.Module):
+    """A residual layer with a norm, as in a transformer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Network(nn.Module):
+    """Layers in a list, sizes that no number of ranks divides, and a buffer."""
+
+    def __init__(self, size: int = 17, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(num_blocks))
+        self.exit = nn.Linear(size, 1)
+        self.register_buffer("scale", torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x) * self.scale
+
+
+def network(device: str = "cpu") -> Network:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        with torch.device(device):
+            return Network()
+
+
+def data() -> TensorDataset:
+    inputs = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
+
+
+def prepared(
+    settings: dict[str, Any] | None, model: nn.Module, **accelerator_settings: Any
+) -> tuple[Accelerator, Any, Any, Any]:
+    """An Accelerator and what it prepared; ``settings`` None: without a plugin."""
+    plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
+    accelerator = Accelerator(fsdp_plugin=plugin, split_batches=True, **accelerator_settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(
+        data(), batch_size=GLOBAL_BATCH, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def epoch(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, norm: float = 0.5
+) -> list[float]:
+    """One epoch with clipping; the mean loss of every step, and the norms of gradients before they were clipped."""
+    told = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = (model(inputs) - targets).pow(2).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                told.append(float(accelerator.clip_grad_norm_(model.parameters(), norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(accelerator.reduce(loss.detach(), "mean").item())
+    return told
+
+
+def _train(
+    settings: dict[str, Any] | None, device: str = "cpu", **accelerator_settings: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    accelerator, *rest = prepared(settings, network(device), **accelerator_settings)
+    told = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
+    return told, accelerator.get_state_dict(rest[0])
+
+
+@functools.cache
+def expected(accumulation: int = 1, precision: str = "no") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """What one process without sharding tells."""
+    found: tuple[list[float], dict[str, torch.Tensor]]
+    (found,) = ranks.run(
+        functools.partial(_train, gradient_accumulation_steps=accumulation, mixed_precision=precision),
+        1,
+        None,
+    )
+    return found
+
+
+def same(found: list[Any], accumulation: int = 1, precision: str = "no") -> None:
+    """Every rank tells what one process tells, and the main process has its weights."""
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if precision == "no" else {"rtol": 0.05, "atol": 0.05}
+    told, weights = expected(accumulation, precision)
+    for one, _ in found:
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(told), **tolerance)
+    torch.testing.assert_close(found[0][1], weights, **tolerance)
+    assert [one for _, one in found[1:]] == [{}] * (len(found) - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_equals_that_of_one_process(world_size: int, accumulation: int) -> None:
+    train = functools.partial(_train, gradient_accumulation_steps=accumulation)
+    same(ranks.run(train, world_size, {}), accumulation)
+
+
+def test_training_in_bf16_equals_that_of_one_process() -> None:
+    same(ranks.run(functools.partial(_train, mixed_precision="bf16"), 2, {}), precision="bf16")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reshard_after_forward": False},
+        {"sharding_strategy": "HYBRID_SHARD"},
+        {"auto_wrap_policy": "no_wrap"},
+        {"cpu_offload": True},
+        {"activation_checkpointing": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_change_memory_and_traffic_alone(settings: dict[str, Any]) -> None:
+    same(ranks.run(_train, 2, settings))
+
+
+def _train_compiled(is_regional: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    # torch's compiler asks whether activations have a gradient.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=is_regional)
+    return _train({}, dynamo_plugin=plugin)
+
+
+@pytest.mark.parametrize("is_regional", [False, True])
+def test_a_compiled_model_trains_alike(is_regional: bool) -> None:
+    same(ranks.run(_train_compiled, 2, is_regional))
+
+
+def test_weights_of_the_meta_device_are_those_that_the_model_would_have_made() -> None:
+    def train() -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(3)  # as the other ranks' seeds need not be
+        if Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).process_index > 0:
+            torch.manual_seed(4)
+        return _train({"param_init_fn": _make}, "meta")
+
+    same(ranks.run(train, 2))
+
+
+def _make(module: Any) -> None:
+    if isinstance(module, Network):
+        module.scale.fill_(2.0)
+    else:
+        module.reset_parameters()
+
+
+def _train_unequal(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    plugin = FullyShardedDataParallelPlugin()
+    is_main = Accelerator(fsdp_plugin=plugin).is_main_process
+    model = network("cpu" if is_main or where == "cpu" else "meta")
+    if not is_main and where == "cpu":
+        with torch.no_grad():
+            model.entry.weight.add_(1.0)
+            model.scale.add_(1.0)
+    if not is_main and where == "meta":
+        model.scale = torch.zeros(1)
+    accelerator, *rest = prepared({}, model)
+    return [*epoch(accelerator, *rest), *epoch(accelerator, *rest)], accelerator.get_state_dict(rest[0])
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_ranks_without_the_weights_of_rank_0_get_them(where: str) -> None:
+    same(ranks.run(_train_unequal, 2, where))
+
+
+def _shares() -> dict[str, Any]:
+    accelerator, model, optimizer, _ = prepared({}, network())
+    weights = dict(model.named_parameters())
+    return {
+        "held": sum(parts.local(weight).numel() for weight in weights.values()),
+        "all": sum(weight.numel() for weight in weights.values()),
+        "stepped": sum(parts.local(p).numel() for g in optimizer.param_groups for p in g["params"]),
+        "label": accelerator.distributed_type.name,
+        "is_fsdp2": accelerator.is_fsdp2,
+        "unwrapped": accelerator.unwrap_model(model) is model,
+        "again": accelerator.prepare(model) is model,
+    }
+
+
+def test_every_rank_holds_its_part_alone() -> None:
+    found = ranks.run(_shares, 4)
+    assert sum(one["held"] for one in found) == found[0]["all"]
+    for one in found:
+        assert one["held"] < 0.31 * one["all"]
+        assert one["stepped"] == one["held"]
+        assert one["label"] == "FSDP"
+        assert one["is_fsdp2"]
+        assert one["unwrapped"]
+        assert one["again"]
+
+
+class Tied(nn.Module):
+    """The exit is the entry, turned round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5, bias=False)
+        self.middle = Block(5)
+        self.exit = nn.Linear(5, 5, bias=False)
+        self.exit.weight = self.entry.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exit(self.middle(self.entry(x)))
+
+
+def _train_tied(settings: dict[str, Any] | None) -> tuple[bool, dict[str, torch.Tensor]]:
+    plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(3)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 5)).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.entry.weight is model.exit.weight, accelerator.get_state_dict(model)
+
+
+def test_tied_weights_stay_tied_whatever_the_units_would_be() -> None:
+    settings = {"transformer_cls_names_to_wrap": ["Linear", "Block"]}
+    (is_tied, alone), *_ = ranks.run(_train_tied, 1, None)
+    found = ranks.run(_train_tied, 2, settings)
+    assert is_tied
+    assert all(is_tied for is_tied, _ in found)
+    torch.testing.assert_close(found[0][1], alone)
+
+
+def _train_with_tail(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    plugin = GradientAccumulationPlugin(num_steps=3, average_tail=True)
+    accelerator, *rest = prepared(settings, network(), gradient_accumulation_plugin=plugin)
+    epoch(accelerator, *rest, norm=100.0)  # 4 micro-steps: a window, and a tail of one
+    torch.manual_seed(0)
+    model, optimizer, _ = rest
+    loader = accelerator.prepare(DataLoader(data(), batch_size=8))  # 8 micro-steps: a tail of two
+    epoch(accelerator, model, optimizer, loader, norm=100.0)
+    return accelerator.get_state_dict(model)
+
+
+def test_gradients_that_are_not_reduced_yet_are_rescaled() -> None:
+    (alone,) = ranks.run(_train_with_tail, 1, None)
+    torch.testing.assert_close(ranks.run(_train_with_tail, 2, {})[0], alone, rtol=1e-3, atol=1e-4)
+
+
+def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    accelerator, model, optimizer, _ = prepared(settings, network())
+    inputs = data().tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
+    with accelerator.no_sync(model):
+        accelerator.backward(model(inputs).pow(2).mean())
+        assert all(parameter.grad is None for parameter in model.parameters() if parts.is_part(parameter))
+    with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(inputs).pow(2).mean())
+    accelerator.clip_grad_value_(model.parameters(), 0.02)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert (parts.local(parameter.grad).abs() <= 0.02).all()
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_gradients_are_reduced_when_asked() -> None:
+    (alone,) = ranks.run(_sync_late, 1, None)
+    torch.testing.assert_close(ranks.run(_sync_late, 2, {})[0], alone, rtol=1e-4, atol=1e-5)
+
+
+def _stepped_before(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(data().tensors[0]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator = Accelerator(
+        fsdp_plugin=None if settings is None else FullyShardedDataParallelPlugin(**settings)
+    )
+    optimizer, model = accelerator.prepare(optimizer, model)
+    accelerator.backward(model(data().tensors[0]).pow(2).mean())
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_an_optimizer_keeps_the_state_that_it_had_before() -> None:
+    (alone,) = ranks.run(_stepped_before, 1, None)
+    torch.testing.assert_close(ranks.run(_stepped_before, 2, {})[0], alone, rtol=1e-4, atol=1e-5)
+
+
+def _norms(norm_type: float, ignored: str | None) -> float:
+    accelerator, model, _, _ = prepared({"ignored_modules": ignored}, network())
+    accelerator.backward(model(data().tensors[0]).pow(2).mean())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+    again = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+    assert float(again) == pytest.approx(0.1, rel=1e-3)
+    assert not parts.is_part(norm)
+    return float(norm)
+
+
+@pytest.mark.parametrize(("norm_type", "ignored"), [(2.0, "exit"), (1.0, None), (float("inf"), None)])
+def test_norms_are_those_of_all_parts(norm_type: float, ignored: str | None) -> None:
+    model = network()
+    model(data().tensors[0]).pow(2).mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)  # type: ignore[misc]
+    assert ranks.run(_norms, 2, norm_type, ignored) == pytest.approx([float(norm)] * 2, rel=1e-4)
+
+
+def _fail() -> str:
+    accelerator, model, *_ = prepared({}, network())
+    group = model.blocks[1]._get_fsdp_state()._fsdp_param_group
+    group.fsdp_params[0].init_all_gather_outputs = group.fsdp_params[0].alloc_all_gather_outputs = _no_memory
+    try:
+        accelerator.backward(model(torch.ones(2, 6)).mean())
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _no_memory(*args: Any, **kwargs: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_an_error_while_ranks_exchange_names_the_layer() -> None:
+    for message in ranks.run(_fail, 2):
+        assert message == "in all_gather of blocks.1 (Block): CUDA out of memory. Tried to allocate 2.00 GiB"
