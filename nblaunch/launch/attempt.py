@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,7 +12,8 @@ from functools import partial
 from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine
 from nblaunch.errors import LaunchError
-from nblaunch.events import Event, Started
+from nblaunch.events import Event, Note, Started
+from nblaunch.launch.diagnosis.given_back import MemoryBalance
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog, LogTail
@@ -68,14 +70,18 @@ class Attempt:
         Raises:
             LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
         """
+        balance = MemoryBalance(self.backend)
         try:
             with ExitStack() as stack:
-                return self._run(stack)
+                result = self._run(stack)
         except OSError as error:
             raise LaunchError(
                 f"the system refused what {self.place.local_world_size} workers need: {error}. If descriptors ran out "
                 "(ulimit -n), close some or use fewer processes."
             ) from error
+        for line in balance.lines():
+            self.tell(Note(rank=-1, time_s=time.time(), text=line, kind="warning"))
+        return result
 
     def _run(self, stack: ExitStack) -> tuple[AttemptReport, dict[int, Outcome]]:
         self.log.start_attempt(self.number)

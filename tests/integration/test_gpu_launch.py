@@ -189,3 +189,26 @@ def train(is_endless):
     assert cell.wait().error is not None
     assert cell.error is not None
     assert cell.error.name == "KeyboardInterrupt"
+
+
+def test_memory_that_was_not_given_back_is_told(made_up: Kernel) -> None:
+    """The device is a number in shared memory, which workers raise and may or may not lower again."""
+    made_up.run(
+        """
+import mmap
+from nblaunch.backends.meter import DeviceMeter, DeviceReading
+taken = memoryview(mmap.mmap(-1, 8)).cast("q")
+class Meter(DeviceMeter):
+    def read(self):
+        return (DeviceReading("GPU 0", taken[0], 16_000_000_000),)
+MadeUp.open_meter = lambda self: Meter()
+def leave(num_bytes, fails=False):
+    taken[0] += num_bytes
+    assert not fails
+"""
+    )
+    assert "than before the launch" not in made_up.run("notebook_launcher(leave, (0,))").stdout
+    kept = made_up.run("notebook_launcher(leave, (2_000_000_000,))")
+    assert "GPU 0: 2.0 GB more of its memory are taken than before the launch" in kept.stdout
+    failed = made_up.run("notebook_launcher(leave, (3_000_000_000, True))", raises="AssertionError")
+    assert "GPU 0: 3.0 GB more of its memory are taken" in failed.stdout
