@@ -50,6 +50,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     jobs.remember(job)
     with _signals_to(job, resolved["stop_grace_s"]) as received:
         job.run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but for the last words
     error = job.exception()
     if isinstance(error, LaunchError) and not failures.has_started:
         raise UsageError(_in_one_line(error))

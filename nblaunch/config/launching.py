@@ -45,7 +45,6 @@ _DYNAMO_ARGUMENTS = {
 """Setting -> argument of ``TorchDynamoPlugin``."""
 
 _FSDP_ARGUMENTS = {
-    "fsdp_version": "fsdp_version",
     "fsdp_reshard_after_forward": "reshard_after_forward",
     "fsdp_offload_params": "cpu_offload",
     "fsdp_auto_wrap_policy": "auto_wrap_policy",
@@ -54,13 +53,10 @@ _FSDP_ARGUMENTS = {
     "fsdp_state_dict_type": "state_dict_type",
     "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
     "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
     "fsdp_sharding_strategy": "sharding_strategy",
-    "fsdp_backward_prefetch": "backward_prefetch",
-    "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_use_orig_params": "use_orig_params",
-    "fsdp_sync_module_states": "sync_module_states",
 }
-"""Setting -> argument of ``FullyShardedDataParallelPlugin``."""
+"""Setting -> argument of ``FullyShardedDataParallelPlugin``, for those that mean something in version 2."""
 
 _DEEPSPEED_ARGUMENTS = {
     "deepspeed_config_file": "hf_ds_config",
@@ -167,8 +163,10 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
-    plugin = {_FSDP_ARGUMENTS[name]: value for name, value in resolved.group("fsdp_config").items()}
-    plugin["fsdp_version"] = int(resolved["fsdp_version"])
+    chosen = resolved.group("fsdp_config")
+    plugin = {ours: chosen[name] for name, ours in _FSDP_ARGUMENTS.items() if name in chosen}
+    if not plugin.get("min_num_params"):
+        plugin.pop("min_num_params", None)  # the reference writes 0 where it has no meaning
     names = plugin.get("transformer_cls_names_to_wrap")
     if names is not None:
         plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]

@@ -45,13 +45,11 @@ _REFUSED = {
     "tpu_env": "starting the machines of a TPU pod from one of them",
     "command_file": "starting the machines of a TPU pod from one of them",
     "commands": "starting the machines of a TPU pod from one of them",
-    "fsdp_activation_checkpointing_offload": "offloading of activations",
 }
 """Keys that ask for what nblaunch does not have, unless they are empty."""
 
 _OLD_NAMES = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
-    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
 }
 
 

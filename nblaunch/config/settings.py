@@ -114,7 +114,12 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ("dynamo_use_regional_compilation", Switch(), False, "compile repeated blocks only"),
     ),
     "fsdp_config": (
-        ("fsdp_version", Choice(("1", "2")), "2", "2 = fully_shard; settings of version 1 are translated"),
+        (
+            "fsdp_version",
+            Choice(("1", "2")),
+            "2",
+            "settings of version 1 are read, and version 2 (fully_shard) is used",
+        ),
         (
             "fsdp_reshard_after_forward",
             FlagOrName(),
@@ -124,7 +129,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ("fsdp_offload_params", Flag(), None, "keep parameters and gradients on the CPU"),
         ("fsdp_auto_wrap_policy", Choice(WRAP_POLICIES), None, "which submodules are sharded one by one"),
         ("fsdp_transformer_layer_cls_to_wrap", Text("CLASS,..."), None, "blocks, for TRANSFORMER_BASED_WRAP"),
-        ("fsdp_min_num_params", Whole(1), None, "least number of parameters, for SIZE_BASED_WRAP"),
+        ("fsdp_min_num_params", Whole(0), None, "least number of parameters, for SIZE_BASED_WRAP"),
         (
             "fsdp_state_dict_type",
             Choice(STATE_DICT_TYPES),
@@ -133,11 +138,17 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ),
         ("fsdp_cpu_ram_efficient_loading", Flag(), None, "only rank 0 loads the pretrained weights"),
         ("fsdp_activation_checkpointing", Flag(), None, "compute activations again rather than keep them"),
+        ("fsdp_activation_checkpointing_offload", Flag(), None, "keep their inputs in host memory meanwhile"),
         ("fsdp_sharding_strategy", Text("NAME"), None, "version 1: FULL_SHARD, SHARD_GRAD_OP, ..."),
-        ("fsdp_backward_prefetch", Text("NAME"), None, "version 1: BACKWARD_PRE, BACKWARD_POST"),
-        ("fsdp_forward_prefetch", Flag(), None, "version 1: gather the next weights early"),
-        ("fsdp_use_orig_params", Flag(), None, "version 1: frozen and trained parameters in one module"),
-        ("fsdp_sync_module_states", Flag(), None, "version 1: rank 0's weights go to all ranks at the start"),
+        (
+            "fsdp_backward_prefetch",
+            Text("NAME"),
+            None,
+            "version 1; changes nothing, version 2 always prefetches",
+        ),
+        ("fsdp_forward_prefetch", Flag(), None, "version 1; changes nothing, version 2 always prefetches"),
+        ("fsdp_use_orig_params", Flag(), None, "version 1; changes nothing, version 2 keeps them"),
+        ("fsdp_sync_module_states", Flag(), None, "version 1; changes nothing, ranks compare their weights"),
     ),
     "deepspeed_config": (
         (

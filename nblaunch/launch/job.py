@@ -194,7 +194,7 @@ class Job:
     def terminate(self, grace_s: float = 20.0) -> None:
         """End the job as a batch system's SIGTERM should: like :meth:`stop`; when time is up, like :meth:`interrupt`.
 
-        Where no rank looks at ``accelerator.should_stop`` or handles SIGTERM itself, ranks are interrupted at once.
+        Where no rank looks at ``accelerator.should_stop`` or handles SIGTERM itself, ranks are interrupted soon.
 
         Args:
             grace_s: seconds in which ranks may write a checkpoint and return.

@@ -214,8 +214,8 @@ class Supervisor:
         requests = self._requests
         if requests.terminations and self._termination is None:
             self._begin_termination()
-        if self._termination is not None:
-            self._termination.poll(time.monotonic())
+        if self._termination is not None and (text := self._termination.poll(time.monotonic())):
+            self._note(text)
         if requests.is_cancelled and not self.report.cancelled:
             self.report.cancelled = True
             self._ladder = StopLadder.kill(time.monotonic())
@@ -238,11 +238,9 @@ class Supervisor:
         grace_s = self._requests.termination_grace_s
         slots = {rank: self._board.slot(rank) for rank in self._receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
-        text = (
-            f"asked to end (SIGTERM): ranks have {grace_s:g} s to leave by themselves"
-            if self._termination.is_heard
-            else "asked to end (SIGTERM): no rank looks at should_stop or handles the signal, so they are interrupted"
-        )
+        self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
+
+    def _note(self, text: str) -> None:
         self._tell(Note(rank=-1, time_s=time.time(), text=text))
 
     def _heed_other_nodes(self) -> None:

@@ -16,6 +16,9 @@ from nblaunch.launch.diagnosis import processes
 from nblaunch.launch.requests import StopRequests
 from nblaunch.wire.board import Slot
 
+LISTEN_S = 2.0
+"""How long ranks that never looked at ``should_stop`` have for a first look: a few steps of most loops."""
+
 
 class Termination:
     """One way to an orderly end. ``poll`` it until the workers have ended.
@@ -37,20 +40,26 @@ class Termination:
         slots: Mapping[int, Slot],
     ) -> None:
         self._requests = requests
-        self._is_interrupted = False
-        handling = {rank: pid for rank, pid in pids.items() if processes.catches(pid, signal.SIGTERM)}
-        for pid in handling.values():
+        self._began_s = now_s
+        self._grace_s = grace_s
+        self._slots = [slots[rank] for rank in pids]
+        self._is_over = False
+        self._handling = [pid for pid in pids.values() if processes.catches(pid, signal.SIGTERM)]
+        for pid in self._handling:
             with suppress(ProcessLookupError):
                 os.kill(
                     pid, signal.SIGTERM
                 )  # not its group: the processes of its data loaders have no handler
-        # Who never looked at should_stop so far will hardly begin to.
-        self.is_heard = bool(handling) or any(slots[rank].num_checks > 0 for rank in pids)
-        self._until_s = now_s + (grace_s if self.is_heard else 0.0)
         requests.stop()
 
-    def poll(self, now_s: float) -> None:
-        """Interrupt the ranks when their time is over."""
-        if not self._is_interrupted and now_s >= self._until_s:
-            self._is_interrupted = True
-            self._requests.interrupt()
+    def poll(self, now_s: float) -> str:
+        """Interrupt the ranks when their time is over; says so once."""
+        is_heard = bool(self._handling) or any(slot.num_checks > 0 for slot in self._slots)
+        patience_s = self._grace_s if is_heard else min(self._grace_s, LISTEN_S)
+        if self._is_over or now_s - self._began_s < patience_s:
+            return ""
+        self._is_over = True
+        self._requests.interrupt()
+        if is_heard:
+            return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"
+        return "no rank looks at accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
