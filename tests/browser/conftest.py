@@ -1,0 +1,29 @@
+"""A browser and a JupyterLab for the tests of this folder: started once, since both take seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import browser as chromium
+from tests.browser.lab import Browser, Lab
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if chromium.find() is None:
+        # `make test` installs it where it may. Where changes are accepted, a browser is not optional.
+        if os.environ.get("CI"):
+            pytest.fail(chromium.HELP, pytrace=False)
+        pytest.skip(chromium.HELP)
+    with Browser.start() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with Lab.start(Path(tmp_path_factory.mktemp("lab"))) as lab:
+        yield lab

@@ -1,0 +1,194 @@
+"""What a person sees in JupyterLab: live widgets while a job runs, and the table that replaces them.
+
+Pictures of each stage are written to ``artifacts/browser``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from nblaunch.dashboard.colours import BAD
+from tests.browser.lab import Browser, Lab, Page, write_notebook
+
+QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
+RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
+
+# Steps of a known length, until somebody asks for the end; no process group, so that a start takes no time.
+SETUP = """
+import os, time
+import torch
+from torch.utils.data import DataLoader
+import nblaunch
+from nblaunch import Accelerator, notebook_launcher
+
+def train(num_steps, fails=False):
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    loader = accelerator.prepare(DataLoader(list(range(num_steps * accelerator.num_processes)), batch_size=1))
+    try:
+        for step, batch in enumerate(loader):
+            time.sleep(0.02)
+            if step % 10 == 0:
+                print(f"rank {rank} at step {step} <b>not bold</b>")
+            if fails and rank == 1 and step == 40:
+                raise ValueError("the loss of <i>this</i> rank is nan")
+            if accelerator.should_stop:
+                break
+    finally:
+        if fails and rank != 1:
+            time.sleep(2)
+    return step
+"""
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+
+FAILING, ONE, TWO, OTHER, AGAIN, RESULT = range(1, 7)
+CELLS = (
+    SETUP,
+    "notebook_launcher(train, (1000, True), 2)",
+    "one = notebook_launcher(train, (100_000,), 2, background=True)",
+    "two = notebook_launcher(train, (100_000,), 2, background=True)",
+    "print('free')",
+    "nblaunch.last_job()",
+    "two.result() > 0",
+)
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Browser) -> Iterator[Page]:
+    """A notebook with these cells, the first of them run."""
+    write_notebook(lab.folder / "jobs.ipynb", CELLS)
+    page = lab.open(browser, "jobs.ipynb")
+    page.run(0)
+    page.wait_until_idle(0)
+    yield page
+    page.shut_down()
+
+
+def bars(page: Page, cell: int) -> list[float]:
+    """How far the progress bars below a cell are, in percent; each is a widget."""
+    script = "bars => bars.map(bar => parseFloat(bar.style.width) || 0)"
+    return page.output(cell).locator(".jupyter-widgets .progress-bar:visible").evaluate_all(script)  # type: ignore[no-any-return]
+
+
+def button(page: Page, cell: int, name: str) -> Any:
+    return page.output(cell).get_by_role("button", name=name, exact=True)
+
+
+def num_widgets(page: Page, cell: int) -> int:
+    return page.output(cell).locator(".jupyter-widgets").count()
+
+
+def saved_outputs(page: Page, cell: int) -> tuple[Any, list[Any]]:
+    """Save; returns the notebook's metadata and what a cell's outputs hold in the file."""
+    saved = page.save()
+    return saved.metadata, [dict(output.get("data", output)) for output in saved.cells[cell].outputs]
+
+
+def has_no_widget_state(metadata: Any) -> bool:
+    """GitHub refuses notebooks with widgets but no state; ours have none of both. Lab writes an empty state."""
+    widgets = metadata.get("widgets", {})
+    return all(part["state"] == {} for part in widgets.values())
+
+
+def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, browser: Browser) -> None:
+    quickstart = nbformat.read(QUICKSTART, as_version=4)
+    parameters = next(c for c in quickstart.cells if "parameters" in c.metadata.get("tags", []))
+    parameters.source = parameters.source.replace("None", "4").replace("epochs = 6", "epochs = 15")
+    nbformat.write(quickstart, lab.folder / "quickstart.ipynb")
+    launch = next(i for i, cell in enumerate(quickstart.cells) if "notebook_launcher(train" in cell.source)
+    page = lab.open(browser, "quickstart.ipynb")
+    try:
+        page.run_all()
+        page.wait_until(lambda: len(bars(page, launch)) == 4, "four bars", 60)
+        assert page.is_running(launch)
+        page.wait_for_text(launch, "epoch 0: loss")  # printed by rank 0, shown in the pane of all ranks
+        samples = [bars(page, launch)]
+        while page.is_running(launch):
+            page.page.wait_for_timeout(100)
+            samples.append(bars(page, launch))
+            if len(samples) == 12:
+                page.screenshot("quickstart_live.png", page.output(launch))
+        live = [sample for sample in samples if len(sample) == 4]
+        for rank in range(4):
+            assert len({sample[rank] for sample in live}) >= 4, f"bar {rank} stood still: {live}"
+        page.wait_for_text(launch, "done in")
+        page.screenshot("quickstart_done.png", page.output(launch))
+        # The static table, the lines of the ranks, the result; no widget is left.
+        assert num_widgets(page, launch) == 0
+        assert len(re.findall(r"^\d\s+● done", page.text(launch), re.MULTILINE)) == 4
+        assert "[0] epoch 14: loss" in page.text(launch)
+        assert "{'accuracy': 0.9" in page.text(launch)
+        page.wait_until_idle(len(quickstart.cells) - 1)
+        metadata, outputs = saved_outputs(page, launch)
+        assert has_no_widget_state(metadata)
+        assert {"text/html", "text/plain"} in [set(output) for output in outputs]
+        assert not any("widget-view" in name for output in outputs for name in output)
+    finally:
+        page.shut_down()
+
+
+def test_a_failing_rank_turns_red_and_says_why(page: Page) -> None:
+    page.run(FAILING)
+    page.wait_until(lambda: len(bars(page, FAILING)) == 2, "two bars")
+    page.output(FAILING).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
+    page.wait_for_text(FAILING, "rank 1 at step 10 <b>not bold</b>")
+    assert "rank 0 at step" not in page.text(FAILING)
+    # Live: the other rank takes its time to end, and meanwhile the widgets tell.
+    page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
+    assert num_widgets(page, FAILING) > 0
+    dots = page.output(FAILING).locator(".widget-html span:text('●')")
+    assert RED in dots.evaluate_all("dots => dots.map(dot => getComputedStyle(dot).color)")
+    page.screenshot("failing_live.png")
+    page.wait_for_text(FAILING, "failed in rank 1 after")
+    page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
+    dot = page.output(FAILING).locator("tr", has_text="failed").locator("span").first
+    assert dot.evaluate("dot => getComputedStyle(dot).color") == RED
+    assert "ValueError: the loss of <i>this</i> rank is nan" in page.text(FAILING)
+    page.screenshot("failed.png")
+
+
+def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
+    page.run(ONE)
+    page.run(TWO)
+    for cell in (ONE, TWO):
+        page.wait_until(lambda cell=cell: len(bars(page, cell)) == 2, "two bars")  # type: ignore[misc]
+    page.run(OTHER)
+    page.wait_for_text(OTHER, "free")
+    page.wait_for_text(ONE, "rank 1 at step ")
+    button(page, ONE, "Stacks").click()
+    page.wait_for_text(ONE, "where the ranks are")
+    page.wait_for_text(ONE, "in train: time.sleep(0.02)")
+    page.screenshot("two_jobs.png")
+    button(page, ONE, "Kill").click()
+    button(page, ONE, "Kill: sure?").click()
+    page.wait_for_text(ONE, "cancelled after")
+    assert num_widgets(page, ONE) == 0
+    assert len(bars(page, TWO)) == 2
+
+    page.save()
+    page.reload()
+    page.wait_until(lambda: len(bars(page, TWO)) == 2, "two bars after the reload")
+    seconds = re.compile(r"running for ([\d:]+)")
+    before = seconds.findall(page.text(TWO))
+    page.wait_until(lambda: seconds.findall(page.text(TWO)) != before, "the clock to go on")
+
+    page.run(AGAIN)
+    page.wait_until(lambda: len(bars(page, AGAIN)) == 2, "two bars in the other cell")
+    button(page, AGAIN, "Stop").click()
+    # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
+    for cell in (TWO, AGAIN):
+        page.wait_for_text(cell, "done in")
+        assert "● done" in page.text(cell)
+        assert len(bars(page, cell)) == 0
+    assert num_widgets(page, AGAIN) == 0
+    page.screenshot("stopped.png")
+    page.run(RESULT)
+    page.wait_for_text(RESULT, "True")
