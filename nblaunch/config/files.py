@@ -64,20 +64,11 @@ def read(path: Path) -> Layer:
         unknown_keys = [key for key in ours if key not in SETTINGS]
         if unknown_keys:
             raise ConfigError("; ".join(unknown(str(key), SETTINGS) for key in unknown_keys))
-        given = {
-            name: value
-            for name, value in ours.items()
-            if value is not None and not _is_left_open(name, value)
-        }
+        given = {name: value for name, value in ours.items() if value is not None}
         values = {name: convert(name, value) for name, value in given.items()}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Layer(f"file {path}", values, tuple(notes))
-
-
-def _is_left_open(name: str, value: Any) -> bool:
-    """Accelerate's way to write that something is not set."""
-    return name == "num_processes" and value == -1
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ours: dict[str, Any] = {}
     notes = []
     for key, value in raw.items():
+        if key == "num_processes" and value == -1:
+            continue  # its way to write that nothing is set
         if key in _REFUSED:
             _refuse_unless_empty(key, value)
         elif key in _WITHOUT_MEANING:

@@ -1,0 +1,196 @@
+"""Configuration files: our own and those of ``accelerate config``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+
+from nblaunch.config import files
+from nblaunch.config.launching import accelerator_settings
+from nblaunch.config.resolving import ConfigError, resolve
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def of_accelerate(folder: Path, **values: Any) -> Path:
+    """A file as Accelerate itself writes it."""
+    path = folder / "accelerate.yaml"
+    base = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "use_cpu": False, "debug": False}
+    ClusterConfig(**(base | values)).to_yaml_file(str(path))
+    return path
+
+
+def test_what_is_written_reads_the_same_with_a_comment_for_each(tmp_path: Path) -> None:
+    values = {"num_processes": 4, "mixed_precision": "no", "strategy": "fsdp", "fsdp_offload_params": True,
+              "num_machines": "1:2", "rdzv_conf": {"timeout": 30}, "log_line_prefix_template": "[$rank]"}  # fmt: skip
+    path = tmp_path / "new" / "folder" / "config.yaml"
+    files.write(path, values)
+    assert dict(files.read(path).values) == values
+    lines = path.read_text().splitlines()
+    keys = [place for place, line in enumerate(lines) if line.strip() and not line.strip().startswith("#")]
+    assert all(
+        lines[place - 1].strip().startswith("#") for place in keys if not lines[place].endswith("_config:")
+    )
+    assert os.listdir(path.parent) == ["config.yaml"], "the file that it was written as is gone"
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "num_processes: 1\n")
+
+    def refuse(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ConfigError, match="No space left"):
+        files.write(path, {"num_processes": 2})
+    assert path.read_text() == "num_processes: 1\n"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_proceses: 2\n", ["num_proceses is unknown", "did you mean num_processes"]),
+        ("bogus: 2\nother: 3\n", ["bogus is unknown", "other is unknown"]),
+        ("num_processes: two\n", ["num_processes: 'two' must be a whole number"]),
+        ("num_processes: [1]\n", ["num_processes: [1] must be a whole number"]),
+        ("num_processes: 1\nnum_processes: 2\n", ["num_processes is there twice"]),
+        ("num_processes: {\n", ["is not YAML"]),
+        ("- 1\n", ["must hold keys and values, but is a list"]),
+        ("fsdp_config: 3\n", ["fsdp_config: must hold keys and values"]),
+        ("fsdp_config:\n  num_processes: 2\n", ["num_processes does not belong there"]),
+        ("distributed_type: MEGATRON_LM\n", ["MEGATRON_LM is not available"]),
+        ("compute_environment: AMAZON_SAGEMAKER\n", ["AMAZON_SAGEMAKER is not available"]),
+        ("fp8_config:\n  backend: TE\n", ["fp8"]),
+        ("tpu_name: pod\n", ["TPU pod"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        files.read(path)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        files.read(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert not files.read(written(tmp_path, "# nothing\n")).values
+
+
+def test_a_file_of_accelerate_for_gpus_is_read_as_it_is(tmp_path: Path) -> None:
+    path = of_accelerate(tmp_path, distributed_type="MULTI_GPU", num_processes=8, num_machines=2, machine_rank=1,
+                         main_process_ip="10.0.0.1", main_process_port=29511, same_network=True, gpu_ids="0,1,2,3",
+                         mixed_precision="fp16", rdzv_backend="static", main_training_function="train",
+                         dynamo_config={"dynamo_backend": "INDUCTOR", "dynamo_mode": "reduce-overhead"})  # fmt: skip
+    layer = files.read(path)
+    resolved = resolve([layer])
+    assert resolved["backend"] == "cuda"
+    assert [resolved[name] for name in ("num_processes", "num_machines", "machine_rank")] == [8, 2, 1]
+    assert (resolved["main_process_ip"], resolved["main_process_port"]) == ("10.0.0.1", 29511)
+    assert (resolved["gpu_ids"], resolved["mixed_precision"]) == ("0,1,2,3", "fp16")
+    assert accelerator_settings(resolved)["dynamo_plugin"] == {
+        "backend": "inductor",
+        "mode": "reduce-overhead",
+    }
+    assert [note.partition(" ")[0] for note in layer.notes] == ["main_training_function"]
+
+
+def test_a_file_of_accelerate_for_fsdp_is_read_as_it_is(tmp_path: Path) -> None:
+    fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block,Head",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_activation_checkpointing": False}  # fmt: skip
+    resolved = resolve(
+        [files.read(of_accelerate(tmp_path, distributed_type="FSDP", num_processes=2, fsdp_config=fsdp))]
+    )
+    assert resolved["strategy"] == "fsdp"
+    assert accelerator_settings(resolved)["fsdp_plugin"] == {
+        "reshard_after_forward": True,
+        "cpu_offload": False,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_cls_names_to_wrap": ["Block", "Head"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": True,
+        "activation_checkpointing": False,
+    }
+
+
+def test_a_file_of_accelerate_for_deepspeed_is_read_as_it_is(tmp_path: Path) -> None:
+    deepspeed = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
+                 "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero3_init_flag": True,
+                 "zero3_save_16bit_model": True}  # fmt: skip
+    path = of_accelerate(tmp_path, distributed_type="DEEPSPEED", num_processes=2, deepspeed_config=deepspeed)
+    settings = accelerator_settings(resolve([files.read(path)]))
+    assert settings["deepspeed_plugin"] == deepspeed
+    assert settings["gradient_accumulation_steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"distributed_type": "NO", "use_cpu": True}, {"backend": "cpu", "num_processes": 1}),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 3}, {"backend": "cpu", "num_processes": 3}),
+        ({"distributed_type": "XLA", "downcast_bf16": True}, {"backend": "xla", "downcast_bf16": True}),
+        ({"distributed_type": "MULTI_GPU", "num_processes": -1}, {"backend": "cuda", "num_processes": None}),
+    ],
+)  # fmt: skip
+def test_devices_of_accelerate(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    resolved = resolve([files.read(of_accelerate(tmp_path, **values))])
+    assert {name: resolved[name] for name in expected} == expected
+
+
+def test_an_old_file_of_accelerate_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\n"
+                             "dynamo_backend: 'NO'\nfsdp_config: {}\ndeepspeed_config: {}\n")  # fmt: skip
+    resolved = resolve([files.read(path)])
+    assert (resolved["mixed_precision"], resolved["dynamo_backend"]) == ("fp16", "no")
+
+
+def test_json_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"distributed_type": "MULTI_CPU", "num_processes": 2}')
+    assert files.read(path).values["num_processes"] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other platforms have other folders")
+def test_the_default_file_is_in_the_platforms_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBLAUNCH_CONFIG_FILE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert files.default_path() == tmp_path / "nblaunch" / "default.yaml"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.default_path() == tmp_path / ".config" / "nblaunch" / "default.yaml"
+    monkeypatch.setenv("NBLAUNCH_CONFIG_FILE", str(tmp_path / "mine.yaml"))
+    assert files.default_path() == tmp_path / "mine.yaml"
+    assert files.find_layers(None) == []
+
+
+def test_written_yaml_is_yaml(tmp_path: Path) -> None:
+    content = yaml.safe_load(
+        files.render({"strategy": "fsdp", "fsdp_offload_params": True, "mixed_precision": "no"})
+    )
+    assert content == {
+        "strategy": "fsdp",
+        "mixed_precision": "no",
+        "fsdp_config": {"fsdp_offload_params": True},
+    }

@@ -1,0 +1,175 @@
+"""The table of settings: how values are read, merged and checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nblaunch.config.launching import accelerator_settings, resolved_settings, spec_from_file, spec_of
+from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
+from nblaunch.config.settings import GROUPS, SETTINGS
+
+
+@pytest.fixture(autouse=True)
+def no_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("NBLAUNCH_CONFIG_FILE", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("num_processes", "4", 4),
+        ("num_processes", 4.0, 4),
+        ("fsdp_min_num_params", "1e8", 100_000_000),
+        ("mixed_precision", False, "no"),  # what YAML makes of the word no
+        ("mixed_precision", "BF16", "bf16"),
+        ("dynamo_backend", "INDUCTOR", "inductor"),
+        ("dynamo_backend", False, "no"),
+        ("fsdp_auto_wrap_policy", "transformer_based_wrap", "TRANSFORMER_BASED_WRAP"),
+        ("fsdp_reshard_after_forward", "true", True),
+        ("fsdp_reshard_after_forward", "full_shard", "FULL_SHARD"),
+        ("fsdp_offload_params", "false", False),
+        ("gpu_ids", 0, "0"),
+        ("hang_timeout_s", "none", None),
+        ("hang_timeout_s", "2.5", 2.5),
+        ("num_machines", "1:4", "1:4"),
+        ("num_machines", 2, 2),
+        ("rdzv_conf", "timeout=30,is_host=true", {"timeout": 30, "is_host": "true"}),
+        ("rdzv_conf", {"timeout": 30}, {"timeout": 30}),
+    ],
+)
+def test_values_are_read_from_text_and_from_yaml(name: str, given: Any, value: Any) -> None:
+    assert convert(name, given) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "reason"),
+    [
+        ("num_processes", "four", "whole number"),
+        ("num_processes", 0, "at least 1"),
+        ("num_processes", True, "whole number"),
+        ("num_processes", 2.5, "whole number"),
+        ("main_process_port", 70000, "at most 65535"),
+        ("mixed_precision", "fp8", "one of no, fp16, bf16"),
+        ("debug", "perhaps", "true or false"),
+        ("stop_grace_s", -1, "at least 0"),
+        ("stop_grace_s", "nan", "number"),
+        ("rdzv_conf", "timeout", "pairs"),
+        ("num_machines", "4:1", "min:max"),
+        ("log_dir", "", "text"),
+        ("zero_stage", 4, "at most 3"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_name(name: str, given: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        convert(name, given)
+    message = str(raised.value)
+    assert message.startswith(f"{name}: ")
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean num_processes"):
+        convert("num_proceses", 2)
+
+
+def test_every_setting_is_in_a_group_and_takes_its_own_default() -> None:
+    for setting in SETTINGS.values():
+        assert setting.group in GROUPS
+        if setting.default is not None:
+            assert setting.kind.convert(setting.default) == setting.default
+
+
+def test_the_earlier_layer_wins_and_sources_are_kept() -> None:
+    resolved = resolve(
+        [Layer("command line", {"num_processes": 2}), Layer("file", {"num_processes": 8, "debug": True})]
+    )
+    assert (resolved["num_processes"], resolved.sources["num_processes"]) == (2, "command line")
+    assert (resolved["debug"], resolved.sources["debug"]) == (True, "file")
+    assert (resolved["mixed_precision"], resolved.sources["mixed_precision"]) == ("no", "default")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"machine_rank": 2, "num_machines": 2, "main_process_ip": "a"}, "below"),
+        ({"machine_rank": 4, "num_machines": "1:4", "rdzv_backend": "c10d", "rdzv_endpoint": "a:1"}, "below"),
+        ({"machine_rank": 1}, "below"),
+        ({"num_machines": 2}, "main_process_ip"),
+        ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "equally"),
+        ({"zero_stage": 2}, "use_deepspeed"),
+        ({"fsdp_offload_params": True, "strategy": "deepspeed"}, "use_fsdp"),
+        ({"dynamo_mode": "default"}, "dynamo_backend"),
+        ({"downcast_bf16": True, "backend": "cpu"}, "TPU"),
+        ({"strategy": "spmd", "backend": "cuda"}, "TPU"),
+        ({"strategy": "deepspeed", "deepspeed_config_file": "a.json", "zero_stage": 2}, "zero_stage"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve([Layer("command line", values)])
+
+
+def test_a_strategy_on_the_command_line_overrides_that_of_a_file_with_its_settings() -> None:
+    file = Layer("file", {"strategy": "deepspeed", "zero_stage": 3})
+    resolved = resolve([Layer("command line", {"strategy": "fsdp"}), file])
+    assert "deepspeed_plugin" not in accelerator_settings(resolved)
+    with pytest.raises(ConfigError, match="zero_stage"):
+        resolve([Layer("command line", {"zero_stage": 3}), Layer("file", {"strategy": "fsdp"})])
+
+
+def test_settings_become_what_an_accelerator_takes() -> None:
+    settings = accelerator_settings(
+        resolve(
+            [
+                Layer(
+                    "x",
+                    {
+                        "strategy": "fsdp",
+                        "fsdp_version": "1",
+                        "fsdp_reshard_after_forward": "SHARD_GRAD_OP",
+                        "fsdp_backward_prefetch": "BACKWARD_PRE",
+                        "fsdp_min_num_params": 0,
+                        "dynamo_backend": "inductor",
+                        "dynamo_use_regional_compilation": True,
+                        "gradient_accumulation_steps": 4,
+                        "debug": True,
+                    },
+                )
+            ]
+        )
+    )
+    assert settings == {
+        "gradient_accumulation_steps": 4,
+        "debug": True,
+        "dynamo_plugin": {"backend": "inductor", "use_regional_compilation": True},
+        "fsdp_plugin": {"reshard_after_forward": "SHARD_GRAD_OP"},
+    }
+
+
+def test_processes_are_counted_over_all_machines_and_launched_per_machine() -> None:
+    resolved = resolve(
+        [
+            Layer(
+                "x", {"num_processes": 8, "num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
+            )
+        ]
+    )
+    spec = spec_of(resolved, print)
+    assert (spec.num_processes, spec.num_nodes, spec.node_rank, spec.master_addr) == (4, 2, 1, "10.0.0.1")
+
+
+def test_c10d_meets_at_machine_0_unless_told_otherwise() -> None:
+    values = {"num_machines": "1:2", "rdzv_backend": "c10d", "main_process_ip": "10.0.0.1"}
+    assert spec_of(resolve([Layer("x", values)]), print).rdzv_endpoint == "10.0.0.1:29400"
+
+
+def test_a_python_call_leaves_none_to_the_file(tmp_path: Any) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    resolved = resolved_settings(file, {"num_processes": None, "mixed_precision": "no"})
+    assert (resolved["num_processes"], resolved["mixed_precision"]) == (3, "no")
+    spec = spec_from_file(print, ("x",), file)
+    assert (spec.num_processes, spec.mixed_precision, spec.args) == (3, "bf16", ("x",))
