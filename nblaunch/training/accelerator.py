@@ -135,8 +135,7 @@ class Accelerator(
 
         settings.prepare_device(strategy, downcast_bf16)
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
-        given = settings.deepspeed(deepspeed_plugin, deepspeed_plugins, fsdp_plugin)
-        self._session.deepspeed = plugins = given or self._session.deepspeed
+        plugins = settings.deepspeed(self._session, deepspeed_plugin, deepspeed_plugins, fsdp_plugin)
         asked = settings.deepspeed_precision(plugins, mixed_precision, self._member.backend)
         self._precision = settings.precision_of(self._session, asked, handlers)
         self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))
@@ -144,7 +143,6 @@ class Accelerator(
         self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
         self._strategy = self._choose_strategy(handlers.get(DistributedDataParallelKwargs), fsdp_plugin)
         self._precision = self._strategy.precision(self._precision)
-        self._session.strategy = self._strategy.name if self._strategy.holds_parts else ""
         self._preparer = Preparer(
             self._session,
             self._precision,
@@ -165,7 +163,7 @@ class Accelerator(
         self, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
     ) -> strategies.Strategy:
         is_trained_by_deepspeed = self._session.deepspeed is not None and fsdp is None
-        return strategies.choose(
+        chosen = strategies.choose(
             self._member,
             ddp,
             fsdp=settings.fsdp(fsdp),
@@ -173,6 +171,8 @@ class Accelerator(
             deepspeed=self._session if is_trained_by_deepspeed else None,
             splits_batches=self.dataloader_config.split_batches,
         )
+        self._session.strategy = chosen.name if chosen.holds_parts else ""
+        return chosen
 
     @property
     def _member(self) -> Member:

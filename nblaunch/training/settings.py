@@ -153,11 +153,12 @@ def fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParal
 
 
 def deepspeed(
+    session: Session,
     plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
     plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
     fsdp_plugin: Any,
 ) -> DeepSpeedPlugins | None:
-    """DeepSpeed's plugins from the two arguments that may have them.
+    """DeepSpeed's plugins from the two arguments that may have them, else those that the session has already.
 
     Raises:
         ValueError: both have, or models are to be sharded by torch as well.
@@ -167,12 +168,13 @@ def deepspeed(
         raise ValueError("deepspeed_plugin and deepspeed_plugins were both given; give one of them")
     given = plugin if plugins is None else plugins
     if given is None:
-        return None
+        return session.deepspeed
     if fsdp_plugin is not None:
         raise ValueError(
             "deepspeed_plugin and fsdp_plugin were both given; models are spread over ranks by one of them"
         )
-    return DeepSpeedPlugins(dict(given) if isinstance(given, Mapping) else {"default": given})
+    session.deepspeed = DeepSpeedPlugins(dict(given) if isinstance(given, Mapping) else {"default": given})
+    return session.deepspeed
 
 
 def deepspeed_accumulation(
