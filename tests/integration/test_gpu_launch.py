@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,18 +42,25 @@ def where():
 """
 
 
-@pytest.fixture
-def made_up(kernel: Kernel) -> Kernel:
-    kernel.run("import os, torch, nblaunch\nfrom nblaunch import notebook_launcher")
+@pytest.fixture(scope="module")
+def made_up() -> Iterator[Kernel]:
+    """One kernel for the tests that leave its CUDA alone."""
+    with Kernel.start() as kernel:
+        _make_up(kernel)
+        yield kernel
+
+
+def _make_up(kernel: Kernel) -> None:
+    kernel.run("import os, time, torch, nblaunch\nfrom nblaunch import notebook_launcher")
     kernel.run(MADE_UP)
-    return kernel
 
 
-def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(made_up: Kernel) -> None:
-    forked = made_up.run("notebook_launcher(where) == os.getpid()")
+def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) -> None:
+    _make_up(kernel)
+    forked = kernel.run("notebook_launcher(where) == os.getpid()")
     assert forked.result == "True"
-    made_up.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
-    cell = made_up.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
+    kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
+    cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
     assert ast.literal_eval(cell.result or "") == (False, "forkserver")
     told = " ".join(cell.stdout.split())
     assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in told
@@ -98,7 +106,6 @@ def fill():
         exec({FULL!r}, globals())
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     time.sleep(60)
-import time
 """
     )
     cell = made_up.run("notebook_launcher(fill, num_processes=2, backend='cpu')", raises="OutOfMemoryError")
@@ -136,7 +143,7 @@ def test_a_function_whose_modules_use_the_device_is_loaded_by_every_worker(
     (tmp_path / "touchy.py").write_text(TOUCHY)
     kernel.run(
         f"""
-import os, sys, torch, nblaunch
+import os, sys, time, torch, nblaunch
 from nblaunch import notebook_launcher
 sys.path.insert(0, {str(tmp_path)!r})
 import touchy
@@ -164,16 +171,12 @@ def train(model):
     told = " ".join(cell.stdout.split())
     assert "every worker loads the function by itself" in told
     assert "this process has used the device, says the module" in told
+    _check_failing_and_stopping(kernel)
 
 
-def test_such_workers_fail_and_stop_like_others(kernel: Kernel, tmp_path: Path) -> None:
-    (tmp_path / "touchy.py").write_text(TOUCHY)
+def _check_failing_and_stopping(kernel: Kernel) -> None:
     kernel.run(
-        f"""
-import os, sys, time
-from nblaunch import notebook_launcher
-sys.path.insert(0, {str(tmp_path)!r})
-import touchy
+        """
 def train(is_endless):
     print("in", touchy.__name__, flush=True)
     while is_endless:
