@@ -1,0 +1,233 @@
+"""The wheel: builds from the source archive, installs into a bare environment without a compiler, and is complete.
+
+Nothing is asked of an index: the tools that build come with the tests, and what nblaunch depends on is lent from them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.architecture.source import PACKAGE, ROOT, modules
+
+# Packages that come with a dependency, and are imported by their own name.
+COMES_WITH = {
+    "IPython": "ipykernel",
+    "numpy": "torch",
+    "jupyter_client": "ipykernel",
+    "jupyter_core": "ipykernel",
+    "traitlets": "ipykernel",
+}
+# Optional packages of users, asked for only where they are installed or where the user names them.
+OF_USERS = {
+    "accelerate",
+    "mlflow",
+    "pandas",
+    "psutil",
+    "tensorboard",
+    "tqdm",
+    "transformers",
+    "wandb",
+}
+IMPORT_NAMES = {"pyyaml": "yaml", "nvidia-ml-py": "pynvml", "torch-xla": "torch_xla", "types-pyyaml": "yaml"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build gave."""
+
+    wheel: Path
+    sdist: Path
+
+    @property
+    def metadata(self) -> Message:
+        with zipfile.ZipFile(self.wheel) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            return Parser().parsestr(archive.read(name).decode())
+
+    @property
+    def requirements(self) -> list[Requirement]:
+        return [Requirement(text) for text in self.metadata.get_all("Requires-Dist", [])]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A source archive, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return Built(wheel, sdist)
+
+
+@pytest.fixture(scope="module")
+def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with nblaunch from the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    interpreter = folder / "bin" / "python"
+    run(
+        sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--no-index", "--no-deps",
+        str(built.wheel), CC="/bin/false", CXX="/bin/false",
+    )  # fmt: skip
+    return interpreter
+
+
+def run(*command: str, **environ: str) -> str:
+    """The output of a program that must succeed, without anything of the tests' own environment in its path."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=ROOT.parent, env={**own, **environ}
+    )
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+def test_the_wheel_is_pure_and_has_every_file_of_the_package(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = set(archive.namelist())
+        description = archive.read(next(name for name in names if name.endswith(".dist-info/WHEEL"))).decode()
+    assert built.wheel.name.endswith("-py3-none-any.whl")
+    assert "Root-Is-Purelib: true" in description
+    there = {name for name in names if ".dist-info/" not in name}
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert there == here
+    assert "nblaunch/py.typed" in there
+
+
+def test_the_source_archive_has_what_its_tests_need(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("pyproject.toml", "Makefile", "LICENSE", "README.md", "constraints.txt", "scripts/demo.py"):
+        assert name in names
+    for folder in ("nblaunch", "notebooks", "tests"):
+        assert any(name.startswith(f"{folder}/") for name in names)
+    assert not [name for name in names if ".venv" in name or "__pycache__" in name]
+
+
+def test_the_metadata_says_what_it_is(built: Built) -> None:
+    metadata = built.metadata
+    version = re.search(r'^__version__ = "([^"]+)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
+    assert version is not None
+    assert (metadata["Name"], metadata["Version"]) == ("nblaunch", version[1])
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Built) -> None:
+    plain = {canonicalize_name(one.name) for one in built.requirements if one.marker is None}
+    assert plain == {"cloudpickle", "ipykernel", "ipywidgets", "pyyaml", "safetensors", "torch"}
+    extras = {extra: of_extra(built, extra) for extra in built.metadata.get_all("Provides-Extra", [])}
+    assert {"tpu", "deepspeed", "ray", "stateful", "notebooks", "lint", "test"} <= extras.keys()
+    assert "nblaunch" not in {name for names in extras.values() for name in names}, (
+        "an extra was not resolved"
+    )
+    assert {"torch", "torch-xla"} == extras["tpu"]
+    assert extras["lint"] | extras["notebooks"] <= extras["test"]
+    pinned = {
+        canonicalize_name(one.name): str(one.specifier)
+        for one in built.requirements
+        if one.marker and "tpu" in str(one.marker)
+    }
+    assert pinned["torch"] == pinned["torch-xla"], "torch_xla works with the torch of its own release only"
+
+
+def of_extra(built: Built, extra: str) -> set[str]:
+    return {
+        str(canonicalize_name(one.name))
+        for one in built.requirements
+        if one.marker is not None
+        and one.marker.evaluate({"extra": extra})
+        and not one.marker.evaluate({"extra": ""})
+    }
+
+
+def test_everything_that_is_imported_is_declared(built: Built) -> None:
+    declared = {canonicalize_name(one.name) for one in built.requirements if "test" not in str(one.marker)}
+    known = (
+        {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in declared} | OF_USERS | COMES_WITH.keys()
+    )
+    offenders = {
+        f"{module.at(node)} imports {name}"
+        for module in modules()
+        for node, name in module.imports()
+        if name.partition(".")[0] not in known | sys.stdlib_module_names | {"nblaunch"}
+    }
+    assert not offenders
+    at_the_top = {
+        name.partition(".")[0]
+        for module in modules()
+        for node, name in module.imports()
+        if node in module.tree.body
+    }
+    optional = at_the_top & (OF_USERS | {"deepspeed", "ray", "torch_xla", "torchdata"})
+    assert not optional, f"imported at the top of a module, though nobody needs to have it: {optional}"
+
+
+def test_it_is_imported_where_nothing_else_is_installed(built: Built, python: Path) -> None:
+    code = "import nblaunch; print(nblaunch.__file__, nblaunch.__version__, len(dir(nblaunch)))"
+    file, version, count = run(str(python), "-c", code).split()
+    assert Path(file).is_relative_to(python.parents[1])
+    assert version == built.metadata["Version"]
+    assert int(count) > 30
+
+
+def test_type_checkers_see_its_types(python: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from nblaunch import Job, last_job, notebook_launcher\n"
+        "notebook_launcher(print, (1,), num_processes='two')\n"
+        "reveal_type(last_job())\n"
+        "def wait(job: Job) -> str:\n    return job.num_processes\n"
+    )
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "mypy", "--python-executable", str(python), "--cache-dir", str(tmp_path / "cache"),
+            "--config-file", os.devnull, str(program),
+        ],
+        capture_output=True, text=True, timeout=110, cwd=tmp_path,
+    )  # fmt: skip
+    lines = [line.partition("program.py:")[2] for line in ended.stdout.splitlines()]
+    assert lines[0].startswith(
+        '2: error: Argument "num_processes" to "notebook_launcher" has incompatible type "str"'
+    )
+    assert any("Revealed type is" in line and "Job" in line and "None" in line for line in lines), (
+        ended.stdout
+    )
+    assert any(line.startswith("5: error: Incompatible return value type") for line in lines), ended.stdout
+    assert "missing library stubs or py.typed" not in ended.stdout
+
+
+def test_with_its_dependencies_the_command_trains(python: Path) -> None:
+    """The packages that the tests have are lent; nblaunch itself is that of the wheel."""
+    site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = str(python.with_name("nblaunch"))
+    assert (
+        run(command, "--version")
+        .strip()
+        .endswith(run(str(python), "-c", "import nblaunch; print(nblaunch.__version__)").strip())
+    )
+    shown = run(command, "test", "--cpu", "--num_processes", "2", "--only", "gradients", "weights-back")
+    assert "all is well" in shown
+    where = run(str(python), "-c", "import nblaunch.training; print(nblaunch.training.__file__)")
+    assert Path(where.strip()).is_relative_to(python.parents[1])
