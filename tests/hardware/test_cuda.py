@@ -44,9 +44,9 @@ def _fresh(code: str) -> Any:
 
 def test_gpus_are_counted_as_cuda_counts_them_and_without_a_context() -> None:
     code = (
-        "import json; from pathlib import Path; from nblaunch.backends import cuda;"
+        "import json; from pathlib import Path; from nblaunch.backends import cuda, cuda_in_kernel;"
         "count = cuda.BACKEND.device_count();"
-        "touched = cuda.has_open_device(Path('/proc/self/fd')); import torch;"
+        "touched = cuda_in_kernel.has_open_device(Path('/proc/self/fd')); import torch;"
         "print(json.dumps([count, touched, torch.cuda.is_initialized(), torch.cuda.device_count()]))"
     )
     count, touched, is_initialised, true_count = _fresh(code)
@@ -73,7 +73,18 @@ def test_a_backward_on_the_cpu_is_a_fork_hazard() -> None:
     before = "torch.ones((), requires_grad=True).backward()"
     hazard = _fresh(_HAZARD.format(before=before))
     assert hazard is not None
-    assert "backward() ran in this process" in hazard or "has used CUDA" in hazard
+    # Starting the autograd engine asks the driver how many GPUs there are.
+    assert "has run backward()" in hazard or "has asked the CUDA driver" in hazard
+
+
+def test_a_question_to_the_driver_is_a_fork_hazard() -> None:
+    """Through the runtime rather than NVML, as where the variable was set to 0 by somebody."""
+    before = "import os; os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '0'; torch.cuda.is_available()"
+    assert "has asked the CUDA driver" in _fresh(_HAZARD.format(before=before))
+
+
+def test_asking_by_nvml_is_none() -> None:
+    assert _fresh(_HAZARD.format(before="torch.cuda.is_available(); torch.cuda.device_count()")) is None
 
 
 def _train(mixed_precision: str) -> dict[str, Any]:

@@ -1,0 +1,289 @@
+"""Launches on real GPUs from real kernels. Skipped where there is no GPU.
+
+    pip install -e ".[test]" && python -m pytest tests/hardware -m cuda
+
+One GPU is enough: two ranks share it then, over gloo. With two or more, NCCL is tried as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.backends import cuda_host
+from nblaunch.backends.cuda import BACKEND
+from tests.kernels import Cell, Kernel
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.timeout(300),
+]
+
+COUNT = BACKEND.device_count()
+SLACK_BYTES = 64 << 20
+
+PREAMBLE = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import nblaunch
+from nblaunch import Accelerator, GradScalerKwargs, last_job, notebook_launcher
+from nblaunch.backends import cuda_in_kernel
+from pathlib import Path
+
+def touches_gpu():
+    return torch.cuda.is_initialized() or cuda_in_kernel.has_open_device(Path("/proc/self/fd"))
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
+
+def train(model, mixed_precision="no", init_scale=None):
+    handlers = [] if init_scale is None else [GradScalerKwargs(init_scale=init_scale)]
+    accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), 64 // accelerator.num_processes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, skipped = [], []
+    for _ in range(4):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+            skipped.append(accelerator.optimizer_step_was_skipped)
+    return {"device": str(accelerator.device), "group": accelerator.state.backend, "losses": losses,
+            "skipped": skipped, "dtype": str(loss.dtype), "parent": os.getppid() == KERNEL}
+
+KERNEL = os.getpid()
+"""
+
+StartKernel = Callable[..., Kernel]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartKernel]:
+    """Starts a kernel for the test's own use, with these variables."""
+    started: list[Kernel] = []
+
+    def start(**env: str) -> Kernel:
+        kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), **env})
+        started.append(kernel)
+        kernel.run(PREAMBLE)
+        return kernel
+
+    yield start
+    for kernel in reversed(started):
+        kernel.close()
+
+
+def _value(cell: Cell) -> Any:
+    assert cell.result is not None, cell.describe()
+    return ast.literal_eval(cell.result)
+
+
+def _launch(
+    kernel: Kernel, arguments: str = "(build(),)", options: str = ""
+) -> tuple[list[dict[str, Any]], str]:
+    cell = kernel.run(
+        f"found = notebook_launcher(train, {arguments}, return_all=True{options})\n"
+        "found, last_job().plan.start_method",
+        timeout_s=200,
+    )
+    return _value(cell)
+
+
+def _used() -> list[int]:
+    meter = cuda_host.open_meter()
+    try:
+        return [reading.used_bytes for reading in meter.read()]
+    finally:
+        meter.close()
+
+
+def _alone(kernel: Kernel, arguments: str = "(build(),)") -> list[float]:
+    """The losses of one process on the same global batches."""
+    (found,), _ = _launch(kernel, arguments, ", num_processes=1")
+    losses: list[float] = found["losses"]
+    return losses
+
+
+# --- how workers start -----------------------------------------------------------------------------------------------
+
+
+def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartKernel) -> None:
+    kernel = start()
+    for _ in range(2):
+        found, method = _launch(kernel, "(build(), 'bf16')", ", mixed_precision='bf16'")
+        assert method == "fork"
+        assert [one["device"] for one in found] == [f"cuda:{index}" for index in range(COUNT)]
+        assert all(one["parent"] for one in found)
+    assert _value(kernel.run("touches_gpu()")) is False
+
+
+def test_asking_whether_there_is_a_gpu_does_not_rule_out_a_fork(start: StartKernel) -> None:
+    kernel = start()
+    cell = kernel.run("torch.cuda.is_available(), torch.cuda.device_count(), touches_gpu()")
+    assert _value(cell) == (True, COUNT, False)
+    assert _launch(kernel)[1] == "fork"
+
+
+def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
+    kernel = start()
+    kernel.run("model = build()\nmodel.to('cuda')")
+    cell = kernel.run("found = notebook_launcher(train, (model,), return_all=True)", timeout_s=200)
+    told = " ".join(cell.stdout.split())
+    assert "this process has used CUDA through torch" in told
+    assert "Cell In[2], line 2: `model.to('cuda')`" in told
+    assert "nothing has to be restarted" in told
+    method, device, losses = _value(
+        kernel.run("last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']")
+    )
+    assert (method, device) == ("forkserver", "cuda:0")
+    assert losses[-1] < losses[0] / 2
+    # What came back is what was trained, in the module that lies on the GPU.
+    trained = "x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1)).to('cuda')\n"
+    trained += "nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).item()"
+    assert _value(kernel.run(trained)) < losses[0] / 2
+
+
+def test_a_backward_on_the_cpu_needs_no_restart(start: StartKernel) -> None:
+    kernel = start()
+    kernel.run("build()(torch.ones(2, 64)).sum().backward()")
+    found, method = _launch(kernel)
+    assert method == "forkserver"
+    assert found[0]["losses"][-1] < found[0]["losses"][0] / 2
+
+
+# --- what they compute -----------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    found, method = _launch(kernel, options=", num_processes=2, backend='cuda'")
+    assert method == "fork"
+    assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "gloo")] * 2
+    assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
+    refused = kernel.run("notebook_launcher(train, (build(),), 2)", raises="ValueError")
+    assert refused.error is not None
+    assert "backend='cuda' lets several share one" in refused.error.value
+
+
+@pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")
+def test_ranks_joined_by_nccl_learn_what_one_process_learns(start: StartKernel) -> None:
+    kernel = start()
+    found, _ = _launch(kernel, options=", num_processes=2")
+    assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "nccl"), ("cuda:1", "nccl")]
+    assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
+
+
+def test_fp16_skips_steps_until_the_scale_fits(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    found, _ = _launch(kernel, "(build(), 'fp16', 2.0**30)", ", num_processes=2, backend='cuda'")
+    for one in found:
+        assert one["skipped"][0] is True, "a scale of 2**30 overflows"
+        assert one["skipped"][-1] is False
+        assert one["dtype"] == "torch.float32"
+        assert one["losses"][-1] < one["losses"][0] / 2
+    assert found[0]["skipped"] == found[1]["skipped"]
+    assert found[0]["losses"] == pytest.approx(_alone(kernel, "(build(), 'fp16', 2.0**30)"), rel=0.05)
+
+
+def test_bf16(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    found, _ = _launch(kernel, "(build(), 'bf16')", ", num_processes=2, backend='cuda'")
+    assert not any(found[0]["skipped"])
+    assert found[0]["losses"][-1] < found[0]["losses"][0] / 2
+    assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=0.1)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+HOLD = """
+def hold(how, path=""):
+    accelerator = Accelerator()
+    kept = torch.ones(1 << 28, device=accelerator.device)     # 1 GiB
+    torch.cuda.synchronize()
+    accelerator.wait_for_everyone()
+    if how == "error" and accelerator.is_main_process:
+        raise LookupError("with a full hand")
+    if how == "interrupt":
+        Path(path).touch()
+        while True:
+            time.sleep(0.01)
+    return torch.cuda.memory_allocated()
+"""
+
+
+@pytest.mark.parametrize("how", ["success", "error", "interrupt", "kill"])
+def test_memory_is_given_back(how: str, start: StartKernel, tmp_path: Path) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel.run(HOLD)
+    before = _used()
+    path = tmp_path / "holding"
+    kind = "interrupt" if how == "kill" else how
+    cell = kernel.submit(f"notebook_launcher(hold, ({kind!r}, {str(path)!r}), 2, backend='cuda')")
+    if kind == "interrupt":
+        kernel.wait_until(path.exists, 100, "the workers to hold memory", cell)
+        assert _used()[0] > before[0] + (1 << 30)
+        kernel.interrupt()
+        if how == "kill":
+            kernel.interrupt()
+    cell.wait(100)
+    expected = {
+        "success": None,
+        "error": "LookupError",
+        "interrupt": "KeyboardInterrupt",
+        "kill": "KeyboardInterrupt",
+    }
+    assert (cell.error.name if cell.error else None) == expected[how], cell.describe()
+    deadline = time.monotonic() + 5
+    while _used()[0] > before[0] + SLACK_BYTES and time.monotonic() < deadline:
+        continue
+    assert _used()[0] <= before[0] + SLACK_BYTES
+    assert "more of its memory" not in cell.stdout
+
+
+def test_a_full_gpu_is_explained(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel.run(
+        """
+def fill(num_rows):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(64, 8)), num_rows))
+    kept = []
+    for (x,) in loader:
+        while True:
+            kept.append(torch.ones(1 << 28, device=accelerator.device))
+"""
+    )
+    cell = kernel.run("notebook_launcher(fill, (16,), 1)", raises="OutOfMemoryError", timeout_s=100)
+    assert cell.error is not None
+    assert "rank 0: GPU memory ran out on cuda:0 (" in cell.error.text
+    assert "on a batch of 16: tensors 16x8." in cell.error.text
+    assert "Try: a smaller batch" in cell.error.text
+    assert "Host memory" not in cell.error.text
+
+
+def test_a_meter_sees_what_torch_takes(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    before = _used()
+    kernel.run("x = torch.ones(1 << 28, device='cuda'); torch.cuda.synchronize()", timeout_s=100)
+    free, total = _value(kernel.run("torch.cuda.mem_get_info()"))
+    meter = cuda_host.open_meter()
+    reading = meter.read()[0]
+    meter.close()
+    assert reading.used_bytes >= before[0] + (1 << 30)
+    assert reading.total_bytes == pytest.approx(total, rel=0.05)
+    assert reading.used_bytes == pytest.approx(total - free, rel=0.05, abs=1 << 30)
+    assert reading.utilisation is None or 0 <= reading.utilisation <= 1
