@@ -189,12 +189,12 @@ class NodeLink:
         return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S
 
     def _give_up(self) -> None:
-        timeout_s = self._spec.rendezvous_timeout_s
         self.leave("gave up")
-        self._over = Over(
-            -1, time.time(), error=f"the nodes did not meet at {self._meeting.where} within {timeout_s:g} s"
-        )
-        self._end(self._over)
+        if not self._has_met or self._spec.max_restarts:
+            timeout_s = self._spec.rendezvous_timeout_s
+            error = f"the nodes did not meet at {self._meeting.where} within {timeout_s:g} s"
+            self._over = Over(-1, time.time(), error=error)
+            self._end(self._over)
 
     def _end(self, over: Over) -> None:
         if not self._has_met:

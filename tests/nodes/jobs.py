@@ -1,0 +1,139 @@
+"""What the machines of the tests run: ``python jobs.py '{"job": ..., "args": [...], "settings": {...}}'``.
+
+Launches one of the functions below and prints ``OUTCOME`` with what came of it, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import nblaunch
+from nblaunch import Accelerator, notebook_launcher
+from nblaunch.context import current
+
+
+def listening() -> list[str]:
+    """Addresses on which something listens in this network namespace, as hexadecimal numbers."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [fields[1] for fields in lines if fields[3] == "0A"]  # source: proc(5), TCP_LISTEN
+
+
+def train(model: nn.Module, steps: int) -> dict[str, Any]:
+    """Steps of real training; every rank sees other data."""
+    accelerator = Accelerator()
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(accelerator.process_index)
+    listens = listening()
+    for _ in range(steps):
+        loss = wrapped(torch.randn(8, 4)).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    topology = current().topology
+    return {
+        "weights": [parameter.detach().tolist() for parameter in model.parameters()],
+        "place": [topology.rank, topology.local_rank, topology.node_rank, topology.world_size],
+        "sizes": [topology.local_world_size, topology.num_nodes],
+        "interface": os.environ["GLOO_SOCKET_IFNAME"],
+        "listens": listens,
+        "restart_count": os.environ["TORCHELASTIC_RESTART_COUNT"],
+    }
+
+
+def step_on(model: nn.Module, steps: int, pause_s: float = 0.05) -> int:
+    """One all_reduce a step; tells of each tenth. Returns the number of ranks, as they counted themselves."""
+    accelerator = Accelerator()
+    for step in accelerator.progress(range(steps)):
+        total = accelerator.reduce(torch.ones(()), "sum")
+        if step % 10 == 0 and accelerator.is_local_main_process:
+            print(f"step {step} of attempt {current().attempt} on {int(total)} ranks", flush=True)
+        time.sleep(pause_s)
+    return int(total)
+
+
+def resume(model: nn.Module, steps: int, folder: str) -> dict[str, Any]:
+    """Training that saves its state every five steps and begins where the last state was saved."""
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    done = Path(folder, "done")
+    first = int(done.read_text()) if done.exists() else 0
+    if first:
+        accelerator.load_state(str(Path(folder, f"state_{first}")))
+    accelerator.wait_for_everyone()
+    print(f"begins at step {first}", flush=True)
+    for step in range(first, steps):
+        loss = model(torch.full((2, 4), float(step))).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 5 == 0:
+            accelerator.save_state(str(Path(folder, f"state_{step + 1}")))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                done.write_text(str(step + 1))
+            accelerator.wait_for_everyone()
+            print(f"saved step {step + 1}", flush=True)
+        time.sleep(0.05)
+    weights = [parameter.detach().tolist() for parameter in model.parameters()]
+    return {"first": first, "weights": weights, "ranks": accelerator.num_processes}
+
+
+def fail_on_node_1(model: nn.Module, kind: str) -> None:
+    """The others wait in a collective for a rank that fails."""
+    accelerator = Accelerator()
+    accelerator.reduce(torch.ones(()))
+    if current().topology.node_rank == 1:
+        if kind == "raise":
+            raise LookupError("no such sample")
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.reduce(torch.ones(()))
+
+
+def fail_once(model: nn.Module) -> int:
+    """Every rank is well, except one on node 1 in the first attempt."""
+    accelerator = Accelerator()
+    if current().attempt == 0 and current().topology.node_rank == 1:
+        raise LookupError("for the first time")
+    return int(accelerator.reduce(torch.ones(()), "sum"))
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    outcome: dict[str, Any] = {}
+    began_s = time.time()
+    try:
+        settings = {"num_processes": 1, "backend": "cpu", "return_all": True, **order["settings"]}
+        outcome["value"] = notebook_launcher(globals()[order["job"]], (model, *order["args"]), **settings)
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        outcome |= {"error": type(error).__name__, "message": str(error), "notes": notes}
+    job = nblaunch.last_job()
+    outcome |= {
+        "began_s": began_s,
+        "seconds": time.time() - began_s,
+        "host": socket.gethostname(),
+        "model": [parameter.detach().tolist() for parameter in model.parameters()],
+        "status": job.status if job is not None else None,
+    }
+    print("OUTCOME " + json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main()

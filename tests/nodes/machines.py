@@ -1,0 +1,230 @@
+"""Two "machines" for tests: network namespaces joined by a cable that can be pulled, or, without root, the loopback.
+
+    with machines() as pair:
+        one = pair[0].start("train", num_nodes=2, ...)      # a process that calls notebook_launcher as node 0
+        one.wait_for("step 3")                              # synchronise on output, never by sleeping
+        pair.cut(); pair.mend()                             # the cable
+
+Every process that a machine runs is ended with it, whatever it has started, and no namespace is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+JOBS = Path(__file__).parent / "jobs.py"
+LIMIT_S = 60.0
+_TOKEN_VARIABLE = "NBLAUNCH_TEST_MACHINE"
+
+
+class Launch:
+    """One call of ``notebook_launcher`` in a process of its own on one machine."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="output of a machine")
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self._lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        with self._changed:
+            return "\n".join(self._lines)
+
+    def wait_for(self, text: str, timeout_s: float = LIMIT_S) -> float:
+        """Wait until ``text`` has been printed; returns how many seconds that took."""
+        began_s = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: any(text in line for line in self._lines) or not self._reader.is_alive(), timeout_s
+            ):
+                raise AssertionError(f"{text!r} was not printed in {timeout_s} s:\n" + "\n".join(self._lines))
+        if text not in self.output:
+            raise AssertionError(f"it ended without printing {text!r}:\n{self.output}")
+        return time.monotonic() - began_s
+
+    def result(self, timeout_s: float = LIMIT_S) -> dict[str, Any]:
+        """Wait for the end; what the launch returned or raised, see ``jobs.py``."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end in {timeout_s} s:\n{self.output}") from None
+        self._reader.join()
+        for line in self._lines:
+            if line.startswith("OUTCOME "):
+                return dict(json.loads(line.removeprefix("OUTCOME ")))
+        raise AssertionError(f"it told no outcome:\n{self.output}")
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def agent(self) -> psutil.Process:
+        """The process that meets the other nodes."""
+        (agent,) = [p for p in self.descendants() if "nblaunch.engines.agent" in " ".join(p.cmdline())]
+        return agent
+
+    def kill(self, *, whole_machine: bool = False) -> None:
+        """SIGKILL to the launching process alone, or to everything that runs there in the same moment."""
+        victims = [*self.descendants()] if whole_machine else []
+        os.kill(self.process.pid, signal.SIGSTOP)  # so that it sees none of them go
+        for victim in victims:
+            victim.kill()
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+
+class Machine:
+    """One of them.
+
+    Args:
+        rank: its number.
+        address: at which the other one reaches it.
+        prefix: what runs a command there.
+        folder: for logs.
+    """
+
+    def __init__(self, rank: int, address: str, prefix: list[str], folder: Path) -> None:
+        self.rank = rank
+        self.address = address
+        self._prefix = prefix
+        self._folder = folder
+        self._token = secrets.token_hex(8)
+        self._launches: list[Launch] = []
+
+    def start(self, job: str, *args: Any, env: dict[str, str] | None = None, **settings: Any) -> Launch:
+        """Launch a function of ``jobs.py`` there."""
+        order = {"job": job, "args": args, "settings": {"node_rank": self.rank, **settings}}
+        process = subprocess.Popen(
+            [*self._prefix, sys.executable, "-u", str(JOBS), json.dumps(order)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ
+            | {_TOKEN_VARIABLE: self._token, "NBLAUNCH_LOG_DIR": str(self._folder / f"machine_{self.rank}")}
+            | (env or {}),
+            start_new_session=True,
+        )
+        self._launches.append(Launch(process))
+        return self._launches[-1]
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs there: all that has inherited this machine's token."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(_TOKEN_VARIABLE) == self._token
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return found
+
+    def wait_until_empty(self, timeout_s: float = 10.0) -> None:
+        """Nothing may be left of what ran there."""
+        _, alive = psutil.wait_procs(self.processes(), timeout_s)
+        assert not alive, [" ".join(process.cmdline()) for process in alive]
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        for launch in self._launches:
+            launch.process.wait()
+            launch._reader.join()
+            assert launch.process.stdout is not None
+            launch.process.stdout.close()
+
+
+class Pair:
+    """Both machines, and the cable between them where there is one."""
+
+    def __init__(self, machines: list[Machine], namespaces: list[str]) -> None:
+        self._machines = machines
+        self._namespaces = namespaces
+
+    def __getitem__(self, rank: int) -> Machine:
+        return self._machines[rank]
+
+    @property
+    def has_cable(self) -> bool:
+        return bool(self._namespaces)
+
+    def cut(self) -> None:
+        _ip("netns", "exec", self._namespaces[1], "ip", "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        _ip("netns", "exec", self._namespaces[1], "ip", "link", "set", "cable", "up")
+
+    def wait_until_empty(self) -> None:
+        for machine in self._machines:
+            machine.wait_until_empty()
+
+
+def can_have_namespaces() -> bool:
+    """Whether this process may make network namespaces: as root, with iproute2."""
+    name = f"nbl-{secrets.token_hex(3)}"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "del", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+@contextmanager
+def machines(folder: Path) -> Iterator[Pair]:
+    """Two machines that are empty again afterwards."""
+    namespaces = [f"nbl-{secrets.token_hex(3)}" for _ in range(2)] if can_have_namespaces() else []
+    addresses = ["10.201.77.1", "10.201.77.2"] if namespaces else ["127.0.0.1", "127.0.0.2"]
+    try:
+        _connect(namespaces, addresses)
+        prefixes = [["ip", "netns", "exec", name] for name in namespaces] or [[], []]
+        pair = Pair([Machine(rank, addresses[rank], prefixes[rank], folder) for rank in range(2)], namespaces)
+        try:
+            yield pair
+        finally:
+            for machine in pair._machines:
+                machine.close()
+    finally:
+        for name in namespaces:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _connect(namespaces: list[str], addresses: list[str]) -> None:
+    for name in namespaces:
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+    if not namespaces:
+        return
+    one, other = namespaces
+    _ip("-n", one, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", other)
+    for name, address in zip(namespaces, addresses, strict=True):
+        _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+        _ip("-n", name, "link", "set", "cable", "up")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -1,0 +1,227 @@
+"""Launches on two machines, each with a launching process of its own: namespaces with a cable where there can be."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes.machines import Launch, Pair
+
+Settings = dict[str, Any]
+
+# How soon the loss of a machine is told, on a busy machine: two seconds of silence, and some to stop the workers.
+SOON_S = 15.0
+
+
+def rows(launch: Launch) -> dict[int, str]:
+    """Rank -> its state in the final table."""
+    found = re.findall(r"^ *(\d+)  (done|failed|stopped|killed)\b", launch.output, re.MULTILINE)
+    return {int(rank): state for rank, state in found}
+
+
+def error_of(outcome: dict[str, Any]) -> str:
+    return f"{outcome['error']}: {outcome['message']}\n" + "\n".join(outcome["notes"])
+
+
+# --- what works --------------------------------------------------------------------------------------------------
+
+
+def test_they_train_together(pair: Pair, static: Settings) -> None:
+    """Two workers here, one there; forked here, from a clean process there: one job, with equal weights everywhere."""
+    launches = [
+        pair[0].start("train", 20, num_processes=2, **static),
+        pair[1].start("train", 20, start_method="forkserver", **static),
+    ]
+    outcomes = [launch.result() for launch in launches]
+    values = [value for outcome in outcomes for value in outcome["value"]]
+    assert [value["place"] for value in values] == [[0, 0, 0, 3], [1, 1, 0, 3], [2, 0, 1, 3]]
+    assert [value["sizes"] for value in values] == [[2, 2], [2, 2], [1, 2]]
+    assert [value["restart_count"] for value in values] == ["0"] * 3
+    assert {str(value["weights"]) for value in values} == {str(outcome["model"]) for outcome in outcomes}
+    for launch in launches:
+        assert rows(launch) == dict.fromkeys(range(3), "done")
+    if pair.has_cable:
+        assert {value["interface"] for value in values} == {"cable"}
+        own = {"014DC90A", "024DC90A"}  # 10.201.77.1 and .2, as the system writes them
+        assert {where.partition(":")[0] for value in values for where in value["listens"]} <= own
+        assert values[0]["listens"]
+    pair.wait_until_empty()
+
+
+def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
+    pair: Pair, c10d: Settings, tmp_path: Path
+) -> None:
+    settings = {**c10d, "max_restarts": 2}
+    one = pair[0].start("resume", 30, str(tmp_path), **settings)
+    other = pair[1].start("resume", 30, str(tmp_path), **settings)
+    other.wait_for("saved step 5")
+    other.kill(whole_machine=True)
+    other = pair[1].start("resume", 30, str(tmp_path), **settings)
+    outcomes = [one.result(), other.result()]
+    (first,), (second,) = (outcome["value"] for outcome in outcomes)
+    assert first["first"] == second["first"] >= 5
+    assert first["ranks"] == 2
+    assert first["weights"] == second["weights"] == outcomes[0]["model"] == outcomes[1]["model"]
+    assert "rank 1 was lost: node 1 (host " in one.output
+    assert "attempt 2" in one.output  # counted from 1, for people
+    pair.wait_until_empty()
+
+
+def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None:
+    launches = [pair[rank].start("fail_once", max_restarts=1, **static) for rank in range(2)]
+    assert [launch.result()["value"] for launch in launches] == [[2], [2]]
+    assert "attempt 0: rank 1 raised LookupError: for the first time (on node 1 (host " in launches[0].output
+    assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
+
+
+def test_a_machine_may_join_later(pair: Pair, c10d: Settings) -> None:
+    settings = {**c10d, "num_nodes": "1:2"}
+    one = pair[0].start("step_on", 10_000, **settings)
+    one.wait_for("on 1 ranks")
+    other = pair[1].start("step_on", 10_000, **settings)
+    one.wait_for("the set of nodes changes, so all workers start again")
+    one.wait_for("on 2 ranks")
+    other.wait_for("on 2 ranks")
+    os.kill(one.process.pid, signal.SIGINT)
+    assert one.result()["error"] == "KeyboardInterrupt"
+    assert other.result()["error"] == "NodeLost"
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("raise", "LookupError: no such sample"), ("kill", "WorkerDied: rank 1 was killed by SIGKILL")],
+)
+def test_a_failure_on_the_other_machine_is_told_as_it_is(
+    pair: Pair, static: Settings, kind: str, error: str
+) -> None:
+    launches = [pair[rank].start("fail_on_node_1", kind, **static) for rank in range(2)]
+    here, there = (launch.result() for launch in launches)
+    assert error_of(here).startswith(error)
+    assert "on node 1 (host " in error_of(here)
+    assert there["error"] == here["error"]
+    assert "complete log: " in error_of(there)
+    pair.wait_until_empty()
+
+
+@pytest.mark.parametrize("whole_machine", [False, True], ids=["launcher", "machine"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_is_told_by_name_on_the_other(
+    pair: Pair, static: Settings, victim: int, whole_machine: bool
+) -> None:
+    launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
+    survivor = launches[1 - victim]
+    survivor.wait_for("step 10 ")
+    launches[victim].kill(whole_machine=whole_machine)
+    outcome = survivor.result(SOON_S)
+    assert re.match(
+        rf"NodeLost: node {victim} \(host \S+, rank {victim}\) (has not been heard of for \d s|ended: its launching)",
+        error_of(outcome),
+    )
+    assert rows(survivor)[victim] == "failed"
+    pair.wait_until_empty()
+
+
+def test_an_interrupt_on_one_is_told_on_the_other(pair: Pair, static: Settings) -> None:
+    launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
+    launches[0].wait_for("step 10 ")
+    launches[1].wait_for("step 10 ")
+    os.kill(launches[1].process.pid, signal.SIGINT)
+    assert launches[1].result(SOON_S)["error"] == "KeyboardInterrupt"
+    assert re.match(
+        r"NodeLost: node 1 \(host \S+, rank 1\) was interrupted", error_of(launches[0].result(SOON_S))
+    )
+
+
+def test_an_agent_that_is_killed_ends_the_job(pair: Pair, static: Settings) -> None:
+    launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
+    launches[1].wait_for("step 10 ")
+    launches[1].agent().kill()
+    outcomes = [launch.result(SOON_S) for launch in launches]
+    assert "the process that meets the other nodes has died" in error_of(outcomes[1])
+    assert outcomes[0]["error"] == "NodeLost"
+    pair.wait_until_empty()
+
+
+# --- the cable ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cable(pair: Pair) -> Pair:
+    if not pair.has_cable:
+        pytest.skip("only root can make network namespaces, and the loopback has no cable to pull")
+    return pair
+
+
+def test_a_cut_is_told_and_survived_if_it_is_short(cable: Pair, static: Settings) -> None:
+    settings = {**static, "rdzv_conf": {"keep_alive_interval": 2, "keep_alive_max_attempt": 10}}
+    launches = [cable[rank].start("step_on", 60, **settings) for rank in range(2)]
+    launches[0].wait_for("step 10 ")
+    cable.cut()
+    for rank, launch in enumerate(launches):
+        launch.wait_for(f"node {1 - rank} (host ")
+        assert "has not been heard of for 2 s" in launch.output
+    cable.mend()
+    for launch in launches:
+        assert launch.result()["value"] == [2]
+        assert "is heard of again, after" in launch.output
+
+
+def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) -> None:
+    launches = [cable[rank].start("step_on", 10_000, **static) for rank in range(2)]
+    launches[0].wait_for("step 10 ")
+    cable.cut()
+    for rank, launch in enumerate(launches):
+        text = error_of(launch.result(2 * SOON_S))
+        assert re.match(
+            rf"NodeLost: node {1 - rank} \(host \S+, rank \d\) has not been heard of for \d+ s", text
+        )
+    cable.wait_until_empty()
+
+
+# --- not finding each other --------------------------------------------------------------------------------------
+
+
+def test_who_does_not_come_is_named(pair: Pair, static: Settings, c10d: Settings) -> None:
+    """Three jobs that miss somebody, at the same time."""
+    short = {"rdzv_timeout_s": 3}
+    waiting = pair[0].start("train", 1, **{**static, **short})
+    flocking = pair[0].start("train", 1, **{**c10d, **short})
+    searching = pair[1].start("train", 1, use_port=29700, **{**static, **short})
+    address = re.escape(pair[0].address)
+    for launch, said in (
+        (waiting, rf"at {address}:29500 within 3 s: node 1 did not come; here is node 0 \(host .*\) of 2"),
+        (flocking, rf"at {address}:29400 within 3 s: 1 more must come; here is node 0 \(host .*\) of 2"),
+        (searching, rf"node 1 can't reach the rendezvous at {address}:29700 \(3 s\): node 0 is missing"),
+    ):
+        text = error_of(launch.result())
+        assert text.startswith("LaunchError")
+        assert re.search(said, text)
+    pair.wait_until_empty()
+
+
+def test_what_can_not_work_is_refused_at_once(pair: Pair, static: Settings) -> None:
+    holder = pair[0].start("train", 1, **static)
+    holder.wait_for("waiting at ")
+    taken = pair[0].start("train", 1, **static)
+    foreign = pair[0].start("train", 1, **{**static, "master_addr": "192.0.2.200"})
+    unknown = pair[1].start("train", 1, **{**static, "master_addr": "no-such-host.invalid"})
+    for launch, said in (
+        (taken, r"port 29500 on \S+ is in use by another process; choose another .* use_port"),
+        (foreign, r"192\.0\.2\.200, which is not an address of this machine \(.*127\.0\.0\.1"),
+        (unknown, r"this machine knows no host 'no-such-host\.invalid'"),
+    ):
+        outcome = launch.result()
+        assert outcome["error"] == "LaunchError"
+        assert re.search(said, outcome["message"])
+        assert outcome["seconds"] < 1.5
+    os.kill(holder.process.pid, signal.SIGINT)  # while it waits
+    assert holder.result()["error"] == "KeyboardInterrupt"
+    pair.wait_until_empty()
