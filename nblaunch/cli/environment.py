@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from nblaunch import __version__, backends, env, platforms
+from nblaunch import backends, env, platforms
 from nblaunch.backends import cgroup, cpu, cuda_host, tpu_host
 from nblaunch.dashboard import kernel_shell
 from nblaunch.launch.diagnosis import memory
@@ -90,7 +90,9 @@ def collect() -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     return {
-        "nblaunch": __version__,
+        "nblaunch": sys.modules[
+            "nblaunch"
+        ].__version__,  # the package itself hands on what is above this file
         "python": f"{system_platform.python_version()} ({sys.executable})",
         "system": system_platform.platform(),
         **{name: _version(name) for name in _PACKAGES},
