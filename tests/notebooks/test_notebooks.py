@@ -13,6 +13,7 @@ import torch
 from jupyter_core.utils import ensure_event_loop
 
 from scripts.demo import execute
+from tests.notebooks.saved import check_for_github, texts
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -44,17 +45,11 @@ def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
     return notebook
 
 
-def texts(notebook: Any) -> str:
-    """All plain text that the notebook shows."""
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in shown)
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_untouched(path: Path) -> None:
     notebook = executed(path)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source)
-    assert "widgets" not in notebook.metadata or "state" in str(notebook.metadata.widgets)
+    check_for_github(notebook)
 
 
 def test_the_quickstart_shows_ranks_and_accuracy() -> None:

@@ -1,0 +1,117 @@
+"""Executed notebooks as they are saved, and what others make of them: GitHub, nbconvert, a page without scripts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from traitlets.config import Config
+
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+class _Person(NotebookClient):  # type: ignore[misc]
+    """Executes as a front end does behind which a person sits: it could answer ``input()``."""
+
+    async def async_start_new_kernel_client(self) -> Any:
+        client = await super().async_start_new_kernel_client()
+        client.allow_stdin = True
+        return client
+
+    start_new_kernel_client = NotebookClient.start_new_kernel_client
+
+
+def executed(
+    cells: Sequence[str], folder: Path, *, has_person: bool = False, keeps_widgets: bool = True
+) -> Any:
+    """A notebook of these code cells, executed.
+
+    Args:
+        cells: their sources.
+        folder: to run in.
+        has_person: as if from a front end; else as papermill and nbconvert do it.
+        keeps_widgets: store the widgets' state in the notebook, which is nbclient's default.
+    """
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
+        # Over Unix sockets rather than TCP, of which new kernels warn that it is not encrypted.
+        connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
+        client = (_Person if has_person else NotebookClient)(
+            notebook,
+            timeout=60,
+            kernel_name="python3",
+            store_widget_state=keeps_widgets,
+            resources={"metadata": {"path": str(folder)}},
+            config=Config({"AsyncKernelManager": connection}),
+        )
+        client.execute()
+    return notebook
+
+
+def check_for_github(notebook: Any) -> None:
+    """Fail for a notebook that GitHub refuses to show: one with ``metadata.widgets`` that lacks ``state``.
+
+    Source: nbformat's schema does not ask for it; GitHub's renderer does
+    (https://github.com/googlecolab/colabtools/issues/5288).
+    """
+    nbformat.validate(notebook)
+    for mime_type, stored in notebook.metadata.get("widgets", {}).items():
+        assert mime_type == WIDGET_STATE, f"metadata.widgets has {mime_type!r}"
+        assert isinstance(stored.get("state"), dict), (
+            "metadata.widgets has no 'state': GitHub shows 'Invalid Notebook'"
+        )
+        for model_id, model in stored["state"].items():
+            assert {"model_name", "model_module", "state"} <= model.keys(), f"widget {model_id} is incomplete"
+
+
+def outputs(notebook: Any) -> list[Any]:
+    """All outputs of all cells."""
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def texts(notebook: Any) -> str:
+    """All plain text that the notebook shows."""
+    return "\n".join(
+        output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs(notebook)
+    )
+
+
+class _WithoutScripts(HTMLParser):
+    """The text of a page in a browser that runs no scripts."""
+
+    _UNSEEN = frozenset({"script", "style", "title"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self._unseen = self._tables = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._unseen += tag in self._UNSEEN
+        self._tables += tag == "table"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._unseen -= tag in self._UNSEEN
+        self._tables -= tag == "table"
+        if tag in ("tr", "table", "p", "pre") or (tag == "div" and not self._tables):
+            self.parts.append("\n")
+        elif tag in ("td", "th"):
+            self.parts.append(" ")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            self.parts.append(data)
+
+
+def visible_text(page: str) -> str:
+    """What a page shows without scripts, a line for each row of a table."""
+    reader = _WithoutScripts()
+    reader.feed(page)
+    reader.close()
+    return "".join(reader.parts)

@@ -1,0 +1,103 @@
+"""What stays of a job in the saved notebook, however it was executed and wherever it is looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_core.utils import ensure_event_loop
+from nbconvert import HTMLExporter
+
+from tests.notebooks.saved import WIDGET_VIEW, check_for_github, executed, outputs, texts, visible_text
+
+CELLS = [
+    """
+import time
+from nblaunch import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    print("<script>alert(1)</script>")
+    for step in accelerator.progress(range(30)):
+        accelerator.log({"accuracy": step / 30}, step=step)
+        time.sleep(0.02)
+
+notebook_launcher(train, num_processes=2, backend="cpu")
+""",
+]
+WAYS = [(has_person, keeps_widgets) for has_person in (False, True) for keeps_widgets in (True, False)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop() -> Iterator[None]:
+    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
+    loop = ensure_event_loop()
+    yield
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def notebooks(tmp_path_factory: pytest.TempPathFactory, event_loop: None) -> dict[tuple[bool, bool], Any]:
+    folder = tmp_path_factory.mktemp("saved")
+    return {way: executed(CELLS, folder, has_person=way[0], keeps_widgets=way[1]) for way in WAYS}
+
+
+def without_measurements(text: str) -> str:
+    """Times, rates, sizes and paths differ from run to run; the words and the layout don't."""
+    text = re.sub(r"[\d.,]+ (?=s\\b|MB|GB|kB|samples)|\d+:\d+(:\d+)?|(?<=logs: ).*", "#", text)
+    return re.sub(r" +", " ", re.sub(r"[\d.,]*\d", "#", text))
+
+
+def test_the_final_text_is_the_same_however_it_was_executed(notebooks: dict[tuple[bool, bool], Any]) -> None:
+    told = {way: without_measurements(texts(notebook)) for way, notebook in notebooks.items()}
+    assert len(set(told.values())) == 1, told
+    text = texts(notebooks[True, True])
+    assert re.search(r"^ +0 +done\b.*\n +1 +done\b", text, re.MULTILINE)
+    assert "train: done in" in text
+    assert "accuracy 0.9667 (step 29)" in text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_output_needs_a_widget(notebooks: dict[tuple[bool, bool], Any], way: tuple[bool, bool]) -> None:
+    notebook = notebooks[way]
+    check_for_github(notebook)
+    shown = [output.data for output in outputs(notebook) if "data" in output]
+    assert [set(data) for data in shown] == [{"text/html", "text/plain"}]
+    assert WIDGET_VIEW not in str(shown)
+    if not way[0]:
+        assert "widgets" not in notebook.metadata
+
+
+@pytest.mark.parametrize("template", ["lab", "classic"])
+def test_nbconvert_shows_the_table_without_scripts(
+    notebooks: dict[tuple[bool, bool], Any], template: str
+) -> None:
+    page, _ = HTMLExporter(template_name=template).from_notebook_node(notebooks[True, True])
+    text = visible_text(page)
+    assert re.search(r"^0 ● done .*30/30", text, re.MULTILINE)
+    assert re.search(r"^1 ● done .*30/30", text, re.MULTILINE)
+    assert "train done in" in text
+    assert re.search(r"accuracy: 0.0000 to 0.9667 in 29 steps", text)
+    assert "logs: /" in text
+    assert "[0] <script>alert(1)</script>" in text
+    assert "<script>alert(1)" not in page
+
+
+def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any]) -> None:
+    """GitHub and others drop styles, SVG and whatever else they do not know."""
+    page, _ = HTMLExporter(sanitize_html=True).from_notebook_node(notebooks[True, True])
+    assert "<svg" not in page.partition("<body")[2]
+    text = visible_text(page)
+    assert re.search(r"^0 ● done .*30/30", text, re.MULTILINE)
+    assert "accuracy: 0.0000 to 0.9667 in 29 steps" in text
+
+
+def test_what_github_refuses_is_found() -> None:
+    notebook = nbformat.v4.new_notebook()
+    check_for_github(notebook)
+    notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"version_major": 2}}
+    with pytest.raises(AssertionError, match="Invalid Notebook"):
+        check_for_github(notebook)
