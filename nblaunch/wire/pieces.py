@@ -14,17 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of a tensor.
+    """A rectangular part of a tensor, or a stretch of its elements in order.
 
     Args:
         shape: of the whole tensor.
         offset: where the part begins, one number per dimension.
         part: the part itself, on the CPU; may be empty.
+        is_flat: ``offset`` and ``part`` are of the tensor as one row of elements.
     """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     part: Any
+    is_flat: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ class Pieces:
 
     def put_into(self, whole: Any) -> None:
         """Copy every part to its place in ``whole``, a tensor of this shape."""
+        if any(piece.is_flat for piece in self.parts) and not whole.is_contiguous():
+            whole.copy_(self.assembled())
+            return
         for piece in self.parts:
-            place = whole
+            place = whole.view(-1) if piece.is_flat else whole
             for dim, (start, length) in enumerate(zip(piece.offset, piece.part.shape, strict=True)):
                 place = place.narrow(dim, start, length)
             place.copy_(piece.part)

@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nblaunch import context
 from nblaunch.training import advice
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -119,6 +120,8 @@ class DeepSpeedStrategy(Strategy):
         _keep_whole(library, model, plugin.transformer_moe_cls_names)
         with Waiting(member.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
+        if deepspeed_library.parameters_in_parts(model):
+            context.current().trained_weights = deepspeed_weights.pieces
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(

@@ -72,8 +72,10 @@ def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:
             f"checkpoint {folder} has no folder {tag}, which DeepSpeed's engine writes; it was saved without "
             "DeepSpeed, or with a model less"
         )
-    world_size = _saved_world_size(folder / tag)
-    if world_size == member.topology.world_size:
+    _check_stage(engine, folder / tag)
+    # Each rank has written one file of optimizer states; with stage 0, every rank has them all, and none has.
+    world_size = len(list((folder / tag).glob("*_optim_states.pt")))
+    if world_size in (0, member.topology.world_size):
         _load_as_it_is(engine, folder, tag)
     else:
         with _converted(folder, tag, member) as universal:
@@ -87,15 +89,25 @@ def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:
 def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
     try:
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
-    except (RuntimeError, KeyError, AssertionError) as error:
+    except Exception as error:  # DeepSpeed's own, torch's, and those of files
         raise CheckpointError(f"checkpoint {folder} does not fit DeepSpeed's engine. {error}") from error
     if path is None:
         raise CheckpointError(f"checkpoint {folder} can't be read by DeepSpeed's engine")
 
 
-def _saved_world_size(folder: Path) -> int:
-    """Ranks that wrote an engine's checkpoint: each writes one file of optimizer states."""
-    return len(list(folder.glob("*_optim_states.pt")))
+def _check_stage(engine: Any, folder: Path) -> None:
+    """DeepSpeed keeps weights in parts, and whole ones, in different files, and reads one kind as it trains."""
+    if not any(folder.glob("*_optim_states.pt")):
+        saved = "0"
+    else:
+        saved = "3" if any(folder.glob("zero_pp_rank_*_model_states.pt")) else "1 or 2"
+    stage = engine.zero_optimization_stage()
+    if str(int(stage)) not in saved:
+        raise CheckpointError(
+            f"checkpoint {folder} was saved with zero_optimization.stage={saved}, and this engine has stage "
+            f"{int(stage)}; use the stage it was saved with, or load weights alone, which its script zero_to_fp32.py "
+            "puts together"
+        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,14 @@ from nblaunch.training.process import Member, is_distributed
 from nblaunch.training.strategies.base import add_wrapper
 
 DEVICES = ("cpu", "cuda")
+
+# What DeepSpeed warns of that is as it should be here.
+_EXPECTED = (
+    "MPU is not provided, setting tp size to 1",  # there is no tensor parallelism
+    "**** You are using ZeRO with an untested optimizer",  # any optimizer of torch is taken on purpose
+)
+
+_group: Any = None  # the process group that DeepSpeed has taken over last
 
 
 def check_installed() -> None:
@@ -58,6 +67,7 @@ def load(member: Member) -> Any:
     _compile_at_first_use()
     add_wrapper(library.DeepSpeedEngine)
     _join_alone(member)
+    _take_over_group()
     return library
 
 
@@ -68,6 +78,13 @@ def quieten() -> None:
     """
     names = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     warnings.filterwarnings("ignore", message=names, category=FutureWarning)
+    logger = logging.getLogger("DeepSpeed")
+    if _is_unexpected not in logger.filters:
+        logger.addFilter(_is_unexpected)
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_EXPECTED)
 
 
 def _leave_uncompiled(library: Any) -> None:
@@ -82,6 +99,18 @@ def _join_alone(member: Member) -> None:
         dist.init_process_group(member.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def _take_over_group() -> None:
+    """Have DeepSpeed use the process group that this process is in, and forget the one of a launch before."""
+    global _group
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    if _group is not dist.group.WORLD:
+        comm.cdb = None
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        getattr(groups, "_release_process_group_references", int)()
+        _group = dist.group.WORLD
+    comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+
+
 def initialize(library: Any, config: Mapping[str, Any], **parts: Any) -> Any:
     """``deepspeed.initialize``; returns the engine.
 
@@ -90,7 +119,7 @@ def initialize(library: Any, config: Mapping[str, Any], **parts: Any) -> Any:
         config: complete.
         **parts: ``model``, ``optimizer`` and the like.
     """
-    engine, *_ = library.initialize(config=dict(config), dist_init_required=False, **parts)
+    engine, *_ = library.initialize(config=dict(config), **parts)
     return engine
 
 

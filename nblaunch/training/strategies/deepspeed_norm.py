@@ -46,7 +46,7 @@ def measure(engine: Any) -> torch.Tensor:
         gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
         if not gradients:
             return last(engine)  # bf16 with fp32 gradients: measured in the step
-        norms = [torch.nn.utils.get_total_norm(gradients)]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
     if bool((groups < 0).any()):  # how the engine says that gradients overflowed
         return torch.tensor(float("inf"))

@@ -6,8 +6,11 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from nblaunch import context
 from nblaunch.training.strategies import deepspeed_library
+from nblaunch.wire.pieces import Piece
 
 
 def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
@@ -32,6 +35,26 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
         if keep:
             state[name] = copy
     return state
+
+
+def pieces(module: torch.nn.Module) -> dict[str, Any]:
+    """What this rank tells the launcher of a module's weights: its parts; rank 0 also what every rank has whole."""
+    is_main = context.current().topology.rank == 0
+    told: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if hasattr(value, "ds_id"):
+            told[name] = _piece(value)
+        elif is_main:
+            told[name] = value.detach() if isinstance(value, torch.Tensor) else value
+    return told
+
+
+def _piece(parameter: Any) -> Piece:
+    """This rank's stretch of a parameter; the last ones are filled up, so that all are of one size."""
+    part = parameter.ds_tensor.detach().reshape(-1)
+    start = min(dist.get_rank(parameter.ds_process_group) * part.numel(), parameter.ds_numel)
+    length = min(part.numel(), parameter.ds_numel - start)
+    return Piece(tuple(parameter.ds_shape), (start,), part[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:
