@@ -93,6 +93,16 @@ def gather(state: Any, keep: bool) -> Any:
     return state
 
 
+def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
+    """The state dict of a module, likewise. Tied weights are gathered once, and are one tensor under all names."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    state = module.state_dict()
+    whole = gather({name: value for name, value in state.items() if twins.get(name, name) == name}, keep)
+    return {name: whole[twins.get(name, name)] for name in state}
+
+
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
     """The norm of all tensors as one vector, of all of their parts. All ranks call it with parts of the same tensors.
 

@@ -35,7 +35,7 @@ from nblaunch.training.data import loader_states
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.state import Session
-from nblaunch.training.strategies import Strategy
+from nblaunch.training.strategies import PLUGINS, Strategy
 
 _PLACES = (None, "cpu", "on_device")
 
@@ -261,7 +261,7 @@ class Checkpointer:
         return states
 
     def _collect(self, folder: Path, safe_serialization: bool) -> Snapshot:
-        weights, optimizers = self._states(folder)
+        weights, optimizers, is_in_parts = self._states(folder)
         weights = self._run_save_hooks(folder, weights)
         prepared = self.preparer
         contents = Contents(
@@ -270,6 +270,7 @@ class Checkpointer:
             schedulers=len(prepared.schedulers),
             loaders=len(prepared.loaders),
             custom=len(self.custom),
+            in_parts=self._strategy.name if is_in_parts else "",
             gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
         )
         snapshot = Snapshot(contents, weights, {}, safe_serialization)
@@ -291,14 +292,15 @@ class Checkpointer:
         snapshot.objects[files.random_states(0)] = self._random_states()
         return snapshot
 
-    def _states(self, folder: Path) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-        """Whole weights and optimizer states to be written; none where ranks write their parts by themselves."""
+    def _states(self, folder: Path) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], bool]:
+        """Whole weights and optimizer states to be written, or none and True: all ranks have written their parts."""
         prepared, strategy = self.preparer, self._strategy
         if strategy.save_parts(folder, prepared.models, prepared.optimizers):
-            return [], []
+            return [], [], True
         return (
             [strategy.state_dict(model_files.bare_module(model)) for model in prepared.models],
             [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
+            False,
         )
 
     def _run_save_hooks(
@@ -437,6 +439,12 @@ class Checkpointer:
                 f"checkpoint {folder} was saved by {contents.world_size} processes, but this job has "
                 f"{self._world_size}; its random states and the order of its data don't fit. Start "
                 f"{contents.world_size} processes, or pass load_state(..., any_world_size=True) to take over the rest"
+            )
+        if contents.in_parts and contents.in_parts != self._strategy.name:
+            raise CheckpointError(
+                f"checkpoint {folder} was saved in parts, by the ranks of strategy {contents.in_parts!r}, and this "
+                f"job's is {self._strategy.name!r}; build the Accelerator as then: "
+                f"Accelerator({PLUGINS.get(contents.in_parts, '...')}=...)"
             )
         for kind in ("optimizers", "schedulers"):
             saved, here = getattr(contents, kind), len(getattr(self.preparer, kind))

@@ -83,6 +83,7 @@ class Contents:
         schedulers: how many.
         loaders: how many.
         custom: how many registered objects.
+        in_parts: the strategy whose ranks wrote parts of weights and optimizers; empty where they are whole.
         gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
     """
@@ -93,6 +94,7 @@ class Contents:
     schedulers: int = 0
     loaders: int = 0
     custom: int = 0
+    in_parts: str = ""
     gradient_orders: list[list[int]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
 

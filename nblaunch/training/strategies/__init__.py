@@ -20,7 +20,11 @@ from nblaunch.training.strategies.deepspeed import DeepSpeedStrategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 
-__all__ = ["Strategy", "choose", "sync_in_backward", "unwrap"]
+__all__ = ["PLUGINS", "Strategy", "choose", "sync_in_backward", "unwrap"]
+
+
+PLUGINS = {"fsdp2": "fsdp_plugin", "deepspeed": "deepspeed_plugin"}
+"""The argument of the Accelerator that asks for a strategy."""
 
 
 def choose(

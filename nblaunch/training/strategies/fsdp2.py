@@ -178,7 +178,7 @@ class Fsdp2Strategy(Strategy):
         return self._member.topology.local_rank == 0
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        whole = parts.gather(module.state_dict(), self._keeps_whole)
+        whole = parts.gather_weights(module, self._keeps_whole)
         return whole if self._keeps_whole else {}
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:

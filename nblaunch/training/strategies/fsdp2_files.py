@@ -9,12 +9,15 @@ of ranks, of which each reads what it needs. When they take their place in the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -64,20 +67,43 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
 
 
 def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
-    with waiting():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
+    try:
+        with waiting(), _quiet():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"parts of the state were not saved; nothing was changed. {_told_by_ranks(error)}"
+        ) from error
 
 
 def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
     try:
-        with waiting():
+        with waiting(), _quiet():
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
-    except Exception as error:
+    except (CheckpointException, Exception) as error:  # the former is no Exception
         raise CheckpointError(
-            f"{folder} does not fit what is prepared, or is damaged. {type(error).__name__}: {error}"
+            f"{folder} does not fit what is prepared, or is damaged. {_told_by_ranks(error)}"
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's word on a process without a group, which knows that it is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        yield
+
+
+def _told_by_ranks(error: BaseException) -> str:
+    """What went wrong on which rank, in one line."""
+    failures = getattr(error, "failures", None) or {None: (error, None)}
+    lines = [
+        (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"
+        for rank, (cause, _) in failures.items()
+    ]
+    return "; ".join(dict.fromkeys(" ".join(line.split()) for line in lines))
 
 
 def _bare(model: nn.Module) -> nn.Module:

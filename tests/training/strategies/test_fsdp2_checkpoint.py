@@ -1,0 +1,221 @@
+"""Checkpoints of sharded models: in parts and whole, over any number of ranks, never half written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.utils.data import DataLoader
+
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+from nblaunch.errors import CheckpointError
+from nblaunch.training import parts
+from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from tests.training import ranks
+from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
+
+KINDS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+
+
+def _prepare(kind: str | None) -> tuple[Accelerator, Any, Any, Any]:
+    plugin = None if kind is None else FullyShardedDataParallelPlugin(state_dict_type=kind)
+    accelerator = Accelerator(fsdp_plugin=plugin, split_batches=True)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def _save(kind: str | None, folder: str) -> list[float]:
+    """Save after one epoch; what the second one tells."""
+    accelerator, *rest = _prepare(kind)
+    epoch(accelerator, *rest)
+    accelerator.save_state(folder)
+    return epoch(accelerator, *rest)
+
+
+def _resume(kind: str | None, folder: str) -> list[float]:
+    accelerator, *rest = _prepare(kind)
+    accelerator.load_state(folder, any_world_size=True)
+    for parameter in rest[0].parameters():
+        parts.local(parameter).sum().item()
+    return epoch(accelerator, *rest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (2, 4), (2, 1), (1, 2)])
+def test_training_continues_on_any_number_of_ranks(
+    tmp_path: Path, kind: str, before: int, after: int
+) -> None:
+    going_on = ranks.run(_save, before, kind, str(tmp_path / "state"))
+    for resumed in ranks.run(_resume, after, kind, str(tmp_path / "state")):
+        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), [("FULL_STATE_DICT", None), (None, "SHARDED_STATE_DICT")])
+def test_whole_states_are_those_of_models_that_are_not_sharded(
+    tmp_path: Path, before: str | None, after: str | None
+) -> None:
+    folder = tmp_path / "state"
+    going_on = ranks.run(_save, 2, before, str(folder))
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors", "optimizer.bin", "nblaunch_checkpoint.json"} <= names
+    for resumed in ranks.run(_resume, 2, after, str(folder)):
+        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
+
+
+def test_parts_have_the_names_that_people_know(tmp_path: Path) -> None:
+    ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
+    found = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*")}
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert {f"{name}/.metadata", f"{name}/__0_0.distcp", f"{name}/__1_0.distcp"} <= found
+    assert not {"model.safetensors", "optimizer.bin"} & found
+    assert {"sampler.bin", "random_states_0.pkl", "random_states_1.pkl"} <= found
+
+
+def _load_elsewhere(folder: str) -> str:
+    accelerator, *_ = _prepare(None)
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_without_a_plugin_are_told(tmp_path: Path) -> None:
+    ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
+    for message in ranks.run(_load_elsewhere, 2, str(tmp_path / "state")):
+        assert "was saved in parts, by the ranks of strategy 'fsdp2', and this job's is 'ddp'" in message
+        assert "Accelerator(fsdp_plugin=...)" in message
+
+
+def _save_model(folder: str) -> bool:
+    accelerator, model, *_ = _prepare("SHARDED_STATE_DICT")
+    accelerator.save_model(model, folder, max_shard_size="1KB")
+    weights = accelerator.get_state_dict(model)
+    return bool(weights) == accelerator.is_main_process
+
+
+def test_models_are_saved_whole(tmp_path: Path) -> None:
+    assert ranks.run(_save_model, 2, str(tmp_path)) == [True, True]
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    fresh = network()
+    with torch.no_grad():
+        fresh.entry.weight.zero_()
+    load_checkpoint_in_model(fresh, tmp_path)
+    torch.testing.assert_close(dict(fresh.state_dict()), dict(network().state_dict()))
+
+
+def _load_model(folder: str) -> dict[str, torch.Tensor]:
+    accelerator, model, *_ = _prepare("SHARDED_STATE_DICT")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint_in_model(model, folder, strict=True)
+    return accelerator.get_state_dict(model)
+
+
+def test_whole_weights_go_into_a_sharded_model(tmp_path: Path) -> None:
+    lone = Accelerator()
+    lone.save_model(network(), tmp_path)
+    found = ranks.run(_load_model, 2, str(tmp_path))[0]
+    torch.testing.assert_close(found, dict(network().state_dict()))
+
+
+def _save_tied(folder: str) -> None:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.save_model(accelerator.prepare(Tied()), folder)
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    ranks.run(_save_tied, 2, str(tmp_path))
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert len({"entry.weight", "exit.weight"} & names) == 1
+    load_checkpoint_in_model(Tied(), tmp_path, strict=True)
+
+
+def _fail(folder: str, culprit: int) -> str:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    accelerator.save_state(folder)
+    before = {path.name: path.stat().st_mtime_ns for path in Path(folder).rglob("*.distcp")}
+    epoch(accelerator, *rest)
+    if accelerator.process_index == culprit:
+        FileSystemWriter.write_data = _disk_full  # type: ignore[method-assign]
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        after = {path.name: path.stat().st_mtime_ns for path in Path(folder).rglob("*.distcp")}
+        assert after == before
+        return str(error)
+    return "saved"
+
+
+def _disk_full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_can_not_write_leaves_the_old_checkpoint(tmp_path: Path, culprit: int) -> None:
+    for message in ranks.run(_fail, 2, str(tmp_path / "state"), culprit):
+        assert "parts of the state were not saved; nothing was changed" in message
+        assert f"Rank {culprit}: OSError: [Errno 28] No space left on device" in message
+    assert sorted(os.listdir(tmp_path)) == ["state"]
+    ranks.run(_resume, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
+
+
+def _save_on_main(folder: str) -> str:
+    accelerator, *_ = _prepare("SHARDED_STATE_DICT")
+    if not accelerator.is_main_process:
+        return ""
+    Checkpointer._require_all.__globals__["PATIENCE_S"] = 0.2
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_no_rank_can_save_alone(tmp_path: Path) -> None:
+    message, _ = ranks.run(_save_on_main, 2, str(tmp_path / "state"))
+    assert "every rank holds a part of the weights; call it on all ranks" in message
+    assert not (tmp_path / "state").exists()
+
+
+def _load_other(folder: str) -> str:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(nn.Linear(3, 3))
+    before = parts.local(model.weight).clone()
+    try:
+        accelerator.load_state(folder)
+    except CheckpointError as error:
+        assert torch.equal(parts.local(model.weight), before)
+        return str(error)
+    return "loaded"
+
+
+def test_parts_of_another_model_are_told(tmp_path: Path) -> None:
+    ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
+    for message in ranks.run(_load_other, 2, str(tmp_path / "state")):
+        assert "pytorch_model_fsdp_0 does not fit what is prepared" in message
+        assert "weight" in message
+
+
+def _asynchronously(folder: str) -> list[float]:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    epoch(accelerator, *rest)
+    accelerator.save_state(folder, asynchronous=True)
+    told = epoch(accelerator, *rest)
+    accelerator.wait_for_checkpoint()
+    return told
+
+
+def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    going_on = ranks.run(_asynchronously, 2, str(tmp_path / "state"))
+    for resumed in ranks.run(_resume, 2, "SHARDED_STATE_DICT", str(tmp_path / "state")):
+        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
