@@ -11,6 +11,8 @@ of ``supervised.py``.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -100,17 +102,27 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Look for the module's outermost package only: finding what is inside would import it."""
-    import importlib.util
-
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(name.partition(".")[0])
+        is_there = _is_module(name)
     except (ImportError, ValueError):
-        found = None
+        is_there = False
     finally:
         sys.path[:] = before
-    if found is None:
+    if not is_there:
         hint = f"; a file is launched without -m: nblaunch launch {name}" if Path(name).is_file() else ""
         raise UsageError(f"{name}: there is no such module, neither in {os.getcwd()} nor installed{hint}")
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module can be found. Unlike importlib's own search for a dotted name, this imports no package."""
+    outermost, *inner = name.split(".")
+    spec = importlib.util.find_spec(outermost)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = importlib.machinery.PathFinder.find_spec(
+            f"{spec.name}.{part}", spec.submodule_search_locations
+        )
+    return spec is not None

@@ -176,7 +176,9 @@ class _StoreLibrary(Dashboard):
         return self._thread is not None and self._thread.is_alive()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, Started) and self._thread is None:
+        if isinstance(event, JobStarted) and self._thread is not None:
+            self._thread.join()  # before another start: who looks for torch's types must not find half of it
+        elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()
 

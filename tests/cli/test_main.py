@@ -31,4 +31,5 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
 def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lunch"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "lunch" in line and "launch" in line
+    assert "lunch" in line
+    assert "launch" in line

@@ -1,0 +1,199 @@
+"""How a launched script ends: its exit code, its traceback, signals on the way, and that nothing is left."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.cli.conftest import Running, launch, script
+
+Start = Callable[..., Running]
+
+LOOP = """
+import subprocess, sys, time
+
+child = subprocess.Popen(["sleep", "1000"])
+print("ready", child.pid, flush=True)
+try:
+    while True:
+        time.sleep(0.01)
+finally:
+    print("finally", flush=True)
+"""
+
+
+def test_an_exception_is_shown_as_python_shows_it_with_the_scripts_own_lines() -> None:
+    name = script("""
+        import os
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+
+        class OwnError(Exception):
+            pass
+
+        def step():
+            if os.environ["RANK"] == "1":
+                raise OwnError("rank one does not like this")
+            dist.barrier()
+
+        step()
+    """)
+    ended = launch("--num_processes", "2", name)
+    assert ended.code == 1
+    shown = ended.err[ended.err.index("rank 1 failed:") :].splitlines()
+    assert shown[1] == "Traceback (most recent call last):"
+    assert shown[2].startswith('  File "/')
+    assert shown[2].endswith('train.py", line 14, in <module>')
+    assert shown[3].strip() == "step()"
+    assert "OwnError: rank one does not like this" in shown
+    assert not any("nblaunch/" in line for line in shown[:8]), "frames of the launcher"
+    assert "rank 1 (pid " in ended.err
+    assert "rank 0: " in ended.err
+
+
+@pytest.mark.parametrize(
+    ("leaving", "code"),
+    [
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+        ("sys.exit('words')", 1),
+        ("sys.exit(0)", 0),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(leaving: str, code: int) -> None:
+    name = script(f"""
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            {leaving}
+        {"time.sleep(100)" if code else ""}
+    """)
+    ended = launch("--num_processes", "2", name)
+    assert ended.code == code, ended.err
+    assert ("rank 1 (pid " in ended.err) == (code != 0)
+
+
+def test_a_syntax_error_is_the_scripts() -> None:
+    ended = launch("--num_processes", "2", script("x = = 1\n"))
+    assert ended.code == 1
+    assert "SyntaxError" in ended.err
+    assert "train.py" in ended.err
+
+
+def children_of(running: Running) -> list[psutil.Process]:
+    """The processes that the ranks started."""
+    return [psutil.Process(int(line.split()[-1])) for line in running.seen if "ready" in line]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    assert len(processes) == 2
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_ctrl_c_lets_finally_blocks_run(start: Start) -> None:
+    running = start("--num_processes", "2", "--dashboard", "none", script(LOOP))
+    running.wait_for("ready", 2)
+    children = children_of(running)
+    running.send(signal.SIGINT)
+    ended = running.end()
+    assert ended.code == 130
+    assert ended.out.count("finally") == 2
+    assert "Traceback" not in ended.out
+    assert_gone(children)
+
+
+def test_ctrl_c_twice_kills(start: Start) -> None:
+    name = script(
+        LOOP.replace('print("finally", flush=True)', 'print("finally", flush=True); time.sleep(1000)')
+    )
+    running = start("--num_processes", "2", "--dashboard", "none", "--interrupt_grace_s", "1000", name)
+    running.wait_for("ready", 2)
+    children = children_of(running)
+    running.send(signal.SIGINT)
+    running.wait_for("finally", 2)
+    running.send(signal.SIGINT)
+    assert running.end().code == 130
+    assert_gone(children)
+
+
+def test_sigterm_gives_time_for_a_checkpoint_at_the_same_step(start: Start) -> None:
+    name = script("""
+        import time
+        from nblaunch import Accelerator
+        accelerator = Accelerator()
+        step = 0
+        print("ready", flush=True)
+        while not accelerator.should_stop:
+            time.sleep(0.01 * (1 + accelerator.process_index))
+            accelerator.wait_for_everyone()
+            step += 1
+        print("saved at", step, flush=True)
+    """)
+    running = start("--num_processes", "2", "--dashboard", "none", name)
+    running.wait_for("ready", 2)
+    running.send(signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 128 + signal.SIGTERM
+    steps = {line.split("at ")[1] for line in ended.lines if "saved at" in line}
+    assert len(steps) == 1, ended.out
+    assert ended.out.count("saved at") == 2
+
+
+def test_sigterm_reaches_a_script_that_handles_it(start: Start) -> None:
+    name = script("""
+        import signal, sys, time
+        def leave(signum, frame):
+            print("handled", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
+    """)
+    running = start("--num_processes", "2", "--dashboard", "none", name)
+    running.wait_for("ready", 2)
+    running.send(signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.out.count("handled") == 2
+
+
+def test_sigterm_interrupts_a_script_that_does_not_listen(start: Start) -> None:
+    running = start("--num_processes", "2", "--dashboard", "none", "--stop_grace_s", "0.1", script(LOOP))
+    running.wait_for("ready", 2)
+    children = children_of(running)
+    running.send(signal.SIGTERM)
+    ended = running.end()
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.out.count("finally") == 2
+    assert_gone(children)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(start: Start) -> None:
+    running = start("--num_processes", "2", "--dashboard", "none", script(LOOP))
+    running.wait_for("ready", 2)
+    children = children_of(running)
+    workers = psutil.Process(running.process.pid).children(recursive=True)
+    running.send(signal.SIGKILL)
+    running.process.wait()
+    assert_gone(children)
+    psutil.wait_procs(workers, timeout=10)
+    assert not [one for one in workers if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_failed_job_starts_again() -> None:
+    name = script("""
+        import os, sys
+        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            raise ValueError("only once")
+    """)
+    ended = launch("--num_processes", "2", "--max_restarts", "1", name)
+    assert ended.code == 0, ended.err
+    assert sorted(line for line in ended.lines if "attempt 1" in line and line[0] == "[") == [
+        "[0] attempt 1",
+        "[1] attempt 1",
+    ]

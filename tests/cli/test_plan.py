@@ -1,0 +1,59 @@
+"""``nblaunch launch --print_plan``: what would be done, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nblaunch.cli.options import SHORTHANDS
+from nblaunch.config.settings import SETTINGS
+from tests.cli.conftest import Ended, script
+
+Command = Callable[..., Ended]
+
+
+def rows(ended: Ended) -> dict[str, tuple[str, str]]:
+    """Name of a setting -> value, source."""
+    assert ended.code == 0, ended.err
+    table = ended.out.partition("\n\n")[0].splitlines()[1:]
+    return {line.split()[0]: (line.split()[1], line.split(maxsplit=2)[2]) for line in table}
+
+
+def test_every_value_says_where_it_came_from(command: Command) -> None:
+    Path("mine.yaml").write_text("num_processes: 3\nmixed_precision: bf16\nmax_restarts: 1\n")
+    ended = command(
+        "launch", "--cpu", "--config_file", "mine.yaml", "--num-processes", "2", "--print_plan", script("")
+    )
+    found = rows(ended)
+    assert found["num_processes"] == ("2", "command line")
+    assert found["backend"] == ("cpu", "command line")
+    assert found["mixed_precision"] == ("bf16", "file mine.yaml")
+    assert found["rdzv_backend"] == ("static", "default")
+    assert "2 cpu processes" in ended.out
+    assert "started by spawn" in ended.out
+
+
+def test_the_default_file_is_read(command: Command) -> None:
+    path = Path("config/default.yaml")
+    path.parent.mkdir()
+    path.write_text("num_processes: 3\nuse_cpu: true\n")
+    assert rows(command("launch", "--print_plan"))["num_processes"] == ("3", f"file {path.absolute()}")
+
+
+def test_hardware_that_is_not_here_is_told_and_no_error(command: Command) -> None:
+    ended = command("launch", "--tpu", "--num_processes", "8", "--print_plan")
+    assert ended.code == 0
+    assert "on this machine: not possible: " in ended.out
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *SHORTHANDS])
+def test_help_names_every_option_once_and_in_one_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from nblaunch import cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--help"])
+    text = capsys.readouterr().out
+    assert text.count(f"  --{name} ") + text.count(f"  --{name}\n") == 1
+    assert f"--{name.replace('_', '-')} " not in text or "_" not in name

@@ -1,0 +1,152 @@
+"""A launched script runs as ``python script.py`` runs it, in every process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.conftest import Ended, labelled, launch, script
+
+FACTS = """
+import json, os, pickle, sys
+
+class Thing:
+    pass
+
+def facts():
+    import helper
+    return {
+        "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "helper": helper.__file__,
+        "package": __package__, "spec": __spec__ and __spec__.name, "cached": __cached__ and True,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+    }
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))
+"""
+
+
+def facts_of(ended: Ended, rank: int) -> dict[str, object]:
+    assert ended.code == 0, ended.err
+    (line,) = labelled(ended.lines, rank)
+    return json.loads(line)  # type: ignore[no-any-return]
+
+
+def by_python(*words: str) -> dict[str, object]:
+    return json.loads(subprocess.check_output([sys.executable, *words], text=True))  # type: ignore[no-any-return]
+
+
+def test_a_script_finds_what_it_would_find_under_python() -> None:
+    Path("sub").mkdir()
+    Path("sub/helper.py").write_text("")
+    name = script(FACTS, "sub/train.py")
+    words = ["--lr", "0.1", "--", "--cpu", "-m", ""]
+    expected = by_python(name, *words)
+    ended = launch("--num_processes", "2", name, *words)
+    assert facts_of(ended, 0) == expected
+    assert facts_of(ended, 1) == expected
+
+
+def test_a_module_finds_what_it_would_find_under_python_m() -> None:
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("")
+    Path("helper.py").write_text("")
+    script(FACTS, "package/__main__.py")
+    by_python("-m", "package", "--lr", "1")  # compiles it, so that both find it compiled
+    expected = by_python("-m", "package", "--lr", "1")
+    ended = launch("--num_processes", "2", "-m", "package", "--lr", "1")
+    assert facts_of(ended, 0) == expected
+    assert facts_of(ended, 1) == expected
+
+
+def test_any_script_for_torchrun_works_and_loaders_may_spawn() -> None:
+    name = script("""
+        import os, sys
+        import torch
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, place):
+                return place
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            total = torch.ones(1) * (dist.get_rank() + 1)
+            dist.all_reduce(total)
+            loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+            print(int(total), sum(int(batch) for batch in loader), os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"])
+            dist.destroy_process_group()
+    """)
+    ended = launch("--num_processes", "2", name)
+    assert ended.code == 0, ended.err
+    assert sorted(ended.lines) == ["[0] 3 6 2 0", "[1] 3 6 2 1"]
+
+
+def test_ranks_draw_different_random_numbers_as_separate_programs_do() -> None:
+    ended = launch("--num_processes", "2", script("import random; print(random.random())"))
+    assert len({line.split()[1] for line in ended.lines}) == 2
+
+
+def test_settings_reach_the_accelerator() -> None:
+    name = script("""
+        from nblaunch import Accelerator
+        accelerator = Accelerator()
+        dynamo = accelerator._dynamo
+        print(accelerator.mixed_precision, accelerator.gradient_accumulation_steps, accelerator.debug,
+              dynamo.backend, dynamo.mode, Accelerator(gradient_accumulation_steps=5).gradient_accumulation_steps)
+    """)
+    options = "--mixed_precision bf16 --gradient_accumulation_steps 3 --debug --dynamo_backend EAGER --num_processes 1"
+    ended = launch(*options.split(), name)
+    assert ended.out == "bf16 3 True eager None 5\n", ended.err
+
+
+def test_all_output_is_shown_in_whole_lines() -> None:
+    """Unlike in a notebook nothing is folded: programs may read it."""
+    name = script("""
+        import sys
+        print("x" * 9000)
+        for number in range(3000):
+            print(number, file=sys.stderr if number % 2 else sys.stdout)
+        print("no end of line", end="")
+    """)
+    ended = launch("--num_processes", "2", "--dashboard", "none", name)
+    expected = ["x" * 9000, *map(str, range(3000)), "no end of line"]
+    assert labelled(ended.lines, 0) == expected
+    assert labelled(ended.lines, 1) == expected
+
+
+def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> None:
+    Path("mine.yaml").write_text("num_processes: 2\nuse_cpu: true\nmixed_precision: bf16\ndashboard: none\n")
+    name = script("""
+        import nblaunch
+
+        def train(number):
+            accelerator = nblaunch.Accelerator()
+            return number, accelerator.process_index, accelerator.num_processes, accelerator.mixed_precision
+
+        if __name__ == "__main__":
+            print(nblaunch.launch(train, (7,), config_file="mine.yaml", return_all=True))
+            import nblaunch.launch.job as module   # the folder of the same name is still there
+            from nblaunch import launch
+            print(launch(train, (8,), config_file="mine.yaml", num_processes=1, mixed_precision="no"), module.Job)
+            for wrong in ({"num_procs": 2}, {"num_processes": "x"}, {"config_file": "none.yaml"}):
+                try:
+                    launch(train, (8,), **wrong)
+                except (TypeError, ValueError) as error:
+                    print(type(error).__name__, error)
+    """)
+    ended = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.splitlines() == [
+        "[(7, 0, 2, 'bf16'), (7, 1, 2, 'bf16')]",
+        "(8, 0, 1, 'no') <class 'nblaunch.launch.job.Job'>",
+        "TypeError launch() got an unexpected argument: num_procs is unknown; did you mean num_processes?",
+        "ConfigError num_processes: 'x' must be a whole number",
+        "ConfigError none.yaml: there is no such file; `nblaunch config` writes one",
+    ], ended.stderr

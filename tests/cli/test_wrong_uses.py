@@ -1,0 +1,86 @@
+"""Wrong uses of ``nblaunch launch``: one clear line, exit code 2, and nothing was started."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ended, script
+
+Command = Callable[..., Ended]
+
+
+def assert_refused(ended: Ended, *words: str) -> None:
+    assert ended.code == 2
+    assert ended.out == ""
+    (line,) = ended.err.splitlines()
+    assert line.startswith("nblaunch launch: error: ")
+    assert all(word in line for word in words), line
+    assert not Path("logs").exists() or not list(Path("logs").iterdir()), "a job was begun"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", ["no script"]),
+        ("none.py", ["none.py", "no such file"]),
+        (".", ["not a file", "-m"]),
+        ("-m none.at.all", ["none.at.all", "no such module"]),
+        ("-m train.py", ["train.py", "without -m"]),
+        ("--num_proceses 2 train.py", ["--num_proceses is unknown", "did you mean --num_processes"]),
+        ("--num-proceses=2 train.py", ["did you mean --num_processes"]),
+        ("--num_processes train.py", ["whole number"]),
+        ("--num_processes 0 train.py", ["--num_processes", "at least 1"]),
+        ("--num_processes", ["--num_processes", "expected one argument"]),
+        ("--mixed_precision fp8 train.py", ["no, fp16, bf16"]),
+        ("--cpu --mixed_precision fp16 train.py", ["fp16", "bf16"]),
+        ("--cpu --multi_gpu train.py", ["--cpu", "--multi_gpu", "contradict"]),
+        ("--backend cuda --cpu train.py", ["--backend cuda", "--cpu", "contradict"]),
+        ("--use_fsdp --use-deepspeed train.py", ["--use_fsdp", "--use_deepspeed", "contradict"]),
+        ("--zero_stage 2 train.py", ["zero_stage", "--use_deepspeed"]),
+        ("--use_fsdp --zero_stage 2 train.py", ["zero_stage", "--use_deepspeed"]),
+        (
+            "--num_machines 2 --machine_rank 2 --main_process_ip 127.0.0.1 train.py",
+            ["machine_rank=2", "num_machines=2"],
+        ),
+        ("--machine_rank 1 train.py", ["machine_rank=1", "num_machines=1"]),
+        ("--num_machines 2 train.py", ["main_process_ip"]),
+        ("--megatron_lm_tp_degree 2 train.py", ["Megatron-LM is not available"]),
+        ("--no_python train.py", ["only Python"]),
+        ("--config_file none.yaml train.py", ["none.yaml", "no such file"]),
+        ("--config_file wrong.yaml train.py", ["wrong.yaml", "bogus is unknown"]),
+        ("--config_file type.yaml train.py", ["type.yaml", "num_processes: 'many'"]),
+        ("--config_file rank.yaml train.py", ["machine_rank=3", "file rank.yaml"]),
+        ("--strategy spmd --cpu train.py", ["spmd", "command line"]),
+    ],
+)
+def test_a_wrong_use_is_refused(command: Command, options: str, words: list[str]) -> None:
+    script("raise AssertionError('the script must not run')\n")
+    Path("wrong.yaml").write_text("bogus: 1\n")
+    Path("type.yaml").write_text("num_processes: many\n")
+    Path("rank.yaml").write_text("machine_rank: 3\n")
+    assert_refused(command("launch", *options.split()), *words)
+
+
+def test_a_taken_port_is_refused(command: Command) -> None:
+    name = script("raise AssertionError('the script must not run')\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = command("launch", "--cpu", "--num_processes", "2", "--main_process_port", str(port), name)
+    assert_refused(ended, str(port), "in use")
+
+
+def test_options_of_the_script_are_not_options_of_the_launch(command: Command) -> None:
+    """``--print_plan`` after the script is the script's."""
+    name = script("")
+    ended = command("launch", "--print_plan", name, "--num_processes", "x", "--bogus")
+    assert ended.code == 0, ended.err
+
+
+def test_what_changes_nothing_is_accepted(command: Command) -> None:
+    ended = command("launch", "--cpu", "--same_network", "--tee", "3", "--print_plan", script(""))
+    assert ended.code == 0, ended.err
+    assert "--same_network changes nothing" in ended.out
