@@ -26,6 +26,7 @@ _PUBLIC = {
     "CheckpointError": "nblaunch.errors",
     "DDPCommunicationHookType": "nblaunch.training.options",
     "DataLoaderConfiguration": "nblaunch.training.options",
+    "DeepSpeedPlugin": "nblaunch.training.deepspeed_options",
     "DistributedDataParallelKwargs": "nblaunch.training.options",
     "DistributedOperationException": "nblaunch.errors",
     "DistributedType": "nblaunch.training.state",
@@ -66,6 +67,7 @@ __all__ = [
     "CheckpointError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
@@ -120,6 +122,7 @@ if TYPE_CHECKING:
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.data.loading import skip_first_batches
+    from nblaunch.training.deepspeed_options import DeepSpeedPlugin
     from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
     from nblaunch.training.local_sgd import LocalSGD
     from nblaunch.training.memory import find_executable_batch_size

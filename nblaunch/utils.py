@@ -51,6 +51,7 @@ from nblaunch.training.collectives import (
     reduce,
 )
 from nblaunch.training.compiling import is_compiled_module
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from nblaunch.training.environment import clear_environment, patch_environment, purge_accelerate_environment
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.memory import (
@@ -102,9 +103,12 @@ __all__ = [
     "CannotPadNestedTensorWarning",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "DynamoBackend",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
