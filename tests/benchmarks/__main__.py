@@ -14,6 +14,7 @@ TITLES = {
     "progress": "Progress",
     "repeat": "A hundred launches",
     "step_overhead": "Step overhead",
+    "gpu": "GPUs",
     "lotteries": "Lotteries",
 }
 
