@@ -31,12 +31,13 @@ _TEXT = "font-size:13px;line-height:22px;font-variant-numeric:tabular-nums;white
 _MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
 _MUTED = "opacity:.65"
 _CUT = "white-space:pre;overflow:hidden;text-overflow:ellipsis"
-_GAP = "14px"
+_GAP = "10px"
 _COLUMNS = "minmax(9em,max-content) 110px max-content max-content minmax(8em,1fr)"
 
 # How often the parts of a row are worth a message, in seconds.
-_NUMBERS_S, _DETAIL_S, _TREND_S = 0.5, 1.0, 4.0
+_NUMBERS_S, _DETAIL_S, _TREND_S = 0.8, 1.0, 4.0
 _STEADY_S = 2.0
+_TREND_LENGTH = 5  # losses that make a line worth drawing
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class RowGrid:
             children=self._head,
             layout=widgets.Layout(
                 grid_template_columns=_COLUMNS, grid_gap="0 18px", display="none", margin="4px 0",
-                align_items="center", width="100%", overflow="hidden",
+                align_items="center", width="100%", overflow="auto hidden",
             ),
         )  # fmt: skip
 
@@ -135,8 +136,7 @@ class RowGrid:
         widths = {name: before.get(name, 0) for name in _merged(list(before), table.columns)}
         for index, name in enumerate(table.columns):
             texts = (row.cells[index] for row in table.rows)
-            # Letters may be wider than the digits that "ch" measures.
-            widths[name] = max(widths[name], len(name) + 1, *map(len, texts))
+            widths[name] = max(widths[name], len(name), *map(len, texts))
         self._widths = widths
         return widths != before
 
@@ -145,7 +145,7 @@ class RowGrid:
             self._state_cell("rank", "state"),
             "progress" if any(row.fraction is not None for row in table.rows) else "",
             self._cells({name: name for name in self._widths}),
-            "trend" if any(len(row.loss_history) > 1 for row in table.rows) else "",
+            "trend" if any(len(row.loss_history) >= _TREND_LENGTH for row in table.rows) else "",
             "output" if any(row.detail for row in table.rows) else "",
         )
         for widget, title in zip(self._head, titles, strict=True):
@@ -167,16 +167,23 @@ class RowGrid:
         )
         cells = f'<div style="{text}">{self._cells(dict(zip(names, row.cells, strict=True)))}</div>'
         self._valve.want(
-            parts.cells, every_s=_NUMBERS_S, is_urgent=has_moved, value=cells, layout=self._shown
+            parts.cells,
+            every_s=_NUMBERS_S,
+            is_urgent=has_moved,
+            companion=parts.bar,
+            value=cells,
+            layout=self._shown,
         )
-        trend = _if_any(sparkline(row.loss_history), "line-height:20px")
+        has_trend = len(row.loss_history) >= _TREND_LENGTH
+        trend = _if_any(sparkline(row.loss_history) if has_trend else "", "line-height:20px")
         self._valve.want(parts.trend, every_s=_TREND_S, value=trend)
         detail = _if_any(escape(row.detail), f"{_MONO};line-height:22px;{_MUTED};{_CUT}")
         self._valve.want(parts.detail, every_s=_DETAIL_S, value=detail)
 
     def _cells(self, texts: Mapping[str, str]) -> str:
         """Texts side by side, each to the right of a column that is as wide in every row."""
-        widths = " ".join(f"{width}ch" for width in self._widths.values())
+        # "ch" is the width of a digit; letters may be a little wider.
+        widths = " ".join(f"{width + 0.5}ch" for width in self._widths.values())
         spans = "".join(f"<span>{escape(texts.get(name, ''))}</span>" for name in self._widths)
         return f'<div style="display:grid;grid-template-columns:{widths};gap:{_GAP};text-align:right">{spans}</div>'
 

@@ -36,6 +36,7 @@ class _Slot:
         sent: likewise, what the front end has.
         sent_s: when that was sent.
         is_urgent: to be sent whatever the budget says.
+        companion: what is to be sent with it, so that the two never contradict each other.
     """
 
     widget: Any
@@ -44,6 +45,7 @@ class _Slot:
     sent: dict[str, Any] = field(default_factory=dict)
     sent_s: float = float("-inf")
     is_urgent: bool = False
+    companion: _Slot | None = None
 
     def changes(self) -> dict[str, Any]:
         return {
@@ -76,7 +78,15 @@ class Valve:
         self._budget_bytes = burst_bytes
         self._filled_s = clock()
 
-    def want(self, widget: Any, *, every_s: float = 0.0, is_urgent: bool = False, **values: Any) -> None:
+    def want(
+        self,
+        widget: Any,
+        *,
+        every_s: float = 0.0,
+        is_urgent: bool = False,
+        companion: Any = None,
+        **values: Any,
+    ) -> None:
         """Say what ``widget`` should show.
 
         Args:
@@ -84,6 +94,7 @@ class Valve:
             every_s: seconds between two changes that are good enough; where the budget is short, the intervals of all
                 widgets grow by the same factor.
             is_urgent: send it at the next flush, budget or not.
+            companion: another widget, known already; what it should show is sent whenever this one's is.
             **values: trait -> value.
         """
         slot = self._slots.get(id(widget))
@@ -93,6 +104,7 @@ class Valve:
                 widget, sent={name: getattr(widget, name) for name in values}
             )
         slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
+        slot.companion = self._slots[id(companion)] if companion is not None else None
         slot.wanted.update(values)
 
     def is_due(self, widget: Any, every_s: float) -> bool:
@@ -116,10 +128,25 @@ class Valve:
                 continue
             if not slot.is_urgent and self._budget_bytes < 0:
                 continue
-            self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
-            _send(slot, changes, now_s)
+            self._send(slot, changes, now_s)
             num_sent += 1
+            if slot.companion is not None and (others := slot.companion.changes()):
+                self._send(slot.companion, others, now_s)
+                num_sent += 1
         return num_sent
+
+    def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
+        self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
+        # What was sent is remembered here and not read from the widget: the front end changes some traits by itself.
+        slot.sent.update(changes)
+        slot.sent_s, slot.is_urgent = now_s, False
+        if len(changes) == 1:
+            ((name, value),) = changes.items()
+            setattr(slot.widget, name, value)
+            return
+        with slot.widget.hold_sync():
+            for name, value in changes.items():
+                setattr(slot.widget, name, value)
 
 
 def _overdue(slot: _Slot, now_s: float) -> float:
@@ -131,16 +158,3 @@ def _overdue(slot: _Slot, now_s: float) -> float:
 def _weight(value: Any) -> int:
     """Bytes of a value in a message, about: other widgets travel as their ids."""
     return len(value) if isinstance(value, str) else 40
-
-
-def _send(slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
-    # What was sent is remembered here and not read from the widget: the front end changes some traits by itself.
-    slot.sent.update(changes)
-    slot.sent_s, slot.is_urgent = now_s, False
-    if len(changes) == 1:
-        ((name, value),) = changes.items()
-        setattr(slot.widget, name, value)
-        return
-    with slot.widget.hold_sync():
-        for name, value in changes.items():
-            setattr(slot.widget, name, value)
