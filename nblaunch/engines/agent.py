@@ -55,8 +55,8 @@ from nblaunch.worker import stdio
 BEAT_S = 0.5
 """Between two pages of news."""
 
-_LAST_BEATS_S = 0.1
-"""The same once this node is at its end, and others may be waiting for a word."""
+_URGENT_BEATS_S = 0.1
+"""The same while others may be waiting for a word: once this node is at its end, or while all agree on one."""
 
 _RECONNECT_S = 5.0
 _GATHER_S = 1.0
@@ -214,13 +214,17 @@ class NodeAgent:
     def _wait_for_news(self) -> None:
         with self.changed:
             told = self._worth_telling()
-            beat_s = _LAST_BEATS_S if self.news.state in _FINAL else BEAT_S
+            is_urgent = self.news.state in _FINAL or self.news.summary.stopping.is_wanted
+            beat_s = _URGENT_BEATS_S if is_urgent else BEAT_S
             self.changed.wait_for(lambda: self._worth_telling() != told, beat_s)
 
     def _worth_telling(self) -> tuple[object, ...]:
         """What is told at once when it changes, rather than with the next beat."""
         summary = self.news.summary
-        return self.news.state, summary.failed, summary.exits, summary.finished
+        stop = summary.stopping
+        replies = [reply for _, reply in stop.answers.values()]
+        urgent = stop.is_wanted, stop.proposal, stop.decision, replies
+        return self.news.state, summary.failed, summary.exits, summary.finished, urgent
 
     def _exchange(self, bulletin: Bulletin) -> None:
         with self.changed:

@@ -14,7 +14,7 @@ from nblaunch.events import Event, Exited, Finished
 from nblaunch.launch.diagnosis.elsewhere import Elsewhere
 from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Member, NodeNews
+from nblaunch.wire.nodes import Member, NodeNews, Stopping
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Neighbours:
         self._silence_s = silence_s
         self._patience_s = patience_s
         self._told: set[tuple[str, int]] = set()
+        self.stopping: dict[int, Stopping] = {}
         self.elsewhere = Elsewhere(
             places={
                 rank: f"node {n.member.node_rank} (host {n.member.host})"
@@ -84,6 +85,7 @@ class Neighbours:
         if page.start != self._start:
             return []
         summary, own = page.summary, neighbour.member.ranks
+        self.stopping[neighbour.member.node_rank] = summary.stopping
         for sample in summary.samples:
             if sample.rank in own:
                 neighbour.samples[sample.rank] = _moved(sample, neighbour.ahead_s)

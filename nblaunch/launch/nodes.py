@@ -13,7 +13,8 @@ import math
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from nblaunch import env
@@ -21,6 +22,7 @@ from nblaunch.engines.elastic import AgentProcess, Meeting, Orders
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event, Note
 from nblaunch.launch import network
+from nblaunch.launch.common_stop import CommonStop
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.root_cause import own_failures
 from nblaunch.launch.neighbours import Neighbours
@@ -29,8 +31,19 @@ from nblaunch.launch.requests import StopRequests
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import nodes
-from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Ended, Formed, Hosting, Leave, News, NodeNews, Over, StopWorkers, Summary
+from nblaunch.wire.board import Sample, Slot
+from nblaunch.wire.nodes import (
+    Ended,
+    Formed,
+    Hosting,
+    Leave,
+    News,
+    NodeNews,
+    Over,
+    Stopping,
+    StopWorkers,
+    Summary,
+)
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
@@ -84,6 +97,8 @@ class NodeLink:
         self._news: tuple[NodeNews, ...] = ()
         self._samples: list[Sample] = []
         self._last_summary_s = 0.0
+        self._stopping = Stopping()
+        self._leads = False
         self._is_finished = False
         self._has_met = False
         self.is_closed = False
@@ -176,6 +191,8 @@ class NodeLink:
         self._neighbours = self._neighbours_of(others, formed.restart_count)
         self._neighbours.learn(self._news, time.monotonic())
         self._samples = []
+        self._stopping = Stopping()
+        self._leads = own == 0
         self._is_finished = False
         self._has_met = True
         return formed
@@ -297,13 +314,30 @@ class NodeLink:
         is_alone = self._over is not None and not self._over.is_success
         return is_alone or self._neighbours.must_stop
 
-    def exchange(self, samples: Sequence[Sample], report: AttemptReport) -> list[Sample]:
-        """Tell the others about this node's ranks, and return what is known of all."""
+    def agreement(self, slots: Mapping[int, Slot]) -> CommonStop:
+        """Agree with the others on the step at which all ranks leave their loops."""
+        return CommonStop(slots, self._leads, self._stopping, self._neighbours.stopping, time.monotonic())
+
+    def exchange(
+        self, samples: Sequence[Sample], report: AttemptReport, answers: Mapping[int, tuple[int, int]]
+    ) -> list[Sample]:
+        """Tell the others about this node's ranks, and return what is known of all.
+
+        Args:
+            samples: of the board.
+            report: how the attempt goes; gets what is known of other nodes.
+            answers: as in :class:`nblaunch.wire.nodes.Stopping`.
+        """
         now = time.monotonic()
+        self._stopping.answers = answers
+        if any(other.is_wanted for other in self._neighbours.stopping.values()):
+            self._requests.wants_stop = True
+        self._stopping.is_wanted = self._requests.wants_stop
+        summary_s = _TICK_S / 2 if self._stopping.is_wanted else _SUMMARY_S
         for text in self._neighbours.look(now):
             self._note(text)
         report.elsewhere = self._neighbours.elsewhere
-        if now - self._last_summary_s >= _SUMMARY_S:
+        if now - self._last_summary_s >= summary_s:
             self._last_summary_s = now
             self._agent.send_if_heard(self._summary(samples, report))
         self._samples = list(samples)
@@ -346,6 +380,7 @@ class NodeLink:
             failed={cause.rank: cause.failed for cause in own if cause.failed is not None},
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
             finished=dict(report.finished),
+            stopping=replace(self._stopping),
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nblaunch.engines.base import WorkerGroup
 from nblaunch.events import Event, Exited, Failed, Finished, Note, Started
+from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -98,7 +99,7 @@ class Supervisor:
         self._inspector = Inspector(hang_timeout_s)
         self._memory_watch = MemoryWatch()
         self._dumps: list[tuple[StackDump, Callable[[list[str]], None]]] = []
-        self._agreement: StopAgreement | None = None
+        self._agreement: StopAgreement | CommonStop | None = None
         self._termination: Termination | None = None
         self._started: set[int] = set()
         self._said = dict.fromkeys(receivers, 0)
@@ -229,7 +230,11 @@ class Supervisor:
             )
         if requests.wants_stop and self._agreement is None:
             slots = {rank: self._board.slot(rank) for rank in self._receivers}
-            self._agreement = StopAgreement(slots, time.monotonic())
+            self._agreement = (
+                StopAgreement(slots, time.monotonic())
+                if self._nodes is None
+                else self._nodes.agreement(slots)
+            )
         while requests.stack_queries:
             query = requests.stack_queries.popleft()
             self._dump_stacks(lambda lines, query=query: query.set_result("\n".join(lines)))  # type: ignore[misc]
@@ -316,7 +321,10 @@ class Supervisor:
 
     def _sample(self) -> list[Sample]:
         samples = self._board.sample()
-        return samples if self._nodes is None else self._nodes.exchange(samples, self.report)
+        if self._nodes is None:
+            return samples
+        slots = {rank: self._board.slot(rank) for rank in self._alive - self.report.finished.keys()}
+        return self._nodes.exchange(samples, self.report, answers_of(slots))
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""

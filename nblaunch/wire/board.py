@@ -136,6 +136,11 @@ class Slot:
     def num_checks(self) -> int:
         return self._ints[_CHECKS]
 
+    @num_checks.setter
+    def num_checks(self, value: int) -> None:
+        """For a copy of another machine's slot."""
+        self._ints[_CHECKS] = value
+
     @property
     def stop_reply(self) -> int:
         """What the worker answered to a proposal to stop: its number, negated to refuse; 0 before the first."""

@@ -65,6 +65,23 @@ class Hosting(Event):
     port: int = 0
 
 
+@dataclass
+class Stopping:
+    """A node's part in agreeing on the step at which all ranks leave their loops (``launch/common_stop.py``).
+
+    Args:
+        is_wanted: somebody has asked for it.
+        proposal: of node 0: the number of the check; 0 = none yet.
+        decision: of node 0: the proposal once it holds, negated once it is withdrawn.
+        answers: rank -> checks so far, and the reply to the proposal.
+    """
+
+    is_wanted: bool = False
+    proposal: int = 0
+    decision: int = 0
+    answers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Summary(Event):
     """How the workers of this node are doing.
@@ -74,12 +91,14 @@ class Summary(Event):
         failed: those that raised.
         exits: those whose process ended.
         finished: those whose function returned.
+        stopping: how far agreeing on a common end is.
     """
 
     samples: tuple[Sample, ...] = ()
     failed: Mapping[int, Failed] = field(default_factory=dict)
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     finished: Mapping[int, Finished] = field(default_factory=dict)
+    stopping: Stopping = field(default_factory=Stopping)
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,20 @@ class StopAgreement:
     Args:
         slots: rank -> slot of the ranks that still run.
         now_s: ``time.monotonic()``.
+        ahead_s: seconds that a proposal is ahead of the foremost rank: it must have reached all by then.
+        patience_s: seconds that a rank may wait at the proposed check.
     """
 
-    def __init__(self, slots: Mapping[int, Slot], now_s: float) -> None:
+    def __init__(
+        self,
+        slots: Mapping[int, Slot],
+        now_s: float,
+        *,
+        ahead_s: float = _AHEAD_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        self._ahead_s = ahead_s
+        self._patience_s = patience_s
         self._slots = dict(slots)
         self._began_s = now_s
         self._first_checks = {rank: slot.num_checks for rank, slot in slots.items()}
@@ -83,11 +94,11 @@ class StopAgreement:
             self._proposal = 0
 
     def _propose(self, now_s: float) -> None:
-        """A check about a third of a second ahead of the foremost rank, at the pace seen so far."""
+        """A check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)
-        self._proposal = max(checks.values()) + max(self._margin, int(pace * _AHEAD_S))
+        self._proposal = max(checks.values()) + max(self._margin, int(pace * self._ahead_s))
         self._waiting_since = None
         for slot in self._slots.values():
             slot.stop_proposal = self._proposal
@@ -103,4 +114,4 @@ class StopAgreement:
             return False
         if self._waiting_since is None:
             self._waiting_since = now_s
-        return now_s - self._waiting_since > _PATIENCE_S
+        return now_s - self._waiting_since > self._patience_s

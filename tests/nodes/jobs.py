@@ -93,6 +93,19 @@ def resume(model: nn.Module, steps: int, folder: str) -> dict[str, Any]:
     return {"first": first, "weights": weights, "ranks": accelerator.num_processes}
 
 
+def go_on_until_stopped(model: nn.Module) -> int:
+    """Steps of all ranks together, until all are told to stop; returns how many there were."""
+    accelerator = Accelerator()
+    step = 0
+    while not accelerator.should_stop:
+        accelerator.reduce(torch.ones(()))
+        step += 1
+        if step == 10:
+            print("step 10", flush=True)
+        time.sleep(0.02)
+    return step
+
+
 def fail_on_node_1(model: nn.Module, kind: str) -> None:
     """The others wait in a collective for a rank that fails."""
     accelerator = Accelerator()
@@ -112,6 +125,13 @@ def fail_once(model: nn.Module) -> int:
     return int(accelerator.reduce(torch.ones(()), "sum"))
 
 
+def _wait(job: nblaunch.Job) -> Any:
+    """For the end of a job in the background; SIGUSR1 lets it end early and well."""
+    signal.signal(signal.SIGUSR1, lambda signum, frame: job.stop())
+    print("can be stopped", flush=True)
+    return job.result()
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     torch.manual_seed(0)
@@ -120,7 +140,8 @@ def main() -> None:
     began_s = time.time()
     try:
         settings = {"num_processes": 1, "backend": "cpu", "return_all": True, **order["settings"]}
-        outcome["value"] = notebook_launcher(globals()[order["job"]], (model, *order["args"]), **settings)
+        value = notebook_launcher(globals()[order["job"]], (model, *order["args"]), **settings)
+        outcome["value"] = _wait(value) if settings.get("background") else value
     except BaseException as error:
         notes = getattr(error, "__notes__", [])
         outcome |= {"error": type(error).__name__, "message": str(error), "notes": notes}

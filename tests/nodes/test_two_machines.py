@@ -92,6 +92,22 @@ def test_a_machine_may_join_later(pair: Pair, c10d: Settings) -> None:
     assert other.result()["error"] == "NodeLost"
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings, asked: int) -> None:
+    launches = [
+        pair[rank].start("go_on_until_stopped", num_processes=2, background=True, dashboard="text", **static)
+        for rank in range(2)
+    ]
+    for launch in launches:
+        launch.wait_for("can be stopped")
+        launch.wait_for("step 10")
+    os.kill(launches[asked].process.pid, signal.SIGUSR1)
+    steps = [step for launch in launches for step in launch.result(SOON_S)["value"]]
+    assert len(steps) == 4
+    assert len(set(steps)) == 1
+    assert steps[0] > 10
+
+
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
