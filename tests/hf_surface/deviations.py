@@ -22,7 +22,8 @@ DEVIATIONS: dict[str, list[str]] = {
     FORMS_OF_PARALLELISM: [
         "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)", "Accelerator(parallelism_config)",
         "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.maybe_context_parallel",
-        "*DeepSpeed*", "*deepspeed*", "*FullyShardedDataParallelPlugin", "*ParallelismConfig", "*(parallelism_config)",
+        "utils.DeepSpeedSequenceParallelConfig", "*FullyShardedDataParallelPlugin", "*ParallelismConfig",
+        "*(parallelism_config)",
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "prepare_pippy", "*(torch_device_mesh)",
         "*fsdp*", "*is_fsdp2", "utils.*TensorParallel*", "utils.*ContextParallel*", "utils.*TrainStep",
         "utils.GatheredParameters", "utils.avg_losses_across_data_parallel_group", "utils.model_has_dtensor",
@@ -75,6 +76,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "tracking.filter_trackers", "tracking.get_available_trackers", "tracking.on_main_process", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
         "utils.clean_state_dict_for_safetensors", "utils.compile_regions*", "utils.has_compiled_regions",
+        "utils.deepspeed_required",
         "utils.contextual_*", "utils.convert_bytes", "utils.convert_file_size_to_int", "utils.convert_outputs_to_fp32",
         "utils.copy_tensor_to_devices", "utils.get_current_device_type", "utils.get_grad_scaler",
         "utils.get_mixed_precision_context_manager", "utils.get_pretty_name", "utils.honor_type",
@@ -97,7 +99,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "data_loader.DataLoaderShard(*)", "data_loader.DataLoaderDispatcher(*)",
         "data_loader.SkipDataLoader(use_stateful_dataloader)", "optimizer.AcceleratedOptimizer(*)",
         "scheduler.AcceleratedScheduler(*)", "state.AcceleratorState(cpu)", "state.AcceleratorState(dynamo_plugin)",
-        "state.AcceleratorState(_from_accelerator)",
+        "state.AcceleratorState(_from_accelerator)", "state.AcceleratorState(deepspeed_plugin)",
     ],
     "an attribute of instances here": ["data_loader.*.end_of_dataloader", "data_loader.*.remainder"],
     "a loader of its own kind for streams that are not prepared; prepared ones can do it": [
@@ -105,6 +107,11 @@ DEVIATIONS: dict[str, list[str]] = {
     ],
     "the port is chosen by the system, so that two notebooks never fight for one": ["*notebook_launcher(use_port)"],
     "the kind of the group follows from the device": ["*InitProcessGroupKwargs(backend)"],
+    "`prepare` completes DeepSpeed's configuration for each engine, and leaves the plugin as it is": [
+        "*DeepSpeedPlugin.deepspeed_config_process", "*DeepSpeedPlugin.fill_match", "*DeepSpeedPlugin.select",
+        "*DeepSpeedPlugin.set_*", "*DeepSpeedPlugin.zero3_init_context_manager",
+    ],
+    "the one of several plugins must be named": ["state.AcceleratorState.select_deepspeed_plugin(name)"],
     "there is one process group": ["*.destroy_process_group(group)"],
     "None means the default there; here the default itself is written": [
         "Accelerator.clip_grad_norm_(norm_type)", "optimizer.AcceleratedOptimizer.zero_grad(set_to_none)",
