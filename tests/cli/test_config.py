@@ -1,0 +1,252 @@
+"""``nblaunch config``: by keys in a real terminal, through a pipe, and every path of its questions."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from nblaunch.cli.asking import Asker, Convert
+from nblaunch.cli.machine import Machine
+from nblaunch.cli.questions import QUESTIONS, ask_all
+from nblaunch.config import files
+from nblaunch.config.launching import spec_of
+from nblaunch.config.resolving import resolve
+from tests.cli.conftest import PROGRAM, Ended, launch, script
+
+Command = Callable[..., Ended]
+
+UP, DOWN, ENTER = "\x1b[A", "\x1b[B", "\r"
+TYPED = {
+    "num_machines": "2", "machine_rank": "1", "main_process_ip": "10.0.0.1", "rdzv_endpoint": "10.0.0.1:29400",
+    "fsdp_transformer_layer_cls_to_wrap": "Block,Head", "deepspeed_config_file": "zero.json",
+}  # fmt: skip
+"""What is typed where there is no default."""
+
+
+class Walker(Asker):
+    """Answers at random, and prefers choices that nobody took yet."""
+
+    def __init__(self, seed: int, taken: set[tuple[str, int]], offered: set[tuple[str, int]]) -> None:
+        self._random = random.Random(seed)
+        self._taken = taken
+        self._offered = offered
+
+    def choose(self, question: str, labels: Sequence[str], default: int) -> int:
+        choices = [(question, place) for place in range(len(labels))]
+        self._offered.update(choices)
+        fresh = [choice for choice in choices if choice not in self._taken]
+        choice = self._random.choice(fresh or choices)
+        self._taken.add(choice)
+        return choice[1]
+
+    def enter(self, question: str, default: str, convert: Convert) -> object:
+        setting = next(one.setting for one in QUESTIONS if one.text == question)
+        return convert(TYPED.get(setting, default))
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        Machine({"cpu": 4}, "cpu"),
+        Machine({"cpu": 8, "cuda": 4}, "cuda"),
+        Machine({"cpu": 96, "xla": 8}, "xla"),
+    ],
+    ids=["cpu", "cuda", "tpu"],
+)
+def test_every_path_gives_a_file_that_launches(machine: Machine, tmp_path: Path) -> None:
+    """A file that makes a launch, that is: whether its devices are here is another matter."""
+    taken: set[tuple[str, int]] = set()
+    offered: set[tuple[str, int]] = set()
+    path = tmp_path / "config.yaml"
+    for seed in itertools.count():
+        values = ask_all(Walker(seed, taken, offered), machine, {})
+        files.write(path, values)
+        layer = files.read(path)
+        assert dict(layer.values) == values
+        spec = spec_of(resolve([layer]), print)
+        assert spec.backend == values["backend"]
+        if seed >= 60 and offered == taken:
+            break
+    asked = {question for question, _ in offered}
+    assert asked == {question.text for question in QUESTIONS if question.choices is not None}
+
+
+def test_only_questions_that_matter_are_asked() -> None:
+    asked: list[str] = []
+
+    class Listener(Walker):
+        def choose(self, question: str, labels: Sequence[str], default: int) -> int:
+            asked.append(question)
+            return default
+
+        def enter(self, question: str, default: str, convert: Convert) -> object:
+            asked.append(question)
+            return convert(default)
+
+    values = ask_all(Listener(0, set(), set()), Machine({"cpu": 1}, "cpu"), {})
+    assert len(asked) == 6, asked
+    assert values == {
+        "backend": "cpu",
+        "num_processes": 1,
+        "mixed_precision": "no",
+        "gradient_accumulation_steps": 1,
+        "dynamo_backend": "no",
+    }
+
+
+def test_answers_of_an_earlier_file_are_the_defaults(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(
+        Path("mine.yaml"),
+        {"backend": "cpu", "num_processes": 7, "mixed_precision": "bf16", "strategy": "fsdp"},
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 40))
+    ended = command("config", "--config_file", "mine.yaml")
+    assert ended.code == 0, ended.err
+    values = files.read(Path("mine.yaml")).values
+    assert [values[name] for name in ("num_processes", "mixed_precision", "strategy")] == [7, "bf16", "fsdp"]
+
+
+def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("here\ncpu\n2\nbf16\n1\n3\nno\n"))
+    ended = command("config")
+    assert ended.code == 0, ended.err
+    path = files.default_path()
+    assert str(path) in ended.out
+    plan = command("launch", "--print_plan")
+    assert f"file {path}" in plan.out
+    assert "2 cpu processes" in plan.out
+    shown = command("config", "show")
+    assert shown.code == 0
+    assert "gradient_accumulation_steps: 3" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ("", ["ended before", "Where will the script run?"]),
+        ("here\ncpu\n", ["ended before", "How many processes"]),
+        ("here\nabacus\n", ["What should compute?", "'abacus'", "number from 1 to 3"]),
+        ("here\ncpu\nmany\n", ["'many'", "whole number"]),
+        ("several\n1\n", ["'1'", "at least 2"]),
+        ("several\n2\n2\n", ["'2'", "below 2"]),
+        ("several\n2\n1\nstatic\n\n", ["Address", "empty"]),
+    ],
+)
+def test_a_pipe_with_a_wrong_answer_writes_nothing(
+    command: Command, monkeypatch: pytest.MonkeyPatch, answers: str, words: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+    ended = command("config")
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert all(word in line for word in words), line
+    assert not files.default_path().exists()
+
+
+def test_the_default_file_is_written_once(command: Command) -> None:
+    assert command("config", "show").code == 2
+    ended = command("config", "default")
+    assert ended.code == 0, ended.err
+    values = files.read(files.default_path()).values
+    assert values["backend"] == Machine.here().best
+    assert values["num_processes"] >= 1
+    again = command("config", "default")
+    assert again.code == 2
+    assert "not overwritten" in again.err
+
+
+def terminal(*words: str) -> pexpect.spawn[str]:
+    return pexpect.spawn(
+        PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=60, dimensions=(40, 120)
+    )
+
+
+def test_a_person_answers_by_keys_and_the_file_launches() -> None:
+    person = terminal("config")
+    try:
+        person.expect_exact("Where will the script run?")
+        person.expect_exact("> here")
+        person.send(DOWN)
+        person.expect_exact("> several")
+        person.send(UP + ENTER)
+        person.expect_exact("What should compute?")
+        person.send("1" + ENTER)
+        person.expect_exact("How many processes")
+        person.sendline("two")
+        person.expect_exact("must be a whole number")
+        person.expect_exact("How many processes")
+        person.sendline("2")
+        person.expect_exact("Mixed precision?")
+        person.send("j" + ENTER)
+        person.expect_exact("How is the model spread")
+        person.send(ENTER)
+        person.expect_exact("Micro-batches")
+        person.sendline("")
+        person.expect_exact("Compile models")
+        person.send(UP + DOWN + ENTER)
+        person.expect_exact("written to")
+        person.expect(pexpect.EOF)
+    finally:
+        person.close()
+    assert person.exitstatus == 0
+    values = files.read(files.default_path()).values
+    assert values == {
+        "backend": "cpu",
+        "num_processes": 2,
+        "mixed_precision": "bf16",
+        "strategy": "ddp",
+        "gradient_accumulation_steps": 1,
+        "dynamo_backend": "no",
+    }
+    name = script(
+        "from nblaunch import Accelerator; a = Accelerator(); print(a.num_processes, a.mixed_precision)"
+    )
+    ended = launch(name)
+    assert sorted(ended.lines) == ["[0] 2 bf16", "[1] 2 bf16"], ended.err
+
+
+def test_ctrl_c_leaves_no_file_and_the_terminal_as_it_was() -> None:
+    shell = pexpect.spawn("/bin/sh", ["-i"], encoding="utf-8", timeout=60, dimensions=(40, 120), env=None)
+    try:
+        shell.sendline("PS1=; stty -a | tr ';' '\\n' | grep -c -w -e icanon -e echo; echo before=$(stty -g)")
+        shell.expect(r"before=([0-9a-f:]+)")
+        before = shell.match.group(1)
+        shell.sendline(" ".join([*PROGRAM, "config"]))
+        shell.expect_exact("> here")
+        shell.sendintr()
+        shell.sendline("echo code=$? after=$(stty -g)")
+        shell.expect(r"code=(\d+) after=([0-9a-f:]+)")
+        assert shell.match.groups() == ("130", before)
+    finally:
+        shell.close(force=True)
+    assert not files.default_path().exists()
+
+
+def test_a_dumb_terminal_is_asked_line_by_line() -> None:
+    person = pexpect.spawn(
+        PROGRAM[0], [*PROGRAM[1:], "config"], encoding="utf-8", timeout=60, env={"TERM": "dumb"}
+    )
+    try:
+        person.expect_exact("2) several")
+        person.sendline("3")
+        person.expect_exact("must be a number from 1 to 2")
+    finally:
+        person.close(force=True)
+
+
+def test_help_is_quick() -> None:
+    """Without torch, that is; the limit leaves room for a loaded machine."""
+    command = [sys.executable, "-X", "importtime", "-m", "nblaunch", "launch", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert not {"torch", "numpy", "yaml", "nblaunch.launch.job", "nblaunch.dashboard"} & imported
