@@ -1,0 +1,96 @@
+"""Nodes that meet and tell each other their news, on a store without a network; each node is a thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import DistNetworkError, HashStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from nblaunch.engines.agent_rendezvous import StaticRendezvous, is_connection_error
+from nblaunch.engines.bulletin import Bulletin
+from nblaunch.engines.elastic import Meeting
+from nblaunch.wire import nodes
+from nblaunch.wire.nodes import NodeNews
+
+
+def meeting(rank: int, num_nodes: int = 2, timeout_s: float = 20.0) -> Meeting:
+    return Meeting("static", "127.0.0.1", 29500, -1, "job", rank, num_nodes, num_nodes, timeout_s)
+
+
+def handler(store: Any, rank: int, id: str = "", **settings: Any) -> StaticRendezvous:
+    return StaticRendezvous(meeting(rank, **settings), store, id or f"node-{rank}")
+
+
+def meet(*handlers: StaticRendezvous) -> list[Any]:
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        return list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+
+
+def test_nodes_meet_by_their_ranks_and_what_one_round_has_stored_is_not_in_the_next() -> None:
+    store = HashStore()
+    pair = handler(store, 0), handler(store, 1)
+    first = meet(*pair)
+    assert [(info.rank, info.world_size) for info in first] == [(0, 2), (1, 2)]
+    first[0].store.set("key", "old")
+    assert first[1].store.get("key") == b"old"
+    second = meet(*pair)
+    assert not second[1].store.check(["key"])
+
+
+def test_who_is_missing_is_named() -> None:
+    store = HashStore()
+    lone = handler(store, 1, num_nodes=4, timeout_s=0.3)
+    with pytest.raises(RendezvousTimeoutError, match="node 0, node 2, node 3"):
+        lone.next_rendezvous()
+
+
+def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> None:
+    store = HashStore()
+    stayer, leaver = handler(store, 0), handler(store, 1)
+    meet(stayer, leaver)
+    assert stayer.num_nodes_waiting() == 0
+    comer = handler(store, 1, id="node-1-again")
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(comer.next_rendezvous)
+        while not stayer.num_nodes_waiting():
+            assert not coming.done()
+        stayer.next_rendezvous()
+        coming.result(20)
+
+
+def test_a_node_that_died_while_it_waited_is_not_met() -> None:
+    """The others wait in a round that it has arrived in; what came after it leads them on to the next."""
+    store = HashStore()
+    handler(store, 1, num_nodes=3, id="dead")._arrive()
+    infos = meet(
+        handler(store, 0, num_nodes=3),
+        handler(store, 1, num_nodes=3, id="alive"),
+        handler(store, 2, num_nodes=3),
+    )
+    infos[0].store.set("key", "new")
+    assert all(info.store.check(["key"]) for info in infos)
+
+
+def test_everybody_reads_everybodys_news() -> None:
+    store = HashStore()
+    boards = {id: Bulletin(store, "job", id) for id in ("a", "b", "c")}
+
+    def tell(id: str, beat: int) -> dict[str, int]:
+        read = boards[id].exchange(NodeNews(id, beat, 0, "host", nodes.RUNNING))
+        return {page.id: page.beat for page in read}
+
+    assert tell("a", 1) == {}
+    assert tell("b", 1) == {"a": 1}
+    assert tell("c", 5) == {"a": 1, "b": 1}
+    assert tell("a", 2) == {"b": 1, "c": 5}
+
+
+def test_a_store_that_does_not_answer_is_told_from_other_errors() -> None:
+    wrapped = RendezvousConnectionError("failed")
+    wrapped.__cause__ = DistNetworkError("refused")
+    assert is_connection_error(wrapped)
+    assert is_connection_error(DistNetworkError("refused"))
+    assert not is_connection_error(ValueError("wrong"))

@@ -1,0 +1,84 @@
+"""Addresses of this machine, and listening on just one of them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nblaunch.errors import LaunchError
+from nblaunch.launch import network
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_addresses_are_those_of_the_interfaces() -> None:
+    families = {socket.AF_INET, socket.AF_INET6}
+    known = {
+        (name, address.address.partition("%")[0])
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in families
+    }
+    assert set(network.interface_addresses()) == known
+    for name, address in known:
+        if not address.startswith(("127.", "::1", "fe80")):
+            assert network.interface_of(address) == name
+
+
+def test_the_loopback_is_an_interface_for_all_of_its_addresses() -> None:
+    assert network.interface_of("127.0.0.1") == network.interface_of("127.8.0.1")
+    assert network.interface_of("192.0.2.200") is None
+    assert network.interface_settings(None) == {}
+
+
+def test_libraries_are_told_the_whole_name() -> None:
+    assert network.interface_settings("eth1") == {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "TP_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+
+
+def test_the_way_to_an_address_decides_on_ours() -> None:
+    assert network.address_towards("127.0.0.1", 29500) == "127.0.0.1"
+    with pytest.raises(LaunchError, match="no network interface of this machine reaches"):
+        network.address_towards(
+            "255.255.255.255", 29500
+        )  # a broadcast needs a permission that nobody asks for
+
+
+def test_names_are_looked_up() -> None:
+    assert network.resolve("localhost", 1) in ("127.0.0.1", "::1")
+    with pytest.raises(LaunchError, match=r"no host 'no-such-host\.invalid'"):
+        network.resolve("no-such-host.invalid", 29500)
+
+
+def test_it_listens_on_the_one_address(taken: int) -> None:
+    host = network.listen("127.0.0.1", taken + 1 if taken < 65535 else taken - 1, is_optional=False)
+    assert host is not None
+    try:
+        where = [c.laddr for c in psutil.Process().net_connections("tcp") if c.fd == host.fileno()]
+        assert [address.ip for address in where] == ["127.0.0.1"]
+    finally:
+        host.close()
+
+
+def test_a_port_that_is_taken_is_refused_or_left_to_its_owner(taken: int) -> None:
+    with pytest.raises(LaunchError, match=f"port {taken} on 127.0.0.1 is in use .* use_port"):
+        network.listen("127.0.0.1", taken, is_optional=False)
+    assert network.listen("127.0.0.1", taken, is_optional=True) is None
+
+
+def test_an_address_of_another_machine_is_refused_with_our_own() -> None:
+    with pytest.raises(
+        LaunchError, match=r"192\.0\.2\.200, which is not an address of this machine \(.*127\.0\.0\.1"
+    ):
+        network.listen("192.0.2.200", 29500, is_optional=False)
+    assert network.listen("192.0.2.200", 29500, is_optional=True) is None
