@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 import torch
-from jupyter_core.utils import ensure_event_loop
 
 from scripts.demo import execute
+from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import check_for_github, texts
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -25,14 +24,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def event_loop() -> Iterator[None]:
-    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
-    loop = ensure_event_loop()
-    yield
-    loop.close()
-
-
 def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
     """The executed notebook, with ``parameters`` set after its own and one more cell at the end."""
     notebook = nbformat.read(path, as_version=4)
@@ -41,10 +32,11 @@ def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
         notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(parameters))
     if last_cell:
         notebook.cells.append(nbformat.v4.new_code_cell(last_cell))
-    execute(notebook, path.parent, timeout_s=100)
+    execute(notebook, path.parent, timeout_s=250)
     return notebook
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_untouched(path: Path) -> None:
     notebook = executed(path)

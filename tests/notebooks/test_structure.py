@@ -56,7 +56,9 @@ def test_it_has_small_defaults_in_one_tagged_cell(path: Path) -> None:
     assert len(tagged) == 1
     statements = code_of(tagged[0]).body
     assert statements
-    assert all(isinstance(statement, ast.Assign) for statement in statements), "a parameter is a plain assignment"
+    assert all(isinstance(statement, ast.Assign) for statement in statements), (
+        "a parameter is a plain assignment"
+    )
 
 
 def test_it_ends_with_what_must_have_come_out(path: Path) -> None:

@@ -1,0 +1,30 @@
+"""The TPU notebook, executed with the real torch_xla: what tests/notebooks runs on plain CPU processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from scripts.demo import all_outputs, execute
+from tests.event_loop import event_loop  # noqa: F401  a fixture
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_the_tpu_notebook_runs_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    path = ROOT / "notebooks" / "03_tpu.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    execute(notebook, path.parent, timeout_s=250)
+    text = "\n".join(all_outputs(notebook))
+    assert "backend: xla" in text
+    assert re.search(r"train: done in .* on 8 processes \(xla, fork", text)
+    assert re.search(r"training: \d+ graphs? compiled", text)
+    assert "float and double are bfloat16" in text
+    first, usual = (float(re.search(rf"{what} ([\d.]+) ms", text)[1]) for what in ("first step", "then"))  # type: ignore[index]
+    assert first > 5 * usual, "the first step is the one that compiles"
