@@ -146,6 +146,19 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class Fact(Event):
+    """What is known of the whole job only once it runs, for the head of its table; a later one of a name replaces it.
+
+    Args:
+        name: ``"precision"``, ``"compilations"``...
+        text: a few words.
+    """
+
+    name: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a rank's outbox holds (``wire/outbox.py``).
 

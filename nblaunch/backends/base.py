@@ -148,12 +148,15 @@ class Backend(ABC):
             f"strategy='spmd' is for XLA devices, and this process computes on {self.name}; leave it out there"
         )
 
-    def observe(self, note: Callable[[str], None], show: Callable[[bool], None]) -> None:
+    def observe(
+        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    ) -> None:
         """Whom to tell what this device does by itself.
 
         Args:
             note: takes a sentence for the person.
             show: told whether this process is, most likely, compiling.
+            state: takes a name and a few words for the head of the job's table, as ``("precision", "bf16")``.
         """
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 WARM_UP_STEPS = 2
 """Steps that compile in any case: the optimizer's state appears in the first, and is an input of the second."""
 
+_TRAINING = "training"
 _READS = "aten::_local_scalar_dense"
 
 
@@ -51,16 +52,22 @@ class CompileWatch:
         read: gives the counters now.
         note: takes a sentence for the person.
         show: told whether the process is, most likely, compiling.
+        state: told how many graphs were compiled in all, a name and a few words.
     """
 
     def __init__(
-        self, read: Callable[[], Counters], note: Callable[[str], None], show: Callable[[bool], None]
+        self,
+        read: Callable[[], Counters],
+        note: Callable[[str], None],
+        show: Callable[[bool], None],
+        state: Callable[[str, str], None],
     ) -> None:
         self._read = read
         self._note = note
         self._show = show
+        self._state = state
         self._phases: dict[str, _Phase] = {}
-        self._before = read()
+        self._before = self._first = read()
         self._open: tuple[str, str] | None = None
         self._told: set[str] = set()
 
@@ -83,6 +90,9 @@ class CompileWatch:
         num_graphs = now.num_graphs - self._before.num_graphs
         seconds = now.compile_s - self._before.compile_s
         self._show(False)
+        if num_graphs:
+            total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
+            self._state("compilations", f"{_graphs(total)} compiled in {total_s:.1f} s")
         self._look_at_graphs(phase, shapes, num_graphs, seconds)
         self._look_at_fallbacks(now.fallbacks)
         self._before = now
@@ -104,7 +114,7 @@ class CompileWatch:
             return
         graphs = "a new graph" if num_graphs == 1 else f"{num_graphs} new graphs"
         step = f"{phase} step {known.num_steps} compiled {graphs} in {seconds:.1f} s"
-        usual = max(known.shapes, key=lambda one: known.shapes[one])
+        usual = _usual(known.shapes)
         if known.shapes[shapes] == 1:
             self._tell(
                 f"{phase} shape",
@@ -142,15 +152,34 @@ class CompileWatch:
         if known.is_reported or not known.num_graphs:
             return
         known.is_reported = True
-        graphs = "1 graph" if known.num_graphs == 1 else f"{known.num_graphs} graphs"
+        compiled = f"{_graphs(known.num_graphs)} compiled in {known.compile_s:.1f} s"
+        shapes, others = next(iter(known.shapes)), self._phases.get(_TRAINING, _Phase()).shapes
+        if phase == _TRAINING or not others or _first(shapes) in map(_first, others):
+            self._note(f"{phase}: {compiled}, for batches of {shapes}")
+            return
         self._note(
-            f"{phase}: {graphs} compiled in {known.compile_s:.1f} s, for batches of {next(iter(known.shapes))}"
+            f"{phase}: {compiled}, for batches of {shapes}, which differ from {_TRAINING}'s {_usual(others)}. Use the "
+            "same batch size in both: what they have in common is compiled once then"
         )
 
     def _tell(self, cause: str, text: str) -> None:
         if cause not in self._told:
             self._told.add(cause)
             self._note(text)
+
+
+def _graphs(count: int) -> str:
+    return "1 graph" if count == 1 else f"{count} graphs"
+
+
+def _usual(shapes: Mapping[str, int]) -> str:
+    """The shapes of most steps."""
+    return max(shapes, key=lambda one: shapes[one])
+
+
+def _first(shapes: str) -> str:
+    """The shape of a batch's first tensor, which an evaluation without targets has too."""
+    return shapes.partition(",")[0]
 
 
 def describe(batch: Any) -> str:

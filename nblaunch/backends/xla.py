@@ -73,6 +73,7 @@ class XlaBackend(Backend):
         self._watch: CompileWatch | None = None
         self._note: Callable[[str], None] = _nobody_listens
         self._show: Callable[[bool], None] = _nobody_listens
+        self._state: Callable[[str, str], None] = _nobody_listens
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -228,9 +229,11 @@ class XlaBackend(Backend):
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
 
-    def observe(self, note: Callable[[str], None], show: Callable[[bool], None]) -> None:
-        self._note, self._show = note, show
-        self._watch = CompileWatch(_read_counters, note, show)
+    def observe(
+        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    ) -> None:
+        self._note, self._show, self._state = note, show, state
+        self._watch = CompileWatch(_read_counters, note, show, state)
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
@@ -259,8 +262,10 @@ class XlaBackend(Backend):
                 "float is bfloat16, double is float32" if self._downcasts else "float and double are bfloat16"
             )
             self._note(f"bf16: on the device {doubles} ({variable})")
+            self._state("precision", f"bf16: {doubles}")
         else:
             env.apply({variable: None})
+            self._state("precision", "bf16: autocast")
             self._note(
                 f"bf16: autocast, with weights in float32 (this torch_xla, or a tensor that was on the device before, "
                 f"leaves {variable} without effect)"
@@ -467,7 +472,7 @@ def _average_on_host(parameters: Sequence[torch.nn.Parameter]) -> None:
             parameter.grad = average.to(parameter.device)
 
 
-def _nobody_listens(said: object) -> None:
+def _nobody_listens(*said: object) -> None:
     """Where nobody observes."""
 
 

@@ -170,6 +170,7 @@ class JobView:
         reason: why so.
         strategy: how the model is spread, if that was told; may be empty.
         mixed_precision: ``"fp16"`` or ``"bf16"`` if that was told; empty otherwise.
+        facts: what workers told of the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: where complete logs are.
         attempt: restarts so far.
         started_s: when the job started; 0.0 before.
@@ -195,6 +196,7 @@ class JobView:
     reason: str = ""
     strategy: str = ""
     mixed_precision: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
     log_dir: str = ""
     attempt: int = 0
     started_s: float = 0.0
@@ -277,6 +279,7 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         failed_rank=None,
         message="",
         hang=(),
+        facts={},
         host_bytes=None,
         ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
     )
@@ -313,6 +316,10 @@ def _note(view: JobView, event: events.Note) -> JobView:
     if event.kind == "warning" and note not in view.warnings:
         view = replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
     return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
+
+
+def _fact(view: JobView, event: events.Fact) -> JobView:
+    return replace(view, facts={**view.facts, clean(event.name): clean(event.text)})
 
 
 def _log_lines(view: JobView, event: events.LogLines) -> JobView:
@@ -434,6 +441,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.JobStarted: _job_started,
     events.JobFinished: _job_finished,
     events.Note: _note,
+    events.Fact: _fact,
     events.LogLines: _log_lines,
     events.Displayed: _displayed,
     events.Metric: _metric,

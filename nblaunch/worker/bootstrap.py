@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.context import WorkerContext
-from nblaunch.events import Contents, Finished, Note, Started, WorkerState
+from nblaunch.events import Contents, Fact, Finished, Note, Started, WorkerState
 from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot
@@ -120,7 +120,7 @@ class _Worker:
                 is_launched=True,
             )
         )
-        backend.observe(self._note, self._show_compiling)
+        backend.observe(self._note, self._show_compiling, self._state)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
@@ -139,6 +139,11 @@ class _Worker:
         """What happens on all ranks alike is told by the first."""
         if self.assignment.rank == 0:
             self.sender.send(Note(rank=-1, time_s=time.time(), text=text))
+
+    def _state(self, name: str, text: str) -> None:
+        """Likewise for the head of the table."""
+        if self.assignment.rank == 0:
+            self.sender.send(Fact(rank=-1, time_s=time.time(), name=name, text=text))
 
     def _show_compiling(self, is_compiling: bool) -> None:
         if is_compiling:

@@ -14,7 +14,10 @@ class Device:
         self.now = Counters()
         self.notes: list[str] = []
         self.shown: list[bool] = []
-        self.watch = CompileWatch(lambda: self.now, self.notes.append, self.shown.append)
+        self.facts: dict[str, str] = {}
+        self.watch = CompileWatch(
+            lambda: self.now, self.notes.append, self.shown.append, self.facts.__setitem__
+        )
 
     def step(
         self, phase: str, shape: tuple[int, ...], graphs: int = 0, s: float = 0.0, **fallbacks: int
@@ -71,10 +74,34 @@ def test_phases_are_told_apart() -> None:
     device = Device()
     for _ in range(3):
         device.step("training", (32, 4))
-    device.step("evaluating", (64, 4), 1, 2.0)
-    device.step("evaluating", (64, 4))
+    device.step("evaluating", (32, 4), 1, 2.0)
+    device.step("evaluating", (32, 4))
     device.watch.end_pass()
-    assert device.notes == ["evaluating: 1 graph compiled in 2.0 s, for batches of 64x4"]
+    assert device.notes == ["evaluating: 1 graph compiled in 2.0 s, for batches of 32x4"]
+
+
+def test_evaluation_is_compared_with_training() -> None:
+    device = Device()
+    for rows in (32, 32, 32, 7):
+        device.step("training", (rows, 4))
+    for _ in range(3):
+        device.step("evaluating", (64, 4), 1, 20.5)
+    device.watch.end_pass()
+    assert device.notes[0] == (
+        "evaluating: 2 graphs compiled in 41.0 s, for batches of 64x4, which differ from training's 32x4. Use the same "
+        "batch size in both: what they have in common is compiled once then"
+    )
+
+
+def test_the_head_of_the_table_has_all_compilations() -> None:
+    device = Device()
+    device.step("training", (32,), 1, 1.5)
+    device.step("training", (32,), 2, 1.0)
+    device.watch.end_step()
+    assert device.facts == {"compilations": "3 graphs compiled in 2.5 s"}
+    device.step("training", (7,), 1, 0.5)
+    device.watch.end_pass()
+    assert device.facts == {"compilations": "4 graphs compiled in 3.0 s"}
 
 
 def test_operations_on_the_cpu_are_named_once() -> None:
@@ -90,10 +117,11 @@ def test_operations_on_the_cpu_are_named_once() -> None:
 def test_what_was_counted_before_the_watch_began_is_not_told() -> None:
     notes: list[str] = []
     counters = Counters(7, 9.0, {"aten::linalg_eig": 3})
-    watch = CompileWatch(lambda: counters, notes.append, lambda is_compiling: None)
+    facts: dict[str, str] = {}
+    watch = CompileWatch(lambda: counters, notes.append, lambda is_compiling: None, facts.__setitem__)
     watch.begin_step("training", torch.zeros(3))
     watch.end_pass()
-    assert notes == []
+    assert (notes, facts) == ([], {})
 
 
 def test_compiling_is_shown_where_it_is_to_be_expected() -> None:

@@ -61,6 +61,14 @@ def test_what_numbers_are_on_the_device(probing: Kernel, arguments: str) -> None
     assert kind == ("Precision" if says is None else "DeviceBf16Precision")
 
 
+def test_the_head_of_the_table_says_which_bf16_is_active(probing: Kernel) -> None:
+    cell = probing.run(
+        "notebook_launcher(lambda: probe('bf16', True), num_processes=1, dashboard='html')", timeout_s=40
+    )
+    head = cell.displays[0].data["text/plain"]
+    assert "(xla, fork, bf16: float is bfloat16, double is float32)" in head
+
+
 def test_the_launchers_precision_is_the_default(probing: Kernel) -> None:
     cell = probing.run("notebook_launcher(probe, num_processes=1, mixed_precision='bf16')", timeout_s=40)
     assert value(cell)[:4] == TABLE["'bf16'"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.kernels import Cell, Kernel
@@ -95,6 +97,24 @@ def test_a_batch_of_another_size_is_named(stepping: Kernel) -> None:
     assert "its batch is 7x8, the others are 32x8" in cell.stdout
     assert "even_batches=True" in cell.stdout
     assert cell.stdout.count("new graph") == 1, "once per cause"
+
+
+def test_an_evaluation_is_compared_with_training(stepping: Kernel) -> None:
+    cell = launch(stepping, "evaluates=[(16, 16, 16)]")
+    assert (
+        "for batches of 16x8, which differ from training's 32x8, 32. Use the same batch size" in cell.stdout
+    )
+    assert "which differ" not in launch(stepping, "evaluates=[(32, 32, 32)]").stdout
+
+
+def test_the_head_of_the_table_counts_compilations(stepping: Kernel) -> None:
+    cell = stepping.run(
+        "notebook_launcher(lambda m: train(m, num_steps=6), (nn.Linear(8, 4),), 1, dashboard='html')",
+        timeout_s=60,
+    )
+    _, total = value(cell)
+    head = cell.displays[0].data["text/plain"]
+    assert re.search(rf"on 1 process \(xla, fork, {total} graphs compiled in \d+\.\d s\)", head), head
 
 
 def test_the_last_batch_is_completed(stepping: Kernel) -> None:

@@ -1,0 +1,25 @@
+"""What workers tell of the whole job while it runs, in the head of its table."""
+
+from __future__ import annotations
+
+from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.view import JobView, fold
+from nblaunch.events import Fact, JobStarted
+
+STARTED = JobStarted(-1, 1.0, num_processes=2, backend="xla", start_method="fork", mixed_precision="bf16")
+
+
+def test_facts_stand_in_the_head_and_the_last_of_a_name_counts() -> None:
+    view = fold(JobView(), STARTED)
+    assert tabulate(view).setting == "2 processes (xla, fork, bf16)"
+    view = fold(view, Fact(-1, 2.0, "compilations", "1 graph compiled in 0.5 s"))
+    view = fold(view, Fact(-1, 2.0, "precision", "bf16: float is bfloat16,\x1b[1m double is float32"))
+    view = fold(view, Fact(-1, 3.0, "compilations", "2 graphs compiled in 1.0 s"))
+    assert tabulate(view).setting == (
+        "2 processes (xla, fork, bf16: float is bfloat16, double is float32, 2 graphs compiled in 1.0 s)"
+    )
+
+
+def test_another_attempt_has_facts_of_its_own() -> None:
+    view = fold(fold(JobView(), STARTED), Fact(-1, 2.0, "compilations", "1 graph compiled in 0.5 s"))
+    assert tabulate(fold(view, STARTED)).setting == "2 processes (xla, fork, bf16)"
