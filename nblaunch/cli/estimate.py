@@ -165,29 +165,21 @@ def parse_count(option: str, text: str) -> int:
 
 def measure(model: nn.Module) -> needs.ModelSize:
     """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
-    own = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    total = sum(own.values())
-    blocks = [sum({id(p): p.numel() for p in block.parameters()}.values()) for block in _blocks(model)]
+    units: Any = importlib.import_module(
+        "nblaunch.training.strategies.fsdp2_units"
+    )  # not before: it imports torch
+    options: Any = importlib.import_module("nblaunch.training.fsdp_options")
+    left = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    total, blocks = sum(left.values()), []
+    for _, unit in units.choose(model, options.FullyShardedDataParallelPlugin()):  # innermost first
+        blocks.append(sum(left.pop(id(parameter), 0) for parameter in unit.parameters()))
     return needs.ModelSize(
         parameters=total,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         buffers=sum(buffer.numel() for buffer in model.buffers()),
         block=max(blocks, default=0),
-        root=total - sum(blocks),
+        root=sum(left.values()),
     )
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost repeated parts: elements of lists and sequences, which sharding takes as units."""
-    from torch import nn
-
-    found: list[nn.Module] = []
-    for child in module.children() if not isinstance(module, nn.Sequential) else [module]:
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [part for part in child if any(True for _ in part.parameters())]
-        else:
-            found += _blocks(child)
-    return found
 
 
 def _load(name: str, settings: Sequence[str]) -> nn.Module:

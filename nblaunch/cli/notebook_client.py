@@ -22,6 +22,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError
 from traitlets.config import Config
 
+from nblaunch import env
 from nblaunch.cli.screen import Screen
 
 _TABLE_PREFIX = "nblaunch-"
@@ -146,7 +147,10 @@ def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, 
             **options,
         )
         try:
-            asyncio.run(client.async_execute())
+            # Or the debugger's advice about frozen modules would stand among the output of cells; older packages of
+            # Jupyter load it here as well as in the kernel.
+            with env.patched({"PYDEVD_DISABLE_FILE_VALIDATION": "1"}):
+                asyncio.run(client.async_execute())
         except Exception as error:
             if not isinstance(error, NotebookStopped):
                 client.raise_if_stopped()

@@ -10,17 +10,16 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from nblaunch import Accelerator
 from nblaunch.backends import host_memory
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
 from nblaunch.spec import LaunchSpec
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 
 WIDTH, NUM_BLOCKS = 1024, 12
 NUM_PARAMETERS = NUM_BLOCKS * WIDTH * WIDTH
@@ -41,9 +40,9 @@ CASES = (
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(NUM_BLOCKS))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -52,37 +51,30 @@ class Blocks(nn.Module):
 
 
 def train(strategy: str, optimizer_name: str) -> dict[str, float]:
-    """Peaks of this process's own memory: while a step has gradients and states, and while a block computes."""
-    accelerator = Accelerator()
+    """This process's own memory: after steps, at most during backward, and at most during the first forward."""
+    plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
+    accelerator = Accelerator(fsdp_plugin=plugin)
     host_memory.tune_allocator()
-    _steps(
-        accelerator, nn.Linear(1, 1), 1, optimizer_name, "single"
-    )  # what libraries make at their first use
+    _steps(accelerator, Blocks(1), 1, optimizer_name)  # what libraries make at their first use
     before = own_bytes()
-    step, forward = _steps(accelerator, Blocks(), WIDTH, optimizer_name, strategy)
-    return {"step": (step - before) / NUM_PARAMETERS, "forward": (forward - before) / NUM_PARAMETERS}
+    seen = _steps(accelerator, Blocks(WIDTH), WIDTH, optimizer_name)
+    return {name: (num_bytes - before) / NUM_PARAMETERS for name, num_bytes in seen.items()}
 
 
-def _steps(
-    accelerator: Accelerator, model: nn.Module, width: int, optimizer_name: str, strategy: str
-) -> tuple[int, int]:
-    seen: list[int] = []
-    for block in getattr(model, "blocks", ()):
-        block.register_forward_hook(lambda *_: seen.append(own_bytes()))
-    if strategy == "fsdp2":
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block)
-        prepared: Any = fully_shard(model)
-    else:
-        prepared = accelerator.prepare(model)
-    optimizer = OPTIMIZERS[optimizer_name](prepared.parameters())
-    peak = 0
-    for _ in range(3):
+def _steps(accelerator: Accelerator, model: Blocks, width: int, optimizer_name: str) -> dict[str, int]:
+    forward: list[int] = []
+    backward: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: forward.append(own_bytes()))
+        block.register_full_backward_hook(lambda *_: backward.append(own_bytes()))
+    prepared, optimizer = accelerator.prepare(model, OPTIMIZERS[optimizer_name](model.parameters()))
+    after = []
+    for _ in range(2):
         optimizer.zero_grad()
-        prepared(torch.ones(1, width)).float().sum().backward()
+        accelerator.backward(prepared(torch.ones(1, width, requires_grad=True)).float().sum())
         optimizer.step()
-        peak = max(peak, own_bytes())
-    return peak, max(seen[:NUM_BLOCKS], default=0)  # of the first pass: no gradients and states yet
+        after.append(own_bytes())
+    return {"step": max(after), "backward": max(backward), "forward": max(forward[:NUM_BLOCKS])}
 
 
 def own_bytes() -> int:

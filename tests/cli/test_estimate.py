@@ -67,7 +67,7 @@ def test_it_agrees_with_what_training_takes() -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     size = estimate.measure(measured_training.Blocks())
-    assert size.parameters == measured_training.NUM_PARAMETERS
+    assert (size.parameters, size.block) == (measured_training.NUM_PARAMETERS, measured_training.WIDTH**2)
     measured = json.loads(ended.stdout)
     assert [tuple(one["case"]) for one in measured] == list(measured_training.CASES)
     for one in measured:
@@ -75,10 +75,12 @@ def test_it_agrees_with_what_training_takes() -> None:
         setting = Setting(
             num_processes, num_processes, precision, memory_needs.OPTIMIZER_STATES[optimizer], device="cpu"
         )
-        expected = training_need(strategy, size, setting).device / size.parameters
+        need = training_need(strategy, size, setting)
+        # Blocks that are whole for a moment are part of the peak only, which nothing can be sure to meet.
+        lasting = need.device - (need.buffers if strategy == "fsdp2" else 0)
         for rank in one["ranks"]:
-            assert rank["step"] == pytest.approx(expected, rel=0.1), one
-            assert rank["forward"] < expected, one
+            assert rank["step"] == pytest.approx(lasting / size.parameters, rel=0.1), one
+            assert max(rank.values()) < 1.1 * need.device / size.parameters, one
 
 
 @pytest.mark.parametrize(
