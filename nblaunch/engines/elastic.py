@@ -154,9 +154,9 @@ class AgentProcess:
         if select.select([], [self._writing], [], 0)[1]:
             self._sender.send(message)
 
-    def close(self) -> None:
-        """Wait for its end, which it knows to be due; not for ever."""
-        deadline = time.monotonic() + _EXIT_S
+    def close(self, patience_s: float = _EXIT_S) -> None:
+        """Wait for its end, which it knows to be due; not for longer than ``patience_s``."""
+        deadline = time.monotonic() + patience_s
         while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
             _wait_for_end(self._pidfd)
         if status is None:

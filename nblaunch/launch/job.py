@@ -294,6 +294,7 @@ class Job:
         with NodeLink(
             self.spec, self.plan.num_processes, log_path, self._requests, self._tell, self._show
         ) as nodes:
+            self._has_started.set()  # a cell need not wait for other machines
             report, outcomes = self._run_in(nodes.first_world(), nodes)
             while not self._was_stopped(report) and (formed := nodes.next_world()) is not None:
                 self.attempt += 1

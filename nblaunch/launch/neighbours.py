@@ -105,10 +105,10 @@ class Neighbours:
         before, neighbour.state = neighbour.state, page.state
         if page.state == before or page.state not in (nodes.LEFT, nodes.FAILED):
             return []
-        why = page.reason or "gave up"
-        text = f"{neighbour.member} {why}"
-        if page.state == nodes.LEFT or not self.elsewhere.has_cause:
-            self.elsewhere.lost.setdefault(neighbour.member.first_rank, text)
+        if page.state == nodes.FAILED and self.elsewhere.has_cause:
+            return []  # as was to be expected
+        text = f"{neighbour.member} {page.reason or 'gave up'}"
+        self.elsewhere.lost.setdefault(neighbour.member.first_rank, text)
         return [text]
 
     def _once(self, kind: str, rank: int, event: Event) -> list[Event]:

@@ -99,6 +99,7 @@ class NodeLink:
         self._last_summary_s = 0.0
         self._stopping = Stopping()
         self._leads = False
+        self._first_rank = 0
         self._is_finished = False
         self._has_met = False
         self.is_closed = False
@@ -135,6 +136,7 @@ class NodeLink:
                 listener.close()
         self._meeting = meeting
         self._over = None
+        self._last_news_s = time.monotonic() + spec.rendezvous_timeout_s  # it need not have any before
 
     def _listen(self, host: str, port: int) -> RendezvousHost | None:
         """The socket of the store, where this node is the one to host it."""
@@ -172,6 +174,9 @@ class NodeLink:
             if self._formed is not None:
                 formed, self._formed = self._formed, None
                 return self._enter(formed)
+            if self._over is None and self._is_agent_cut_off():
+                text = f"the rendezvous at {self._meeting.where} does not answer any more"
+                self._over = Over(-1, time.time(), error=text, can_retry=True)
             if self._over is not None and not self._try_again(self._over):
                 self._end(self._over)
                 return None
@@ -193,6 +198,7 @@ class NodeLink:
         self._samples = []
         self._stopping = Stopping()
         self._leads = own == 0
+        self._first_rank = formed.place.rank
         self._is_finished = False
         self._has_met = True
         return formed
@@ -229,17 +235,27 @@ class NodeLink:
         if not (over.can_retry and self._has_met and self._restarts_left > 0) or self._is_finished:
             return False
         self._note(f"{over.error}; waiting for it to come back")
-        self._agent.close()
+        self._agent.close(
+            _LAST_WORD_S
+        )  # it may be blocked for as long as the system tries to reach that node
         self._restarts_left -= 1
         self._open_agent(self._restarts_left)
         return True
+
+    def _is_agent_cut_off(self) -> bool:
+        """Whether it has been waiting for the store for so long that it will not hear of it again by itself.
+
+        The system goes on for a quarter of an hour before it tells a process that a connection leads nowhere.
+        """
+        is_due = self._has_met and not self._is_finished
+        return is_due and time.monotonic() - self._last_news_s > self._patience_s + self._silence_s
 
     def _heed_requests(self) -> None:
         self._requests.acknowledge()
         if self._requests.is_cancelled:
             self.leave("was cancelled")
             raise JobCancelled(f"{self._spec.function_name} was cancelled while it waited for other nodes")
-        if self._requests.interrupts and not self._is_finished:
+        if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
             self.leave("was interrupted")
             raise KeyboardInterrupt
 
@@ -295,6 +311,7 @@ class NodeLink:
     def _heed(self, message: Event) -> None:
         if isinstance(message, News):
             self._news = message.nodes
+            self._last_news_s = time.monotonic()
             events, notes = self._neighbours.learn(message.nodes, time.monotonic())
             for event in events:
                 self._tell(event)
@@ -354,6 +371,8 @@ class NodeLink:
         self._agent.send(Ended(-1, time.time(), is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):
             self._wait_for_cause()
+            if not report.elsewhere.has_cause and self.last_error:
+                report.elsewhere.lost[self._first_rank] = self.last_error
 
     def _wait_for_cause(self) -> None:
         """Workers ended because others did not answer: wait until it is known who, as long as that may take."""
