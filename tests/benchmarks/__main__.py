@@ -9,6 +9,7 @@ from tests.benchmarks.bench import show
 
 TITLES = {
     "launch_cost": "Launch cost",
+    "script_launch": "Launching scripts",
     "memory": "Memory",
     "output": "Output",
     "progress": "Progress",
