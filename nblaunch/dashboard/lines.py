@@ -40,11 +40,13 @@ class LinesPrinter(Dashboard):
     """Prints what ranks print, labelled ``[rank]``; the output of a single process has no label.
 
     Of a rank that prints more than ``num_head`` lines, the rest is counted instead; its last lines follow at the end.
+    Where many ranks print a lot, each may show its share of ``num_head_of_all``.
 
     Args:
         stream: where to; default ``sys.stdout`` as it is at each write.
         publish: shows what a worker displayed; default: its text, as a line of output.
         num_head: lines of a rank that are shown as they come.
+        num_head_of_all: lines of all ranks together that are shown as they come, about; None = twice ``num_head``.
         num_tail: last lines of a rank with more than that, shown at the end.
         line_length: characters of a line that are shown.
         first_s: seconds before the first write, so that the table of the job stands above its output.
@@ -61,6 +63,7 @@ class LinesPrinter(Dashboard):
         publish: Publish | None = None,
         live: LiveLine | None = None,
         num_head: int = HEAD_LINES,
+        num_head_of_all: int | None = None,
         num_tail: int = TAIL_LENGTH,
         line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
@@ -71,6 +74,8 @@ class LinesPrinter(Dashboard):
         self._publish = publish
         self._live = live
         self._num_head = num_head
+        self._num_head_of_all = 2 * num_head if num_head_of_all is None else num_head_of_all
+        self._num_shown: dict[int, int] = {}
         self._num_tail = num_tail
         self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
@@ -121,11 +126,11 @@ class LinesPrinter(Dashboard):
         return f"[{rank:{width}}] " if self._num_processes > 1 else ""
 
     def _add_lines(self, rank: int, lines: Sequence[str]) -> None:
-        seen = self._num_lines.get(rank, 0)
-        self._num_lines[rank] = seen + len(lines)
+        self._num_lines[rank] = self._num_lines.get(rank, 0) + len(lines)
         label = self._label(rank)
-        num_shown = max(self._num_head - seen, 0)
-        if lines[:num_shown]:
+        num_shown = min(self._room(rank), len(lines))
+        self._num_shown[rank] = self._num_shown.get(rank, 0) + num_shown
+        if num_shown:
             self._pending.append(
                 "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in lines[:num_shown])
             )
@@ -137,9 +142,18 @@ class LinesPrinter(Dashboard):
             self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
         self._tails[rank].extend(hidden[-self._num_tail :])
 
+    def _room(self, rank: int) -> int:
+        """How many more lines of ``rank`` may be shown: none once some were left out."""
+        if rank in self._tails:
+            return 0
+        shown = self._num_shown.get(rank, 0)
+        share = self._num_head_of_all // self._num_processes
+        room = max(self._num_head_of_all - sum(self._num_shown.values()), share - shown)
+        return max(min(self._num_head - shown, room), 0)
+
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]
-        num_hidden = self._num_lines[rank] - self._num_head - len(tail)
+        num_hidden = self._num_lines[rank] - self._num_shown[rank] - len(tail)
         text = ""
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""

@@ -166,6 +166,23 @@ def test_labels_are_aligned_and_a_single_process_has_none() -> None:
     assert stream.getvalue() == "[ 2] line 0\n[11] line 0\nline 0\n"
 
 
+def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, clock=Clock(), num_head=500, num_tail=5, num_head_of_all=800)
+    feed(printer, started(8))
+    feed(printer, [lines_of(3, 0, 2000)])
+    feed(printer, [lines_of(rank, first, first + 50) for first in range(0, 1000, 50) for rank in (0, 1, 2)])
+    printer.close()
+    lines = stream.getvalue().splitlines()
+    per_rank = [sum(line.startswith(f"[{rank}] line") for line in lines) for rank in range(4)]
+    assert per_rank[3] == 500 + 5  # alone at first
+    assert all(100 + 5 <= number <= 200 + 5 for number in per_rank[:3])
+    for rank in range(4):
+        told = next(line for line in lines if line.startswith(f"[{rank}] ...") and "not shown" in line)
+        total = 2000 if rank == 3 else 1000
+        assert f"... {total - per_rank[rank]:,} lines not shown" in told
+
+
 def test_writes_are_paced() -> None:
     stream, clock = Writes(), Clock()
     printer = LinesPrinter(stream=stream, first_s=0.3, clock=clock)
