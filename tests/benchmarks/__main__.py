@@ -13,6 +13,7 @@ TITLES = {
     "memory": "Memory",
     "output": "Output",
     "progress": "Progress",
+    "dashboards": "Dashboards",
     "repeat": "A hundred launches",
     "step_overhead": "Step overhead",
     "gpu": "GPUs",

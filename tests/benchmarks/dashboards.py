@@ -1,0 +1,192 @@
+"""What dashboards send and what they cost: 8 workers that print and step, shown in every way there is.
+
+    python -m tests.benchmarks.dashboards [seconds]
+
+Two loads: "flat out", where a step is nothing but a print, and "training", where it computes for 2 ms, waits 8 ms for a
+device, and one in 20 prints. Each way of showing is measured in turn with no dashboard at all, in one kernel; speeds
+are ratios of neighbours. Then with a front end that asks for the cell and reads nothing of what comes back.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
+from tests.kernels import Cell, Kernel
+
+NUM_WORKERS = 8
+SECONDS = 30.0  # of each load and way of showing, all rounds together
+NUM_ROUNDS = 3
+MAX_UPDATES_S, MAX_KB_S, MAX_SLOWER, MAX_KERNEL_PERCENT, MAX_UNREAD = 10, 20, 1.01, 5, 1.1
+LOADS = ("flat out", "training")
+
+_SAME_UPDATE_S = 0.03
+"""Messages that follow each other within this time are one update: of several widgets, or of table and lines."""
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One launch.
+
+    Args:
+        steps_s: steps of all ranks in a second.
+        kernel_share: of one core, for the kernel's process.
+        updates_s: updates of what is seen, in a second.
+        board_kb_s: kB a second of tables and widgets, without those that open and close them.
+        lines_kb_s: kB a second of lines that workers print.
+        opening: messages that open widgets or the table.
+    """
+
+    steps_s: float
+    kernel_share: float
+    updates_s: float
+    board_kb_s: float
+    lines_kb_s: float
+    opening: int
+
+
+def measure(seconds: float = SECONDS) -> Iterator[Row]:
+    from nblaunch.dashboard import KINDS
+
+    kinds = [kind for kind in KINDS if kind not in ("auto", "none")]
+    for load in LOADS:
+        with kernel("import torch\nfrom tests.benchmarks import dashboards") as started:
+            _run(started, "none", load, 1.0)  # warms up
+            for kind in kinds:
+                yield from _rows(started, kind, load, seconds / NUM_ROUNDS)
+    with kernel("import torch\nfrom tests.benchmarks import dashboards") as started:
+        for kind in kinds:
+            yield _unread(started, kind, seconds / NUM_ROUNDS)
+
+
+def _rows(started: Kernel, kind: str, load: str, seconds: float) -> Iterator[Row]:
+    pairs = [
+        (_run(started, kind, load, seconds), _run(started, "none", load, seconds)) for _ in range(NUM_ROUNDS)
+    ]
+    shown, bare = [one for one, _ in pairs], [other for _, other in pairs]
+    what = f"{kind}, {load}"
+    yield at_most(f"{what}: updates a second", _median(shown, "updates_s"), MAX_UPDATES_S, digits=1)
+    note = (
+        f"{_median(shown, 'lines_kb_s'):.1f} kB/s of lines, {_median(shown, 'opening'):.0f} messages to open"
+    )
+    row = at_most(f"{what}: kB a second", _median(shown, "board_kb_s"), MAX_KB_S, digits=1)
+    yield Row(row.what, f"{row.value} ({note})", row.target, row.holds)
+    without = _median(bare, "kernel_share")
+    added = _median(shown, "kernel_share") - without
+    row = at_most(f"{what}: added share of a core, kernel", 100 * added, MAX_KERNEL_PERCENT, "%", 1)
+    yield Row(row.what, f"{row.value} ({100 * without:.1f}% without)", row.target, row.holds)
+    slower = statistics.median(other.steps_s / one.steps_s for one, other in pairs)
+    if load == "training":
+        yield at_most(f"{what}: times slower than without", slower, MAX_SLOWER, digits=3)
+    else:  # workers and kernel compete for the cores, and a print costs what the disk wants
+        yield Row(f"{what}: times slower than without", f"{slower:.3f}")
+
+
+def _unread(started: Kernel, kind: str, seconds: float) -> Row:
+    """A front end that reads nothing must not hold up anything."""
+    pairs = [
+        (_run(started, kind, "flat out", seconds, reads=False), _run(started, kind, "flat out", seconds))
+        for _ in range(NUM_ROUNDS)
+    ]
+    slower = statistics.median(other.steps_s / one.steps_s for one, other in pairs)
+    return at_most(f"{kind}, flat out: times slower if nobody reads", slower, MAX_UNREAD, digits=3)
+
+
+def _median(laps: list[Lap], name: str) -> float:
+    return statistics.median(getattr(lap, name) for lap in laps)
+
+
+def _run(started: Kernel, kind: str, load: str, seconds: float, *, reads: bool = True) -> Lap:
+    # A person is there: widgets are shown only where somebody may look.
+    cell = started.submit(f"dashboards.in_kernel_run({kind!r}, {load!r}, {seconds})", allow_stdin=True)
+    if not reads:
+        time.sleep(seconds)
+    cell.wait(CELL_TIMEOUT_S)
+    assert cell.error is None, cell.describe()
+    told = json.loads(str(cell.result).strip("'"))
+    return _lap(cell, told["steps_s"], told["share"], told["wall_s"])
+
+
+def _lap(cell: Cell, steps_s: float, share: float, wall_s: float) -> Lap:
+    board = _messages(cell, "display_data", "update_display_data", "comm_msg")
+    lines = _messages(cell, "stream")
+    return Lap(
+        steps_s,
+        share,
+        updates_s=_num_updates([*board, *lines]) / wall_s,
+        board_kb_s=sum(map(_size, board)) / 1000 / wall_s,
+        lines_kb_s=sum(map(_size, lines)) / 1000 / wall_s,
+        opening=len(_messages(cell, "comm_open", "display_data")),
+    )
+
+
+def _messages(cell: Cell, *kinds: str) -> list[dict[str, Any]]:
+    return [message for message in cell.messages if message["msg_type"] in kinds]
+
+
+def _size(message: dict[str, Any]) -> int:
+    return sum(len(json.dumps(message[part], default=str)) for part in ("header", "parent_header", "content"))
+
+
+def _num_updates(messages: Sequence[dict[str, Any]]) -> int:
+    times = sorted(_seconds(message["header"]["date"]) for message in messages)
+    return sum(later - earlier > _SAME_UPDATE_S for earlier, later in zip([0.0, *times], times, strict=False))
+
+
+def _seconds(date: Any) -> float:
+    return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
+
+
+def in_kernel_run(kind: str, load: str, seconds: float) -> str:
+    """Launch, and tell steps a second of all ranks and the share of a core that this process took."""
+    from nblaunch import notebook_launcher
+
+    wall_s, cpu_s = time.monotonic(), time.process_time()
+    rates = notebook_launcher(
+        _train,
+        (load, seconds),
+        num_processes=NUM_WORKERS,
+        backend="cpu",
+        threads_per_process=1,
+        dashboard=kind,
+        return_all=True,
+    )
+    wall_s, cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
+    return json.dumps({"steps_s": sum(rates), "share": cpu_s / wall_s, "wall_s": wall_s})
+
+
+def _train(load: str, seconds: float) -> float:
+    """Steps a second of this rank."""
+    from nblaunch import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    begun = time.monotonic()
+    step = 0
+    for step in accelerator.progress(range(10**9)):
+        if load == "training":
+            _compute(0.002)
+            time.sleep(0.008)
+        if load == "flat out" or step % 20 == 0:
+            print(f"step {step}: loss 0.693147, learning rate 1e-3")
+        if time.monotonic() - begun >= seconds:
+            break
+    return (step + 1) / (time.monotonic() - begun)
+
+
+def _compute(cpu_s: float) -> None:
+    """Take so much time of a processor."""
+    until = time.thread_time() + cpu_s
+    while time.thread_time() < until:
+        sum(range(200))
+
+
+if __name__ == "__main__":
+    sys.exit(not show("Dashboards", measure(*map(float, sys.argv[1:2]))))
