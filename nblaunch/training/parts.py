@@ -60,9 +60,15 @@ def cut(whole: Any, like: Any) -> Any:
     """This rank's part of ``whole``, a part like ``like`` if that is one of the same shape."""
     if not is_part(like) or is_part(whole) or whole.shape != like.shape:
         return whole
-    held = slice_for(like, whole).to(device=like.to_local().device, copy=True)
-    return type(like).from_local(
-        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    return like_of(like, slice_for(like, whole).to(device=like.to_local().device, copy=True))
+
+
+def like_of(part: Any, held: torch.Tensor) -> Any:
+    """A part that lies in the whole as ``part`` does, with ``held`` on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        held, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
     )
 
 

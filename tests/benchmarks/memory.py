@@ -43,7 +43,7 @@ def _total_mb(method: str, model_mb: int) -> tuple[float, float]:
             cell.wait_for(
                 lambda _, stage=stage: _count(folder, stage) == NUM_WORKERS, what=f"workers have {stage}"
             )
-            totals.append(_pss_mb(started))
+            totals.append(total_pss_mb(started))
             Path(folder, f"{stage}-go").touch()
         cell.wait()
         assert cell.error is None, cell.describe()
@@ -54,7 +54,7 @@ def _count(folder: str, stage: str) -> int:
     return len(list(Path(folder).glob(f"{stage}-rank*")))
 
 
-def _pss_mb(started: Kernel) -> float:
+def total_pss_mb(started: Kernel) -> float:
     pids = [started.pid, *(process.pid for process in started.processes())]
     texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
     return (

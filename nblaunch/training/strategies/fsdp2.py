@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nblaunch import context
+from nblaunch.backends import host_memory
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
@@ -77,6 +78,8 @@ class Fsdp2Strategy(Strategy):
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+        # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
+        host_memory.tune_allocator()
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
         device, mesh = self._member.device, self._mesh()
         offload = self.plugin.offload_policy()
@@ -95,9 +98,9 @@ class Fsdp2Strategy(Strategy):
         for _, module in sharded:
             shard(module)
         parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
-        model._apply(lambda tensor: _with_memory(tensor, parts_device))
+        sources.make_parts(parts_device)
         for unit, module in sharded:
-            fsdp2_watch.tie(module)
+            fsdp2_watch.adopt(module)
             fsdp2_watch.name_in_errors(unit, module)
         sources.fill(self.plugin.param_init_fn)
         self._tell(model, name, sources.num_bytes, len(sharded))
@@ -250,12 +253,6 @@ def _fully_shard() -> Callable[..., Any]:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard
-
-
-def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A part that has a shape only, with memory; anything else as it is."""
-    is_empty = parts.is_part(tensor) and tensor.is_meta
-    return torch.empty_like(tensor, device=device) if is_empty else tensor
 
 
 def _cut(value: Any, parameter: torch.Tensor) -> Any:

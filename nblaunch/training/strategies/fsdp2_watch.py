@@ -28,10 +28,11 @@ def groups(module: nn.Module) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def tie(module: nn.Module) -> None:
-    """Give modules that share a parameter the same object again, after it was replaced in each of them."""
+def adopt(module: nn.Module) -> None:
+    """Have torch take over the parameters that were put in the place of those that it made itself."""
     for group in groups(module):
         for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
             parameter._setattr_on_modules(parameter.sharded_param)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nblaunch.backends import host_memory
 from nblaunch.training import collectives, parts
 from nblaunch.training.process import waiting
 from nblaunch.training.strategies.replicated import checksum
@@ -47,6 +48,7 @@ class Sources:
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
         self._others |= {name: p for name, p in model.named_parameters() if p in ignored}
+        self._filled: set[str] = set()
         self._origins = _origins(type(model).__name__, {**self._parameters, **self._others}, may_be_sent)
 
     @property
@@ -78,6 +80,35 @@ class Sources:
         else:
             module._buffers[_own_name(name)] = moved
 
+    def make_parts(self, device: torch.device) -> None:
+        """Give memory to the parts that the model now has the shapes of.
+
+        On the CPU, what this process shares with the kernel is not even copied: the part is a view of the kernel's
+        pages. The system copies a page when training first writes to it, and those of frozen weights never.
+        """
+        made: dict[int, nn.Parameter] = {}
+        for name, source in self._parameters.items():
+            parameters, own_name = _owner(self._model, name), _own_name(name)
+            shape: Any = parameters[own_name]
+            if id(shape) not in made:
+                held = self._shared(name, source, shape) if device.type == "cpu" else None
+                if held is None:
+                    held = torch.empty(parts.extent(shape)[1], dtype=shape.dtype, device=device)
+                else:
+                    self._filled.add(name)
+                made[id(shape)] = nn.Parameter(parts.like_of(shape, held), requires_grad=shape.requires_grad)
+            parameters[own_name] = made[id(shape)]
+
+    def _shared(self, name: str, source: torch.Tensor, part: Any) -> torch.Tensor | None:
+        """The part as it lies in memory that other processes have, too; None where this process alone has it."""
+        if self._origins[name] != "own" or not source.is_contiguous():
+            return None
+        if source.is_shared():  # by share_memory(): what is written to it is written for all
+            return None
+        held = parts.slice_for(part, source.detach())
+        is_shared = host_memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
+        return held if held.is_contiguous() and is_shared else None
+
     def fill(self, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Fill the parts that the model now holds.
 
@@ -90,6 +121,8 @@ class Sources:
             if part is None or id(part) in done or self._origins[name] == "nowhere":
                 continue
             done.add(id(part))
+            if name in self._filled:
+                continue
             with torch.no_grad():
                 parts.local(part).copy_(parts.slice_for(part, self._whole(name, source)))
         if "nowhere" in self._origins.values():

@@ -1,0 +1,211 @@
+"""Which modules are gathered as a unit, and what the options refuse."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+import nblaunch
+import nblaunch.utils
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
+from nblaunch.training.strategies import fsdp2_units
+from nblaunch.training.strategies.fsdp2 import shares_line
+from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
+
+
+def _units(model: nn.Module, **settings: Any) -> list[str]:
+    return [name for name, _ in fsdp2_units.choose(model, FullyShardedDataParallelPlugin(**settings))]
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+LINEARS = [f"{name}.linear" for name in BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, BLOCKS),
+        ({"transformer_cls_names_to_wrap": ["Block"]}, BLOCKS),
+        ({"transformer_cls_names_to_wrap": "Block, LayerNorm"}, [f"{b}.norm" for b in BLOCKS] + BLOCKS),
+        (
+            {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]},
+            [*LINEARS, "entry", "exit"],
+        ),
+        ({"auto_wrap_policy": "no_wrap"}, []),
+        ({"auto_wrap_policy": "size_based_wrap"}, []),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 300}, LINEARS),
+        ({"min_num_params": 320}, BLOCKS),
+        ({"auto_wrap_policy": lambda module: isinstance(module, Block)}, BLOCKS),
+        ({"auto_wrap_policy": ModuleWrapPolicy({Block})}, BLOCKS),
+        (
+            {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=306)},
+            [*LINEARS, *BLOCKS],
+        ),
+    ],
+)
+def test_units(settings: dict[str, Any], expected: list[str]) -> None:
+    assert _units(network(), **settings) == expected
+
+
+def test_a_model_may_name_its_layers_itself() -> None:
+    model = network()
+    model._no_split_modules = ["LayerNorm", "of another variant"]
+    assert _units(model) == [f"{name}.norm" for name in BLOCKS]
+    assert _units(model, auto_wrap_policy="transformer_based_wrap") == [f"{name}.norm" for name in BLOCKS]
+
+
+def test_tied_weights_go_to_a_unit_around_both() -> None:
+    assert _units(Tied(), transformer_cls_names_to_wrap=["Linear", "Block"]) == ["middle.linear", "middle"]
+
+
+def test_what_is_never_called_is_no_unit() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.ModuleList([nn.Linear(8, 8)]))
+    assert _units(model, auto_wrap_policy=lambda module: True) == ["1.0", "0"]
+
+
+def test_an_unknown_class_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError) as caught:
+        _units(network(), transformer_cls_names_to_wrap=["Block", "LlamaLayer"])
+    assert str(caught.value) == (
+        "transformer_cls_names_to_wrap has 'LlamaLayer', but the Network has no such modules. Its classes are "
+        "Linear (5), Block (3), LayerNorm (3)"
+    )
+    with pytest.raises(ValueError, match=r"needs transformer_cls_names_to_wrap.*Network.*Block \(3\)"):
+        _units(network(), auto_wrap_policy="transformer_based_wrap")
+
+
+def test_ignored_modules() -> None:
+    model = network()
+    assert fsdp2_units.ignored_parameters(model, None) == set()
+    assert fsdp2_units.ignored_parameters(model, [model.exit]) == set(model.exit.parameters())
+    assert len(fsdp2_units.ignored_parameters(model, r"blocks\.\d\.norm")) == 6
+    with pytest.raises(
+        ValueError, match=r"ignored_modules='norm' fits the name of no module; there are entry"
+    ):
+        fsdp2_units.ignored_parameters(model, "norm")
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp_version": 1}, "nblaunch shards with torch's fully_shard, which is version 2"),
+        ({"sharding_strategy": "NO_SHARD"}, "leave fsdp_plugin out"),
+        ({"sharding_strategy": "HALF"}, "sharding_strategy='HALF' is unknown; valid are 'FULL_SHARD'"),
+        (
+            {"auto_wrap_policy": "by_hand"},
+            "auto_wrap_policy='by_hand' is unknown; valid are 'transformer_based_wrap'",
+        ),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "of FSDP version 1; use 'SHARDED_STATE_DICT'"),
+        ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
+        ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        FullyShardedDataParallelPlugin(**settings)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fsdp_layers'"):
+        FullyShardedDataParallelPlugin(fsdp_layers=3)  # type: ignore[call-arg]
+
+
+def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
+    with pytest.warns(UserWarning, match=r"use_orig_params=True\) has no effect: version 2 always keeps"):
+        FullyShardedDataParallelPlugin(use_orig_params=True)
+    FullyShardedDataParallelPlugin(use_orig_params=False, backward_prefetch=None, limit_all_gathers=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reshards", "is_hybrid"),
+    [
+        ({}, True, False),
+        ({"reshard_after_forward": False}, False, False),
+        ({"reshard_after_forward": 2}, 2, False),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, False, False),
+        ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, True, True),
+        ({"sharding_strategy": 2}, False, False),
+        ({"sharding_strategy": "hybrid_shard_zero2"}, False, True),
+    ],
+)
+def test_words_of_version_1_for_resharding(settings: dict[str, Any], reshards: Any, is_hybrid: bool) -> None:
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    assert plugin.reshards is reshards
+    assert plugin.is_hybrid == is_hybrid
+
+
+def test_policies_as_torch_knows_them() -> None:
+    def policy(mixed: Any, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+        return FullyShardedDataParallelPlugin(mixed_precision_policy=mixed).precision_policy(dtype)
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert policy(None) == MixedPrecisionPolicy()
+    assert policy(None, bf16) == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
+    assert policy("bf16") == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+    given = {"param_dtype": bf16, "buffer_dtype": bf16, "output_dtype": fp32}
+    assert policy(given) == MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)
+    own = MixedPrecisionPolicy(reduce_dtype=bf16)
+    assert policy(own) is own
+    with pytest.raises(
+        ValueError, match="mixed_precision_policy field='dtype' is unknown; valid are 'param_dtype'"
+    ):
+        policy({"dtype": bf16})
+    with pytest.raises(ValueError, match="is none of"):
+        policy(3)
+    own_offload = CPUOffloadPolicy(pin_memory=False)
+    assert FullyShardedDataParallelPlugin(cpu_offload=own_offload).offload_policy() is own_offload
+    assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
+
+
+def test_the_name_is_where_people_look_for_it() -> None:
+    assert nblaunch.utils.FullyShardedDataParallelPlugin is nblaunch.FullyShardedDataParallelPlugin
+
+
+def test_a_lone_process_keeps_its_model() -> None:
+    model = network()
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    assert accelerator.prepare(model) is model
+    assert type(model) is Network
+    assert accelerator.distributed_type == "NO"
+    assert accelerator.state.fsdp_plugin is plugin
+
+
+def test_fp16_on_the_cpu_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="fp16 needs a GPU's gradient scaling; on the CPU use mixed_precision='bf16'"
+    ):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="fp16")
+
+
+def test_a_device_without_sharding_is_refused() -> None:
+    class Unsharded(type(backends.choose("cpu"))):  # type: ignore[misc]
+        name = "lazy"
+        reduces_gradients = True
+
+    context.install(context.WorkerContext(context.Topology(), Unsharded()))
+    with pytest.raises(ValueError, match="fsdp_plugin can't be used on lazy"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_another_librarys_plugin_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"is a builtins\.dict; pass a nblaunch\.FullyShardedDataParallelPlugin"):
+        Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
+
+
+def test_a_line_tells_what_every_rank_holds() -> None:
+    assert shares_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
+        "Net: 4.0 GB of weights sharded over 4 ranks, 1.0 GB each; gathered in 33 units, each freed after its forward"
+    )
+    line = shares_line("Net", 5_000, 1, [4_000, 1_000], False)
+    assert "over 2 ranks, 1.0 kB to 4.0 kB each; gathered in 1 unit, each kept until its backward" in line
