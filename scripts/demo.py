@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def execute(notebook: Any, folder: Path, timeout_s: int) -> None:
+def execute(notebook: Any, folder: Path, timeout_s: int, kernel_name: str = "python3") -> None:
     """Run all cells in a fresh kernel; the outputs are then in the notebook, also if a cell raised."""
     with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
         # Over Unix sockets rather than TCP, of which new kernels warn that it is not encrypted.
@@ -65,7 +65,7 @@ def execute(notebook: Any, folder: Path, timeout_s: int) -> None:
         NotebookClient(
             notebook,
             timeout=timeout_s,
-            kernel_name="python3",
+            kernel_name=kernel_name,
             resources={"metadata": {"path": str(folder)}},
             config=Config({"AsyncKernelManager": connection}),
         ).execute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ import torch
 from scripts.demo import execute
 from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import check_for_github, texts
+from tests.profiles import PROFILES, python_of
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ARTIFACTS = FOLDER.parent / "artifacts" / "notebooks"
+"""Executed copies, one folder a kind of kernel; not part of the repository."""
+
+_VERSIONS = "import importlib.metadata as m; print(*map(m.version, ['ipykernel', 'ipython', 'ipywidgets']))"
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +30,18 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
+@pytest.fixture(params=PROFILES)
+def profile(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kind of kernel; Jupyter finds a kernel of this name while the test runs."""
+    arguments = [python_of(request.param), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = tmp_path / "kernels" / request.param / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"argv": arguments, "display_name": request.param, "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    return request.param
+
+
+def executed(path: Path, parameters: str = "", last_cell: str = "", kernel_name: str = "python3") -> Any:
     """The executed notebook, with ``parameters`` set after its own and one more cell at the end."""
     notebook = nbformat.read(path, as_version=4)
     if parameters:
@@ -32,14 +49,19 @@ def executed(path: Path, parameters: str = "", last_cell: str = "") -> Any:
         notebook.cells.insert(tagged[0] + 1, nbformat.v4.new_code_cell(parameters))
     if last_cell:
         notebook.cells.append(nbformat.v4.new_code_cell(last_cell))
-    execute(notebook, path.parent, timeout_s=250)
+    execute(notebook, path.parent, timeout_s=250, kernel_name=kernel_name)
     return notebook
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_untouched(path: Path) -> None:
-    notebook = executed(path)
+def test_runs_untouched(path: Path, profile: str) -> None:
+    notebook = executed(path, last_cell=_VERSIONS, kernel_name=profile)
+    versions = notebook.cells.pop().outputs[0].text
+    assert versions.startswith("6.17.1 7.34.0 7.7.") == (profile == "colab")
+    copy = ARTIFACTS / profile / path.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, copy)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source)
     check_for_github(notebook)
 
