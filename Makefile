@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser test-xla xla-env lint format bench picture clean
+.PHONY: help setup demo test browser colab-env test-xla xla-env lint format bench picture clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -40,13 +40,16 @@ demo: setup  ## run the quickstart notebook on all cores and print its ranks and
 
 # Tests of real processes depend on a machine that answers in time. One that fails is tried once more by itself, and
 # both results are shown.
-test: setup lint browser  ## lint, then run all tests; with ARGS those alone, and not the XLA tests
+test: setup lint browser colab-env  ## lint, then run all tests; with ARGS those alone, and not the XLA tests
 	$(BIN)/python -m pytest $(ARGS) || $(BIN)/python -m pytest --last-failed $(ARGS)
 	$(if $(ARGS),,$(MAKE) test-xla)
 
 # The browser tests say what is missing where there is none; elsewhere than where changes are accepted they are skipped.
 browser: setup  ## find Chromium for the browser tests; install Debian's where that needs no password
 	@$(BIN)/python scripts/browser.py || true
+
+colab-env: setup  ## make the interpreter for kernels as in Colab (250 MB; at once where it is there already)
+	$(BIN)/python scripts/colab_env.py .venv-colab-kernel
 
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS) || \
@@ -71,5 +74,5 @@ picture: setup browser  ## take the README's picture of the dashboard again, in 
 	$(BIN)/python scripts/picture.py
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

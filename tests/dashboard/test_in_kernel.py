@@ -6,36 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.dashboard.feed import FEED
 from tests.kernels import Kernel
-
-FEED = """
-import threading, time
-from nblaunch import dashboard
-from nblaunch.events import *
-from nblaunch.wire.board import Sample
-
-def begin(n):
-    return [JobStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),
-            *(Started(rank, time.time(), pid=1) for rank in range(n))]
-
-def end(n):
-    now = time.time()
-    return [*(Finished(rank, now) for rank in range(n)), *(Exited(rank, now) for rank in range(n)),
-            JobFinished(-1, now)]
-
-def tell(listeners, events):
-    for event in events:
-        for listener in listeners:
-            listener.on_event(event)
-
-def look(listeners, samples):
-    for listener in listeners:
-        listener.on_samples(samples)
-
-def close(listeners):
-    for listener in listeners:
-        listener.close()
-"""
 
 
 # Four kernels' worth of seconds are saved by sharing one; nothing here outlives its cell.

@@ -1,0 +1,317 @@
+"""Widgets in real kernels, with the newest Jupyter packages and with those of Colab: what reaches a front end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_core.utils import ensure_event_loop
+from nbclient import NotebookClient
+from traitlets.config import Config
+
+from nblaunch.dashboard.colours import BAD, LIVE
+from nblaunch.dashboard.widget_valve import BURST_BYTES
+from tests.dashboard.feed import FEED
+from tests.dashboard.front_end import VIEW, FrontEnd
+from tests.kernels import Cell, Kernel
+from tests.profiles import PROFILES, python_of
+
+TRAIN = """
+def run(d, num_ranks, num_ticks, tick_s=0.05, text="line", end_it=True):
+    tick, longest_s = threading.Event(), 0.0
+    tell(d, begin(num_ranks))
+    for step in range(num_ticks):
+        begun = time.perf_counter()
+        tell(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
+        look(d, [Sample(rank, WorkerState.TRAINING, step * 7 + rank, 10_000, samples=step * 64, loss=1 / (step + 1),
+                        step_time_s=time.monotonic()) for rank in range(num_ranks)])
+        longest_s = max(longest_s, time.perf_counter() - begun)
+        tick.wait(tick_s)
+    if end_it:
+        tell(d, end(num_ranks))
+        close(d)
+    return longest_s
+
+class Controls:
+    def __init__(self):
+        self.asked = []
+    def __getattr__(self, name):
+        return lambda: self.asked.append(name)
+    def ask_stacks(self):
+        from concurrent.futures import Future
+        self.asked.append("ask_stacks")
+        answer = Future()
+        answer.set_result("rank 0 is at <line 3>")
+        return answer
+"""
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel.start(python=python_of(request.param)) as kernel:
+        kernel.run(FEED + TRAIN)
+        yield kernel
+
+
+def run(kernel: Kernel, source: str) -> Cell:
+    """Run a cell as a person does: who runs it could answer ``input()``."""
+    return kernel.run(source, allow_stdin=True)
+
+
+def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Kernel) -> None:
+    cell = shared.submit(
+        "_ = run(dashboard.choose(), 4, 40, text='<script>alert(1)</script>')", allow_stdin=True
+    )
+    cell.wait_for(lambda cell: len(FrontEnd(cell.messages).of("IntProgress")) == 4, what="four bars")
+    cell.wait_for(lambda cell: cell.displays and FrontEnd(cell.messages).num_updates > 30, what="updates")
+    live = FrontEnd(cell.messages)
+    (panel,) = cell.displays
+    assert set(panel.data) == {VIEW, "text/plain"}
+    assert panel.data[VIEW]["model_id"] in live.open_ids
+    for bar, state in live.of("IntProgress").items():
+        assert live.style(bar)["bar_color"] == LIVE
+        assert 0 <= state["value"] <= state["max"]
+    assert "training" in live.html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in live.html
+    assert "<script" not in live.html
+    assert cell.stdout == ""  # lines are in the pane of the widgets meanwhile
+
+    cell.wait()
+    after = FrontEnd(cell.messages)
+    assert max(state["value"] for state in after.of("IntProgress").values()) > 0
+    assert after.open_ids == set()
+    (table,) = cell.displays
+    assert (set(table.data), table.num_updates) == ({"text/html", "text/plain"}, 1)
+    assert "train: done in" in table.data["text/plain"]
+    assert "[2] <script>alert(1)</script> 5" in cell.stdout.splitlines()
+
+
+def test_no_output_widget_and_only_core_controls(shared: Kernel) -> None:
+    end = FrontEnd(run(shared, "run(dashboard.choose(), 2, 12)").messages)
+    assert {state["_model_module"] for state in end.models.values()} == {
+        "@jupyter-widgets/base",
+        "@jupyter-widgets/controls",
+    }
+    assert not end.of("Output")
+
+
+def test_a_failed_rank_turns_red_at_once(shared: Kernel) -> None:
+    failing = """
+d = dashboard.choose()
+run(d, 2, 12, end_it=False)
+tell(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss is <nan>"))])
+time.sleep(0.25)  # the widgets' own interval
+look(d, [])
+"""
+    live = FrontEnd(run(shared, failing).messages)
+    assert f'<span style="color:{BAD}">&#9679;</span> failed' in live.html
+    assert "ValueError: loss is &lt;nan&gt;" in live.html
+    assert live.layout(live.button("Stop"))["display"] == "none"
+    run(shared, "close(d)")
+
+
+@pytest.mark.parametrize("kind", ["auto", "widgets"])
+def test_where_nobody_looks_there_are_no_widgets(shared: Kernel, kind: str) -> None:
+    cell = shared.run(f"run(dashboard.choose({kind!r}), 2, 12)", allow_stdin=False)
+    assert cell.contents("comm_open") == []
+    assert set(cell.displays[0].data) == {"text/html", "text/plain"}
+
+
+@pytest.mark.parametrize("kind", ["html", "text", "none"])
+def test_who_asks_for_something_else_gets_it(shared: Kernel, kind: str) -> None:
+    assert run(shared, f"run(dashboard.choose({kind!r}), 2, 12)").contents("comm_open") == []
+
+
+def test_a_short_job_opens_no_widgets(shared: Kernel) -> None:
+    cell = run(shared, "d = dashboard.choose(); tell(d, begin(2)); tell(d, end(2)); close(d)")
+    assert cell.contents("comm_open") == []
+    assert cell.displays[0].num_updates == 0
+
+
+@pytest.mark.parametrize("fault", ["None", "__import__('types').ModuleType('ipywidgets')"])
+def test_missing_or_broken_ipywidgets_break_nothing(shared: Kernel, fault: str) -> None:
+    cell = run(
+        shared,
+        f"""
+import sys
+names = [name for name in sys.modules if name.startswith(("ipywidgets", "nblaunch.dashboard.widget_"))]
+kept = {{name: sys.modules.pop(name) for name in names}}
+sys.modules["ipywidgets"] = {fault}
+try:
+    run(dashboard.choose("widgets"), 2, 12)
+finally:
+    del sys.modules["ipywidgets"]
+    sys.modules.update(kept)
+""",
+    )
+    (table,) = cell.displays
+    assert set(table.data) == {"text/html", "text/plain"}
+    assert table.num_updates > 1
+    assert "train: done in" in table.data["text/plain"]
+    assert "[1] line 3" in cell.stdout.splitlines()
+
+
+BACKGROUND = """
+d = dashboard.choose(background=True)
+controls = Controls()
+again = dashboard.attach(d, controls)
+stop = threading.Event()
+def supervise():
+    tell(d, begin(2))
+    step = 0
+    while not stop.wait(0.05):
+        step += 1
+        look(d, [Sample(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic()) for rank in range(2)])
+    tell(d, end(2))
+    close(d)
+thread = threading.Thread(target=supervise)
+thread.start()
+"""
+
+
+def all_messages(kernel: Kernel) -> list[dict[str, Any]]:
+    """From all cells of the kernel, in order of their cells."""
+    return [message for cell in kernel._cells.values() for message in cell.messages]
+
+
+def test_buttons_of_a_background_job(shared: Kernel) -> None:
+    launching = run(shared, BACKGROUND)
+    opened = FrontEnd(launching.messages)
+    assert launching.displays[0].data[VIEW]["model_id"] in opened.models
+
+    def click(description: str, *expected: str) -> None:
+        shared.send_comm(
+            FrontEnd(launching.messages).button(description),
+            {"method": "custom", "content": {"event": "click"}},
+        )
+        # The kernel is idle, so the click was delivered before the next cell is run.
+        cell = run(shared, "time.sleep(0.5); controls.asked")
+        assert ast.literal_eval(cell.result or "") == list(expected)
+        launching.messages += cell.messages
+
+    click("Stacks", "ask_stacks")
+    assert "rank 0 is at &lt;line 3&gt;" in FrontEnd(launching.messages).html
+    click("Stop", "ask_stacks", "stop")
+    assert "asked to stop" in FrontEnd(launching.messages).html
+    click("Interrupt", "ask_stacks", "stop", "interrupt")
+    click("Kill", "ask_stacks", "stop", "interrupt")
+    click("Kill: sure?", "ask_stacks", "stop", "interrupt", "cancel")
+    ending = run(shared, "stop.set(); thread.join()")
+    launching.messages += ending.messages
+    assert FrontEnd(launching.messages).open_ids == set()
+    table = launching.displays[0]
+    assert "train: done in" in table.data["text/plain"]
+
+
+def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
+    launching = run(shared, BACKGROUND)
+    assert run(shared, "again(), again()").result == "(True, False)"  # a cell needs it once only
+    other = run(shared, "print(again()); stop.set(); thread.join(); time.sleep(0.1)")
+    assert other.displays[0].display_id == launching.displays[0].display_id
+    assert "train: done in" in other.displays[0].data["text/plain"]
+    after = run(shared, "again()")
+    assert "train: done in" in after.displays[0].data["text/plain"]
+
+
+def test_a_page_that_was_opened_anew_keeps_the_summary_in_the_widgets(shared: Kernel) -> None:
+    launching = run(shared, BACKGROUND)
+    root = launching.displays[0].data[VIEW]["model_id"]
+    shared.send_comm(root, {"method": "request_state"})
+    ending = run(shared, "time.sleep(0.3); stop.set(); thread.join()")
+    end = FrontEnd([*launching.messages, *ending.messages])
+    assert root in end.open_ids
+    assert len(end.models[root]["children"]) == 1
+    last = end.models[end.models[root]["children"][0].removeprefix("IPY_MODEL_")]
+    assert last["_model_name"] == "HTMLModel"
+    assert "done in" in last["value"]
+    assert len(end.open_ids) <= 4  # the box, its layout, the text, its style
+    run(shared, "import ipywidgets; ipywidgets.Widget.close_all()")
+
+
+def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Kernel) -> None:
+    cell = run(shared, "begun = time.monotonic(); longest_s = run(dashboard.choose(), 8, 120, tick_s=0.05)\n"
+                       "longest_s, time.monotonic() - begun")  # fmt: skip
+    longest_s, seconds = ast.literal_eval(cell.result or "")
+    end = FrontEnd(cell.messages)
+    assert end.num_updates > 40
+    assert end.num_bytes / seconds < 20_000
+    assert longest_s < 1.0  # nothing waits for a front end: this one reads after the cell only
+
+
+def test_many_ranks_are_one_table_and_a_grid(shared: Kernel) -> None:
+    cell = shared.submit("run(dashboard.choose(), 64, 40)", allow_stdin=True)
+    cell.wait_for(lambda cell: ">40</span>" in FrontEnd(cell.messages).html, what="a tile for rank 40")
+    cell.wait()
+    end = FrontEnd(cell.messages)
+    assert not end.of("IntProgress")
+    lists = list(end.of("Dropdown").values())
+    assert [len(chooser["_options_labels"]) for chooser in lists] in ([65], [])  # no Stack in ipywidgets 7
+    assert end.num_bytes < 20_000 * cell.elapsed_s + BURST_BYTES
+
+
+def test_a_job_can_be_awaited_and_shows_itself(shared: Kernel) -> None:
+    launched = run(
+        shared,
+        "import nblaunch\ndef answer():\n    return 42\n"
+        "job = nblaunch.notebook_launcher(answer, (), 2, background=True)\njob",
+    )
+    assert "answer on 2 cpu workers" in (launched.result or "")
+    assert run(shared, "await job").result == "42"
+    assert run(shared, "await job, job.is_running").result == "(42, False)"
+    shown = run(shared, "nblaunch.last_job()")
+    assert shown.result is None
+    assert "answer: done in" in shown.displays[0].data["text/plain"]
+
+
+def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
+    run(
+        shared,
+        "def bad():\n    raise KeyError('gone')\njob = nblaunch.notebook_launcher(bad, (), 1, background=True)",
+    )
+    error = shared.run("await job", raises="KeyError").error
+    assert error is not None
+    assert "gone" in error.value
+
+
+# --- notebooks that are executed with nobody there -------------------------------------------------------------------
+
+
+@pytest.fixture
+def event_loop() -> Iterator[None]:
+    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
+    loop = ensure_event_loop()
+    yield
+    loop.close()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_an_executed_notebook_has_the_summary_and_no_widgets(
+    profile: str, tmp_path: Path, event_loop: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"argv": [python_of(profile), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "display_name": profile, "language": "python"}  # fmt: skip
+    (tmp_path / "kernels" / "of-profile").mkdir(parents=True)
+    (tmp_path / "kernels" / "of-profile" / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    for kind in ("auto", "widgets"):
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(f"{FEED}{TRAIN}\nrun(dashboard.choose({kind!r}), 2, 12)")]
+        )
+        with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
+            connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
+            NotebookClient(
+                notebook, timeout=60, kernel_name="of-profile", store_widget_state=kind == "auto",
+                config=Config({"AsyncKernelManager": connection}),
+            ).execute()  # fmt: skip
+        assert "widgets" not in notebook.metadata
+        table = next(output for output in notebook.cells[0].outputs if output.output_type == "display_data")
+        assert set(table.data) == {"text/html", "text/plain"}
+        assert "train: done in" in table.data["text/plain"]
