@@ -1,0 +1,266 @@
+"""The widgets' parts without a kernel: what is sent and when, what is remembered, and what happens when it breaks."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from nblaunch import dashboard
+from nblaunch.dashboard.base import Controls
+from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.dashboard.logbook import NUM_LINES, LogBook
+from nblaunch.dashboard.output import Bundle
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.widget_valve import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
+from nblaunch.dashboard.widgets import WidgetsDashboard
+from nblaunch.events import Displayed, LogLines, Note
+from tests.dashboard.scenes import START_S, Clock, ended, sample, started
+
+
+class Publications:
+    """Stands in for a front end."""
+
+    def __init__(self) -> None:
+        self.bundles: list[Mapping[str, Any]] = []
+        self.updates: list[bool] = []
+
+    def __call__(self, bundle: Mapping[str, Any], display_id: str, is_update: bool) -> None:
+        self.bundles.append(bundle)
+        self.updates.append(is_update)
+
+
+# --- the valve -------------------------------------------------------------------------------------------------------
+
+
+class FakeWidget:
+    """Counts messages: one for each change, or one for all changes in ``hold_sync``."""
+
+    def __init__(self, value: Any = "", **traits: Any) -> None:
+        self.__dict__.update(value=value, num_messages=0, is_held=False, **traits)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+        self.__dict__["num_messages"] += not self.is_held
+
+    @contextmanager
+    def hold_sync(self) -> Iterator[None]:
+        self.__dict__["is_held"] = True
+        yield
+        self.__dict__.update(is_held=False, num_messages=self.num_messages + 1)
+
+
+def test_only_what_changed_is_sent() -> None:
+    clock, widget = Clock(), FakeWidget("a", layout=1)
+    valve = Valve(clock=clock)
+    valve.want(widget, value="a", layout=1)
+    assert (valve.flush(), widget.num_messages) == (0, 0)  # it was made with these
+    valve.want(widget, value="b", layout=1)
+    assert (valve.flush(), widget.value, widget.num_messages) == (1, "b", 1)
+    valve.want(widget, value="c", layout=2)
+    assert (valve.flush(), widget.num_messages) == (1, 2)  # two traits, one message
+    assert valve.flush() == 0
+
+
+def test_a_widget_changes_no_oftener_than_worth_while_unless_it_is_urgent() -> None:
+    clock, widget = Clock(), FakeWidget()
+    valve = Valve(clock=clock)
+    for tick in range(20):
+        clock.now_s += 0.2
+        valve.want(widget, value=str(tick), every_s=1.0)
+        valve.flush()
+    assert 4 <= widget.num_messages <= 5
+    valve.want(widget, value="failed", every_s=1.0, is_urgent=True)
+    valve.flush()
+    assert widget.value == "failed"
+
+
+def test_what_belongs_together_is_sent_together() -> None:
+    clock, bar, text = Clock(), FakeWidget(0), FakeWidget()
+    valve = Valve(clock=clock)
+    for tick in range(1, 40):
+        clock.now_s += 0.2
+        valve.want(bar, value=tick, every_s=100.0)
+        valve.want(text, value=str(tick), every_s=1.0, companion=bar)
+        valve.flush()
+        assert str(bar.value) == (text.value or "0")
+
+
+def test_over_time_the_budget_holds_and_nobody_starves() -> None:
+    clock, widgets = Clock(), [FakeWidget() for _ in range(60)]
+    valve = Valve(clock=clock)
+    for tick in range(150):
+        clock.now_s += 0.2
+        for index, widget in enumerate(widgets):
+            valve.want(widget, value=f"{tick:04}" * 100, every_s=0.5 if index < 10 else 5.0)
+        valve.flush()
+    num_bytes = sum(widget.num_messages for widget in widgets) * (MESSAGE_BYTES + 400)
+    assert num_bytes <= RATE_BYTES_S * 30 + BURST_BYTES + MESSAGE_BYTES + 400
+    assert num_bytes >= RATE_BYTES_S * 30 * 0.9
+    often = [widget.num_messages for widget in widgets[:10]]
+    seldom = [widget.num_messages for widget in widgets[10:]]
+    assert min(often) > max(seldom) >= min(seldom) >= 2
+
+
+def test_what_is_urgent_does_not_silence_the_rest_for_long() -> None:
+    clock, urgent, other = Clock(), [FakeWidget() for _ in range(300)], FakeWidget()
+    valve = Valve(clock=clock)
+    for widget in urgent:
+        valve.want(widget, value="x" * 2000, is_urgent=True)
+    assert valve.flush() == 300
+    for _ in range(10):
+        clock.now_s += 0.2
+        valve.want(other, value="late")
+        valve.flush()
+    assert other.value == "late"
+
+
+# --- the book --------------------------------------------------------------------------------------------------------
+
+
+def test_the_book_keeps_the_last_lines_of_each_rank_and_of_all_by_time() -> None:
+    book = LogBook()
+    for number in range(200):
+        book.add(LogLines(number % 2, START_S + number, lines=(f"line {number}",)))
+    assert book.of_rank(0) == [f"line {number}" for number in range(200 - 2 * NUM_LINES, 200, 2)]
+    assert book.of_all() == [(number % 2, f"line {number}") for number in range(200 - NUM_LINES, 200)]
+    assert book.of_rank(7) == []
+
+
+def test_lines_that_come_late_stand_where_they_belong() -> None:
+    book = LogBook()
+    for rank, time_s in ((0, 2.0), (1, 1.0), (0, 3.0)):
+        book.add(LogLines(rank, time_s, lines=(f"at {time_s:.0f}",)))
+    assert [line for _, line in book.of_all()] == ["at 1", "at 2", "at 3"]
+
+
+def test_the_book_is_plain_text() -> None:
+    book = LogBook()
+    book.add(LogLines(0, 1.0, lines=("\x1b[31mred\x1b[0m",)))
+    book.add(Displayed(0, 2.0, data={"text/plain": "<Figure>", "image/png": "…"}))
+    book.add(Note(0, 3.0, text="bf16 is emulated"))
+    book.add(Note(-1, 4.0, text="of the launcher"))
+    assert book.of_rank(0) == ["red", "displayed: <Figure>", "bf16 is emulated"]
+
+
+# --- the dashboard ---------------------------------------------------------------------------------------------------
+
+
+class FakePanel:
+    """Remembers what it was asked to show; breaks where told to."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.views: list[JobView] = []
+        self.lasting = ""
+        self.controls: Controls | None = None
+        self._breaks_at = breaks_at
+
+    def __call__(self, book: LogBook) -> FakePanel:
+        return self
+
+    def bundle(self, view: JobView) -> Bundle:
+        return {"widget": len(self.views)}
+
+    def connect(self, controls: Controls) -> None:
+        self.controls = controls
+
+    def show(self, view: JobView) -> None:
+        if len(self.views) == self._breaks_at:
+            raise TypeError("a trait is gone")
+        self.views.append(view)
+
+    def close(self, lasting: str) -> None:
+        self.lasting = lasting
+
+
+def drive(widgets: WidgetsDashboard, clock: Clock, *, seconds: float = 10.0, step_s: float = 0.02) -> None:
+    """Feed a job of two ranks that is looked at far oftener than anything should be sent."""
+    for event in started(2):
+        widgets.on_event(event)
+    for tick in range(round(seconds / step_s)):
+        clock.now_s += step_s
+        widgets.on_samples([sample(rank, tick) for rank in range(2)])
+    for event in ended(2, seconds):
+        widgets.on_event(event)
+    widgets.close()
+
+
+def test_at_most_ten_updates_a_second_and_one_replacement() -> None:
+    shown, clock, panel = Publications(), Clock(), FakePanel()
+    drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock)
+    assert 20 <= len(panel.views) <= 100
+    assert shown.updates == [False, True]
+    assert shown.bundles[0] == {"widget": 1}  # filled before it is shown
+    assert set(shown.bundles[1]) == {"text/html", "text/plain"}
+    assert panel.lasting == shown.bundles[1]["text/html"]
+
+
+def test_a_short_job_opens_nothing() -> None:
+    shown, clock, panel = Publications(), Clock(), FakePanel()
+    drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock, seconds=0.2)
+    assert panel.views == []
+    assert shown.updates == [False]
+
+
+def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
+    shown, clock, panel = Publications(), Clock(), FakePanel()
+    widgets = WidgetsDashboard(background=True, publish=shown, open_panel=panel, clock=clock)
+    assert shown.updates == [False]
+    controls: Any = object()
+    dashboard.attach([widgets], controls)
+    assert panel.controls is controls
+    drive(widgets, clock)
+    assert shown.updates == [False, True]
+
+
+@pytest.mark.parametrize("breaks_at", [0, 1, 7])
+def test_widgets_that_break_become_html_in_the_same_output(
+    breaks_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown, clock, panel = Publications(), Clock(), FakePanel(breaks_at)
+    with caplog.at_level(logging.WARNING):
+        drive(WidgetsDashboard(publish=shown, open_panel=panel, clock=clock), clock)
+    assert [record.message for record in caplog.records] == [
+        "ipywidgets failed; the job is shown as HTML instead"
+    ]
+    assert "a trait is gone" in caplog.text
+    assert shown.updates[0] is False
+    assert all(shown.updates[1:])
+    assert len(shown.bundles) > 10
+    assert "done in" in shown.bundles[-1]["text/plain"]
+    assert panel.lasting != ""  # what was opened is closed
+
+
+def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
+    def missing(book: LogBook) -> FakePanel:
+        raise ModuleNotFoundError("No module named 'ipywidgets'")
+
+    clock = Clock()
+    with caplog.at_level(logging.WARNING):
+        drive(WidgetsDashboard(publish=Publications(), open_panel=missing, clock=clock), clock)
+    (record,) = caplog.records
+    assert "pip install ipywidgets" in record.message
+
+
+def test_a_job_that_was_broken_off_leaves_the_widgets_closed() -> None:
+    shown, panel = Publications(), FakePanel()
+    WidgetsDashboard(background=True, publish=shown, open_panel=panel).close()
+    assert shown.bundles[-1]["text/plain"] == "not started"
+    assert "not started" in panel.lasting
+
+
+def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
+    stream, shown = io.StringIO(), []
+    printer = LinesPrinter(stream=stream, publish=shown.append, holds_lines=True)
+    for event in [*started(2), LogLines(1, START_S, lines=("one",)), Displayed(0, START_S, data={"a": "b"})]:
+        printer.on_event(event)
+    printer.on_samples([])
+    assert (stream.getvalue(), len(shown)) == ("", 1)
+    printer.on_event(LogLines(0, START_S, lines=("two",)))
+    printer.on_samples([])
+    printer.close()
+    assert (stream.getvalue(), len(shown)) == ("[1] one\n[0] two\n", 1)
