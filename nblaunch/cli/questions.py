@@ -212,8 +212,6 @@ QUESTIONS = (
              _listed(("none", "device"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
              _fixed("/nvme")),
-    Question("zero3_init_flag", "Shard weights already while the model is built?", _from_stage(3), _fixed(True),
-             _YES_NO),
     Question("gradient_clipping", "Greatest norm of the gradients? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, _fixed(1)),
     Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"),

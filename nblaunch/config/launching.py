@@ -66,12 +66,10 @@ _DEEPSPEED_ARGUMENTS = {
     "offload_optimizer_nvme_path": "offload_optimizer_nvme_path",
     "offload_param_nvme_path": "offload_param_nvme_path",
     "gradient_clipping": "gradient_clipping",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "zero3_init_flag": "zero3_init_flag",
     "zero3_save_16bit_model": "zero3_save_16bit_model",
     "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
 }
-"""Setting -> argument of ``DeepSpeedPlugin``."""
+"""Setting -> argument of ``DeepSpeedPlugin``, for those that mean something here."""
 
 
 def spec_from_file(
@@ -155,10 +153,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     if resolved["strategy"] == "fsdp":
         settings["fsdp_plugin"] = _fsdp_arguments(resolved)
     if resolved["strategy"] == "deepspeed":
-        chosen = resolved.group("deepspeed_config") | {
-            name: settings[name] for name in ("gradient_accumulation_steps",) if name in settings
-        }
-        settings["deepspeed_plugin"] = {_DEEPSPEED_ARGUMENTS[name]: value for name, value in chosen.items()}
+        settings["deepspeed_plugin"] = _deepspeed_arguments(resolved)
     return settings
 
 
@@ -170,4 +165,12 @@ def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
     names = plugin.get("transformer_cls_names_to_wrap")
     if names is not None:
         plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
+    return plugin
+
+
+def _deepspeed_arguments(resolved: Resolved) -> dict[str, Any]:
+    chosen = resolved.group("deepspeed_config")
+    plugin = {ours: chosen[name] for name, ours in _DEEPSPEED_ARGUMENTS.items() if name in chosen}
+    if not plugin.get("gradient_clipping"):
+        plugin.pop("gradient_clipping", None)  # no norm is no clipping
     return plugin

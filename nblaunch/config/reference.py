@@ -25,6 +25,7 @@ _WITHOUT_MEANING = {
     "main_training_function": "the whole script runs in every process",
     "same_network": "rdzv_backend says how machines find each other",
     "enable_cpu_affinity": "processes are not bound to cores",
+    "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",
     "deepspeed_multinode_launcher": "every machine runs nblaunch launch",
     "deepspeed_hostfile": "every machine runs nblaunch launch",
     "deepspeed_exclusion_filter": "every machine runs nblaunch launch",
@@ -73,7 +74,7 @@ def translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key in _REFUSED:
             _refuse_unless_empty(key, value)
         elif key in _WITHOUT_MEANING:
-            if value not in (None, False, "main", True):
+            if value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True):
                 notes.append(f"{key} changes nothing: {_WITHOUT_MEANING[key]}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
             ours[_OLD_NAMES.get(key, key)] = value

@@ -163,7 +163,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("gradient_clipping", Number(0.0), None, "greatest norm of the gradients"),
-        ("zero3_init_flag", Flag(), None, "stage 3: shard weights while the model is built"),
+        ("zero3_init_flag", Flag(), None, "changes nothing: build the model in deepspeed.zero.Init()"),
         ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),

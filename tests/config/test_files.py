@@ -141,7 +141,8 @@ def test_a_file_of_accelerate_for_deepspeed_is_read_as_it_is(tmp_path: Path) -> 
                  "zero3_save_16bit_model": True}  # fmt: skip
     path = of_accelerate(tmp_path, distributed_type="DEEPSPEED", num_processes=2, deepspeed_config=deepspeed)
     settings = accelerator_settings(resolve([files.read(path)]))
-    assert settings["deepspeed_plugin"] == deepspeed
+    elsewhere = {"gradient_accumulation_steps", "zero3_init_flag"}
+    assert settings["deepspeed_plugin"] == {name: deepspeed[name] for name in deepspeed.keys() - elsewhere}
     assert settings["gradient_accumulation_steps"] == 4
 
 
