@@ -56,6 +56,7 @@ _PUBLIC = {
     "launch": "nblaunch.scripts",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
+    "one_at_a_time": "nblaunch.training.process",
     "set_seed": "nblaunch.training.rng",
     "skip_first_batches": "nblaunch.training.data.loading",
     "synchronize_rng_states": "nblaunch.training.rng",
@@ -99,6 +100,7 @@ __all__ = [
     "launch",
     "load_checkpoint_in_model",
     "notebook_launcher",
+    "one_at_a_time",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",
@@ -139,6 +141,7 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
+    from nblaunch.training.process import one_at_a_time
     from nblaunch.training.project import ProjectConfiguration
     from nblaunch.training.rng import set_seed, synchronize_rng_states
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState

@@ -19,6 +19,15 @@ from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
 
 
+def _at_once(is_alone: bool = False) -> AbstractContextManager[None]:
+    """Where nobody launched us, nobody else is in a turn."""
+    return nullcontext()
+
+
+def _nothing() -> None:
+    """Where nobody launched us, nobody waits."""
+
+
 def _discard(event: Event) -> None:
     """Where nobody launched us, nobody listens."""
 
@@ -32,7 +41,9 @@ class WorkerContext:
         backend: the device family it computes on.
         slot: its slot of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
-        turn: makes a context manager in which only a few workers of this machine are at the same time.
+        turn: makes a context manager in which only a few workers of this machine are at the same time; only one with
+            ``is_alone=True``.
+        end_building: lets the next worker build a model, if this one had the turn; never blocks.
         defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
             given, as ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 where nobody did.
@@ -47,7 +58,8 @@ class WorkerContext:
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    turn: Callable[..., AbstractContextManager[None]] = _at_once
+    end_building: Callable[[], None] = _nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0

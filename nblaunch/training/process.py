@@ -63,6 +63,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Membe
     backend = backends.choose("cpu") if cpu else ctx.backend
     device = backend.device(ctx.topology)
     init = init or InitProcessGroupKwargs()
+    ctx.end_building()  # joining waits for all ranks
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(ctx.topology, backend, init)
     backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
@@ -123,6 +124,7 @@ class Waiting:
         self._slot = slot
 
     def __enter__(self) -> None:
+        context.current().end_building()  # or the others, who wait for their turn, would never come
         self._before = self._slot.state
         self._slot.set_state(WorkerState.WAITING)
 
@@ -144,6 +146,20 @@ def barrier(device: torch.device) -> None:
             dist.barrier(device_ids=[device.index or 0])
         else:
             dist.barrier()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Run the block in one process of this machine after the other, as to build a model that memory holds but once.
+
+        with nblaunch.one_at_a_time():
+            model = build_model().to(accelerator.device)
+
+    Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
+    does nothing.
+    """
+    with context.current().turn(is_alone=True):
+        yield
 
 
 class ProcessControl(ABC):

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
+from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Contents, Fact, Finished, Note, Started, WorkerState
 from nblaunch.wire import outbox
@@ -34,7 +35,8 @@ from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.turns import turn
-from nblaunch.worker import guard, imports, inherited, shell, stdio
+from nblaunch.worker import guard, inherited, shell, stdio
+from nblaunch.worker.construction import Construction
 from nblaunch.worker.failure import describe_failure
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -104,7 +106,7 @@ class _Worker:
         backend.prepare_child(assignment.topology)
         if assignment.defaults.get("strategy") == "spmd":
             backend.span_devices()
-        _count_built_parameters(self.slot)
+        construction = self._watch_construction(backend)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         shell.connect(assignment.rank, self.sender.send)
         context.install(
@@ -114,6 +116,7 @@ class _Worker:
                 slot=self.slot,
                 emit=self.sender.send,
                 turn=partial(turn, assignment.board_fd, assignment.rank),
+                end_building=construction.end,
                 parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
                 attempt=assignment.attempt,
@@ -127,6 +130,18 @@ class _Worker:
             self.sender.send(
                 Note(rank=-1, time_s=time.time(), text=_ONE_THREAD.format(assignment.num_threads))
             )
+
+    def _watch_construction(self, backend: Backend) -> Construction:
+        assignment = self.assignment
+        construction = Construction(
+            slot=self.slot,
+            fd=assignment.board_fd,
+            num_workers=assignment.topology.local_world_size,
+            takes_turns=backend.device_type != "cpu",
+            note=self._note,
+        )
+        construction.watch()
+        return construction
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
         """What the device has to do with ``error``. Whatever goes wrong here must not hide the error itself."""
@@ -211,19 +226,6 @@ def _weights(args: tuple[Any, ...], positions: tuple[int, ...], is_main: bool) -
         for position, state in states.items()
         if state and not any(getattr(tensor, "is_meta", False) for tensor in state.values())
     }
-
-
-def _count_built_parameters(slot: Slot) -> None:
-    """Count the bytes of parameters that this worker builds by itself: what passing the model would have saved."""
-
-    def count(owner: Any, name: str, parameter: Any) -> None:
-        if parameter is not None:
-            slot.add_built_bytes(parameter.numel() * parameter.element_size())
-
-    def register(module: Any) -> None:
-        module.register_module_parameter_registration_hook(count)
-
-    imports.when_imported("torch.nn.modules.module", register)
 
 
 def _limit_threads(num_threads: int) -> None:

@@ -6,9 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from nblaunch.backends import cgroup
+from nblaunch.backends import available_memory, cgroup
 
 _SCARCE_SHARE = 0.05
 _OUT_OF_MEMORY = re.compile(
@@ -38,15 +37,7 @@ class MemoryFacts:
 
 def read_facts() -> MemoryFacts:
     """The facts now. Reads a handful of small files."""
-    host = _host_memory()
-    limit, available = host.get("MemTotal"), host.get("MemAvailable")
-    for folder in cgroup.folders("memory"):
-        bound = _number(folder, "memory.max", "memory.limit_in_bytes")
-        if bound is None or limit is None or bound >= limit:
-            continue  # no limit of its own; version 1 writes that as a huge number
-        used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0
-        free = max(0, bound - used + _reclaimable(folder))
-        limit, available = bound, min(free, available if available is not None else free)
+    limit, available = available_memory.limit_and_available()
     shm_used, shm_size = _shm()
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
 
@@ -148,24 +139,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} GB"
 
 
-def _host_memory() -> dict[str, int]:
-    """Source: proc_meminfo(5); values are in KiB."""
-    values = {}
-    for line in cgroup.read(Path("/proc/meminfo")).splitlines()[:5]:
-        name, _, value = line.partition(":")
-        values[name] = int(value.split()[0]) * 1024
-    return values
-
-
-def _reclaimable(folder: Path) -> int:
-    """Page cache that the group would give up before anything is killed."""
-    for line in cgroup.read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
-
-
 def _oom_kills() -> int:
     """Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill)."""
     for folder in cgroup.folders("memory"):
@@ -174,14 +147,6 @@ def _oom_kills() -> int:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
-
-
-def _number(folder: Path, *names: str) -> int | None:
-    for name in names:
-        text = cgroup.read(folder / name)
-        if text.isdigit():
-            return int(text)
-    return None
 
 
 def _shm() -> tuple[int, int]:

@@ -23,22 +23,27 @@ class ReplicatedStrategy(Strategy):
 
     name = "replicated"
 
+    def __init__(self) -> None:
+        self._sums: list[int | None] = []
+
     def agree(self, model: torch.nn.Module) -> None:
-        """Compares checksums first: workers that share the kernel's model have nothing to send."""
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-        sums = [checksum(tensor) for tensor in tensors if tensor.device.type == "cpu"]
-        everyones = collectives.gather_object([sums])
+        """Take checksums while the weights are on the host. They are compared when the model has moved.
+
+        Not before: where workers build their models one after the other, the next one waits for this one's to move.
+        """
+        self._sums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
+
+    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+        """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
+        everyones = collectives.gather_object([self._sums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
             raise ValueError(
                 f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
             )
-        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        for tensor, *values in zip(on_host, *everyones, strict=True):
+        for tensor, *values in zip(_tensors(model), *everyones, strict=True):
             if len(set(values)) > 1:
                 collectives.broadcast(tensor)
-
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -49,6 +54,10 @@ class ReplicatedStrategy(Strategy):
             "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
         )
         return nullcontext()
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
 
 def checksum(tensor: torch.Tensor) -> int:
