@@ -123,7 +123,7 @@ class WidgetsDashboard(Dashboard):
             self._panel.show(view)
 
     def _give_up(self, error: Exception) -> None:
-        """Widgets don't work here: from now on the job is shown as HTML, in the same output; they are closed with it."""
+        """Widgets don't work here: from now on the job is shown as HTML, in the same output."""
         self._is_plain = True
         if isinstance(error, ImportError):
             _log.warning("the job is shown as HTML, without widgets: %s (pip install ipywidgets)", error)
