@@ -31,10 +31,10 @@ class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def start_server() -> None:
-    """Start the process that ranks are forked from, with torch imported once."""
+def start_server(*preload: str) -> None:
+    """Start the process that ranks are forked from, with torch and the modules ``preload`` imported once."""
     server = multiprocessing.forkserver
-    server.set_forkserver_preload(["torch", "torch.distributed", "nblaunch.training.accelerator"])
+    server.set_forkserver_preload(["torch", "torch.distributed", "nblaunch.training.accelerator", *preload])
     server.ensure_running()
     # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -71,7 +71,7 @@ class DeepSpeedStrategy(Strategy):
         self.config: dict[str, Any] | None = None
         self._given = _Given()
         self._optimizer: EngineOptimizer | None = None
-        self._is_unsynced = False
+        self._is_unsynced = self._is_step_due = False
 
     def precision(self, precision: Precision) -> Precision:
         self.session.precision = EnginePrecision(precision)
@@ -180,6 +180,7 @@ class DeepSpeedStrategy(Strategy):
         if self.engine is not None:
             self.engine.destroy()
         self.engine = self.config = self._optimizer = None
+        self._is_step_due = False
         self._given = _Given()
 
     # --- steps ---------------------------------------------------------------------------------------------------
@@ -202,7 +203,14 @@ class DeepSpeedStrategy(Strategy):
                 "backward with DeepSpeed needs a model that was prepared together with its optimizer: "
                 "accelerator.prepare(model, optimizer, ...) in one call"
             )
+        if self._is_step_due:
+            raise ValueError(
+                "backward was called twice without optimizer.step() in between, which DeepSpeed's engine would get "
+                "wrong. Add the losses up and call backward once; to accumulate gradients, use "
+                "accelerator.accumulate(model), or accelerator.no_sync(model) around all but the last"
+            )
         deepspeed_library.quieten()
+        self._is_step_due = self._is_boundary
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
         # The loss has been divided by the micro-steps of its window.
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -213,6 +221,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _step(self) -> bool:
         """Step the engine; whether that was left out because gradients overflowed."""
+        self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         deepspeed_norm.set_limit(self.engine, self.engine.gradient_clipping())
