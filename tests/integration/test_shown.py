@@ -1,0 +1,68 @@
+"""What the table of a real job tells: the slow rank of a group that goes in step, memory, and bars of the workers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kernels import Kernel
+
+TRAIN = """
+import time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import Accelerator, notebook_launcher
+
+def train(model):
+    accelerator = Accelerator()
+    loader = DataLoader(TensorDataset(torch.randn(480, 4)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    begun = time.monotonic()
+    for (batch,) in loader:
+        time.sleep(0.08 if accelerator.process_index == 1 else 0.02)
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        # All leave at the same step: that of the rank whose clock they all read.
+        if accelerator.gather(torch.tensor([time.monotonic() - begun]))[0] > 5:
+            break
+"""
+
+BARS = """
+def bars():
+    import time
+    from tqdm import tqdm
+    for _ in tqdm(range(20), desc="fold 3", mininterval=0):
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_slow_rank_is_named_and_memory_is_told(shared: Kernel) -> None:
+    shared.run(TRAIN)
+    cell = shared.run(
+        "notebook_launcher(train, (torch.nn.Linear(4, 1),), num_processes=3, backend='cpu', dashboard='html')",
+        timeout_s=100,
+    )
+    text = cell.displays[0].data["text/plain"]
+    assert re.search(r"^rank 1 was \d\.\d times slower than the others", text, re.MULTILINE), text
+    assert re.search(r"^peak memory: host [\d.]+ [MG]B together", text, re.MULTILINE), text
+    assert re.search(r"^rank +state .*samples/s .*loss +peak memory", text, re.MULTILINE), text
+    assert "loss of ranks 0-2:" in cell.displays[0].data["text/html"]
+
+
+@pytest.mark.timeout(120)
+def test_a_bar_of_a_worker_stands_in_its_row(shared: Kernel) -> None:
+    shared.run("from nblaunch import notebook_launcher\n" + BARS)
+    cell = shared.run(
+        "notebook_launcher(bars, num_processes=2, backend='cpu', dashboard='html')", timeout_s=100
+    )
+    updates = [content["data"]["text/plain"] for content in cell.contents("update_display_data")]
+    rows = [line for text in updates for line in text.splitlines() if re.match(r" +1 +running", line)]
+    counts = [int(found[1]) for row in rows if (found := re.search(r"fold 3: .*\| (\d+)/20 \[", row))]
+    assert len(set(counts)) >= 2, rows
+    assert counts == sorted(counts)
+    assert (
+        "fold 3" not in cell.displays[0].data["text/plain"]
+    )  # the bar is closed, its last state is in the log
