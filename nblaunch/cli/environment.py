@@ -22,6 +22,8 @@ from typing import Any
 
 from nblaunch import backends, env, platforms
 from nblaunch.backends import cgroup, cpu, cuda_host, tpu_host
+from nblaunch.config import files
+from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
@@ -63,6 +65,7 @@ def collect() -> dict[str, Any]:
         except (ValueError, RuntimeError) as error:
             refusal = str(error)
     platform = platforms.detect(env.snapshot())
+    config, config_error = _config()
     devices = _devices() if torch_error is None else {}
     return {
         "versions": _versions(),
@@ -73,8 +76,10 @@ def collect() -> dict[str, Any]:
         "memory": _memory(),
         "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",
         "launch": _launch(plan, refusal or torch_error or ""),
+        "config": config,
         "variables": _variables(),
         "findings": [
+            *([f"the settings of `nblaunch launch` can't be used: {config_error}"] if config_error else []),
             *([torch_error] if torch_error else []),
             *([f"a launch is not possible: {refusal}"] if refusal else []),
             *(_launch_findings(plan) if plan else ()),
@@ -191,6 +196,17 @@ def _launch(plan: LaunchPlan | None, refusal: str) -> dict[str, Any]:
     }
 
 
+def _config() -> tuple[dict[str, Any], str]:
+    """The file that `nblaunch launch` would read, with what it sets, and why it can't be used."""
+    path = files.default_path()
+    try:
+        layers = files.find_layers(None)
+    except ConfigError as error:
+        return {"file": str(path), "exists": True, "settings": {}}, str(error)
+    values = {name: value for layer in layers for name, value in layer.values.items()}
+    return {"file": str(path), "exists": bool(layers), "settings": values}, ""
+
+
 def _variables() -> dict[str, str]:
     """Those that nblaunch reads; of the others that steer processes, only that they are set."""
     environ = env.snapshot()
@@ -271,6 +287,10 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [_line("/dev/shm", shm_text if facts["dev_shm_bytes"] else "there is none")]
     lines += ["", f"a launch from {report['launch_from']}"]
     lines += [_line(name.replace("_", " "), value) for name, value in launch.items()]
+    config = report["config"]
+    lines += ["", "settings of `nblaunch launch`"]
+    lines += [_line("file", config["file"] if config["exists"] else f"none ({config['file']} would be read)")]
+    lines += [_line(name, value) for name, value in config["settings"].items()]
     if report["variables"]:
         lines += ["", "environment variables"]
         lines += [_line(name, value) for name, value in report["variables"].items()]

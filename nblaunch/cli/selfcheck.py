@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     backend = "cpu" if arguments.cpu else arguments.backend
     plan = _plan(backend, arguments.num_processes, arguments.start_method)
     jobs = importlib.import_module(_CHECKS)
-    chosen = arguments.only or list(jobs.CHECKS)
+    chosen = arguments.only or jobs.fitting(plan.backend)
     unknown = [name for name in chosen if name not in jobs.CHECKS]
     if unknown:
         raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")

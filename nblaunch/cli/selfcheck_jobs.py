@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.fsdp
+
+from nblaunch.backends.base import Backend
 from nblaunch.cli import selfcheck_ranks as ranks
 from nblaunch.errors import WorkerDied
 from nblaunch.events import Event, LogLines
@@ -83,6 +86,11 @@ def check_gradients(machine: Machine) -> str:
     return "the weights are those of training in a single process on the same samples"
 
 
+def check_sharded(machine: Machine) -> str:
+    _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance, True))
+    return "the same with the weights in parts, one on each rank (FSDP2)"
+
+
 def check_metrics(machine: Machine) -> str:
     _expect_nothing_wrong(machine.run(ranks.metrics))
     return "gather_for_metrics gives every sample of an uneven set once, in order"
@@ -145,6 +153,7 @@ def check_kill(machine: Machine) -> str:
 CHECKS: dict[str, Check] = {
     "collectives": check_collectives,
     "gradients": check_gradients,
+    "sharded": check_sharded,
     "metrics": check_metrics,
     "checkpoint": check_checkpoint,
     "weights-back": check_weights_back,
@@ -152,6 +161,12 @@ CHECKS: dict[str, Check] = {
     "interrupt": check_interrupt,
     "kill": check_kill,
 }
+
+
+def fitting(backend: Backend) -> list[str]:
+    """The checks that make sense on a backend: FSDP2 came with torch 2.6, and not for XLA devices."""
+    can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients
+    return [name for name in CHECKS if name != "sharded" or can_shard]
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

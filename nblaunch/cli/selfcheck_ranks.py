@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 
 _BATCH_SIZE = 4
 _NUM_STEPS = 6
@@ -58,9 +59,14 @@ def collectives() -> list[str]:
     return wrong
 
 
-def gradients(tolerance: float) -> list[str]:
-    """Training on all ranks against training in this one process on all their batches together."""
-    accelerator = Accelerator()
+def gradients(tolerance: float, is_sharded: bool = False) -> list[str]:
+    """Training on all ranks against training in this one process on all their batches together.
+
+    Args:
+        tolerance: relative difference that is allowed.
+        is_sharded: every rank holds a part of each weight (FSDP2), and not a copy.
+    """
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if is_sharded else None)
     reference = build_model().to(accelerator.device)
     model = copy.deepcopy(reference)
     data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
@@ -72,7 +78,9 @@ def gradients(tolerance: float) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
     _train(reference, data, _BATCH_SIZE * accelerator.num_processes, accelerator.device)
-    return _differences(reference, accelerator.unwrap_model(prepared), tolerance, "single-process training")
+    # Of weights in parts, only the main process gets the whole.
+    trained = accelerator.get_state_dict(prepared)
+    return _differences(dict(reference.named_parameters()), trained, tolerance, "single-process training")
 
 
 def metrics() -> list[str]:
@@ -111,10 +119,10 @@ def checkpoint(folder: str, tolerance: float) -> list[str]:
     steps(batches[:half])
     accelerator.save_state(folder)
     steps(batches[half:])
-    first = copy.deepcopy(accelerator.unwrap_model(model))
+    first = {name: weights.clone() for name, weights in accelerator.get_state_dict(model).items()}
     accelerator.load_state(folder)
     steps(batches[half:])
-    return _differences(first, accelerator.unwrap_model(model), tolerance, "the steps before load_state")
+    return _differences(first, accelerator.get_state_dict(model), tolerance, "the steps before load_state")
 
 
 def train_passed_model(model: nn.Module) -> list[float]:
@@ -191,12 +199,15 @@ def _train(model: nn.Module, data: TensorDataset, batch_size: int, device: torch
         optimizer.zero_grad()
 
 
-def _differences(expected: nn.Module, got: nn.Module, tolerance: float, what: str) -> list[str]:
-    """Weights that differ by more than ``tolerance``, relative to the largest of their tensor."""
+def _differences(
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], tolerance: float, what: str
+) -> list[str]:
+    """Weights of ``got`` that differ by more than ``tolerance``, relative to the largest of their tensor."""
     wrong = []
-    for (name, one), other in zip(expected.named_parameters(), got.parameters(), strict=True):
-        difference = float((one.detach().cpu() - other.detach().cpu()).abs().max())
-        allowed = tolerance * max(1e-3, float(one.detach().abs().max()))
+    for name, weights in got.items():
+        wanted = expected[name].detach().cpu()
+        difference = float((wanted - weights.detach().cpu()).abs().max())
+        allowed = tolerance * max(1e-3, float(wanted.abs().max()))
         if not difference <= allowed:  # also where it is not a number
             wrong.append(f"{name} differs from {what} by {difference:.3g} (allowed: {allowed:.3g})")
     return wrong

@@ -126,6 +126,21 @@ def test_a_variable_that_would_stop_every_launch_is_named() -> None:
     assert any("OMP_NUM_THREADS='many'" in text for text in told["findings"])
 
 
+def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("num_processes: 3\n")
+    assert found(environ={"NBLAUNCH_CONFIG_FILE": str(file)})["config"] == {
+        "file": str(file),
+        "exists": True,
+        "settings": {"num_processes": 3},
+    }
+    file.write_text("num_processes: three\n")
+    text = report(environ={"NBLAUNCH_CONFIG_FILE": str(file)}).stdout
+    assert re.search(
+        r"^  - the settings of `nblaunch launch` can't be used: .*num_processes", text, re.MULTILINE
+    )
+
+
 def test_in_a_cell_it_tells_of_that_kernel(kernel: Kernel) -> None:
     """A launch from a thread can't fork: so does a kernel say of itself, and not of a fresh one."""
     text = kernel.run("%run -m nblaunch env").stdout

@@ -13,6 +13,8 @@ import pytest
 from nblaunch import cli
 from nblaunch.cli.selfcheck_jobs import CHECKS
 
+pytestmark = pytest.mark.timeout(240)  # of many launches one after the other, on a busy machine
+
 # The library broken in one place for each check; workers are forked, and so inherit it.
 BROKEN = """
 import os, signal, subprocess, sys
@@ -21,8 +23,9 @@ from nblaunch.launch import job
 from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy
+from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
 
-DdpStrategy.wrap = lambda self, model, member: model
+DdpStrategy.wrap = Fsdp2Strategy.wrap = lambda self, model, member: model
 GatherControl.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
 GatherControl.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Checkpointing.load_state = lambda self, folder: None
@@ -51,7 +54,7 @@ sys.exit(main(["test", "--cpu", "--num_processes", "2", "--start_method", "fork"
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, **options)  # type: ignore[call-overload]
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=220, **options)  # type: ignore[call-overload]
 
 
 def test_all_is_well_on_cpu_cores() -> None:
@@ -75,6 +78,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     assert re.search(
         r"rank 0: 0\.weight differs from single-process training by [\d.e-]+ ", evidence["gradients"]
     )
+    assert "differs from single-process training" in evidence["sharded"]
     assert "samples: " in evidence["metrics"]
     assert "the steps before load_state" in evidence["checkpoint"]
     assert "rank 0's trained model begins with [" in evidence["weights-back"]
@@ -82,7 +86,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     assert "still running" in evidence["interrupt"]
     assert "a child of a rank (pid " in evidence["interrupt"]
     assert "rank 1 was killed by SIGKILL" in evidence["kill"]
-    assert "8 failed" in ended.stdout
+    assert "9 failed" in ended.stdout
 
 
 @pytest.mark.parametrize(

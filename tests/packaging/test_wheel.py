@@ -23,6 +23,8 @@ from packaging.utils import canonicalize_name
 
 from tests.architecture.source import PACKAGE, ROOT, modules
 
+pytestmark = pytest.mark.timeout(240)  # on a busy machine
+
 # Packages that come with a dependency, and are imported by their own name.
 COMES_WITH = {
     "IPython": "ipykernel",
@@ -89,7 +91,7 @@ def run(*command: str, **environ: str) -> str:
     """The output of a program that must succeed, without anything of the tests' own environment in its path."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, cwd=ROOT.parent, env={**own, **environ}
+        command, capture_output=True, text=True, timeout=200, cwd=ROOT.parent, env={**own, **environ}
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
@@ -204,7 +206,7 @@ def test_type_checkers_see_its_types(python: Path, tmp_path: Path) -> None:
             sys.executable, "-m", "mypy", "--python-executable", str(python), "--cache-dir", str(tmp_path / "cache"),
             "--config-file", os.devnull, str(program),
         ],
-        capture_output=True, text=True, timeout=110, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, cwd=tmp_path,
     )  # fmt: skip
     lines = [line.partition("program.py:")[2] for line in ended.stdout.splitlines()]
     assert lines[0].startswith(
