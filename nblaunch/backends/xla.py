@@ -284,6 +284,9 @@ class XlaBackend(Backend):
     def host_bytes_of_device(self, num_bytes: int) -> int:
         return num_bytes if _kind() == "CPU" else 0
 
+    def own_memory(self) -> tuple[int, int, int] | None:
+        return _read_memory() if _kind() != "CPU" else None
+
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         import torch.distributed as dist
 
@@ -438,6 +441,20 @@ def _read_counters() -> Counters:
     return Counters(
         metrics.counter_value("UncachedCompile") or 0, compiled[1] / 1e9 if compiled else 0.0, fallbacks
     )
+
+
+def _read_memory() -> tuple[int, int, int] | None:
+    """Bytes of the default device: taken, at most so far, all there are. None where the runtime does not tell.
+
+    Source: ``torch_xla.core.xla_model.get_memory_info``; the peak is missing from older runtimes' answer.
+    """
+    model: Any = importlib.import_module("torch_xla.core.xla_model")
+    try:
+        told = model.get_memory_info()
+    except RuntimeError:
+        return None
+    taken = int(told["bytes_used"])
+    return taken, int(told.get("peak_bytes_used", taken)), int(told["bytes_limit"])
 
 
 def _round_trip() -> tuple[float, float]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -191,3 +193,30 @@ def test_a_downcast_is_refused_elsewhere() -> None:
         CpuBackend().downcast_to_bf16()
     with pytest.raises(ValueError, match="strategy='spmd' is for XLA devices"):
         CpuBackend().span_devices()
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"bytes_used": 3, "peak_bytes_used": 5, "bytes_limit": 16}, (3, 5, 16)),
+        ({"bytes_used": 3, "bytes_limit": 16}, (3, 3, 16)),
+        (RuntimeError("UNIMPLEMENTED: GetAllocatorStats is not supported"), None),
+    ],
+)
+def test_device_memory_is_what_the_runtime_tells(
+    monkeypatch: pytest.MonkeyPatch,
+    told: dict[str, int] | RuntimeError,
+    expected: tuple[int, int, int] | None,
+) -> None:
+    def get_memory_info() -> dict[str, int]:
+        if isinstance(told, RuntimeError):
+            raise told
+        return told
+
+    model = ModuleType("torch_xla.core.xla_model")
+    model.get_memory_info = get_memory_info  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
+    monkeypatch.setattr(xla, "_kind", lambda: "TPU")
+    assert BACKEND.own_memory() == expected
+    monkeypatch.setattr(xla, "_kind", lambda: "CPU")
+    assert BACKEND.own_memory() is None
