@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         return print_plan(resolved, arguments.script)
     _check_script(arguments.script, arguments.module)
+    _check_libraries(resolved)
     for note in resolved.notes:
         print(f"nblaunch: {note}", file=sys.stderr)
     from nblaunch.cli.supervised import launch_script
@@ -83,6 +84,13 @@ def _resolve(arguments: argparse.Namespace) -> Resolved:
         return resolve([given, *find_layers(arguments.config_file)])
     except ConfigError as error:
         raise UsageError(str(error)) from None
+
+
+def _check_libraries(resolved: Resolved) -> None:
+    if resolved["strategy"] == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "strategy deepspeed needs DeepSpeed, which is not installed: pip install nblaunch[deepspeed]"
+        )
 
 
 def _check_script(script: str | None, is_module: bool) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Ended, labelled, launch, script
 
 FACTS = """
@@ -105,6 +107,42 @@ def test_settings_reach_the_accelerator() -> None:
     options = "--mixed_precision bf16 --gradient_accumulation_steps 3 --debug --dynamo_backend EAGER --num_processes 1"
     ended = launch(*options.split(), name)
     assert ended.out == "bf16 3 True eager None 5\n", ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--use_deepspeed --zero_stage 1 --gradient_clipping 0.5", "DEEPSPEED Parameter None 1"),
+        ("--config_file fsdp.yaml --fsdp_min_num_params 10", "FSDP DTensor 10 None"),
+    ],
+)
+def test_a_strategy_of_the_launch_is_that_of_the_accelerator(options: str, expected: str) -> None:
+    Path("fsdp.yaml").write_text("""
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: SIZE_BASED_WRAP
+  fsdp_min_num_params: 20
+  fsdp_version: 2
+num_processes: 2
+""")
+    name = script("""
+        import torch
+        from nblaunch import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(4, 8)).pow(2).mean())
+        optimizer.step()
+        fsdp, deepspeed = accelerator.state.fsdp_plugin, accelerator.state.deepspeed_plugin
+        print(accelerator.distributed_type.name, type(next(model.parameters())).__name__,
+              fsdp and fsdp.min_num_params, deepspeed and deepspeed.zero_stage)
+        accelerator.end_training()
+    """)
+    ended = launch("--num_processes", "2", "--dashboard", "none", *options.split(), name)
+    assert ended.code == 0, ended.err
+    assert [line for line in ended.lines if line.startswith("[")] == [f"[0] {expected}", f"[1] {expected}"]
 
 
 def test_all_output_is_shown_in_whole_lines() -> None:
