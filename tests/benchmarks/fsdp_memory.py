@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.benchmarks.bench import Row, at_most, kernel, show
+from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
 from tests.benchmarks.memory import total_pss_mb
 from tests.kernels import Kernel
 
@@ -55,12 +55,13 @@ def stages_mb(model_mb: int, device: str, num_workers: int = NUM_WORKERS) -> dic
                     lambda cell, stage=stage: (
                         cell.is_done or len(list(Path(folder).glob(f"{stage}-rank*"))) == num_workers
                     ),
+                    timeout_s=CELL_TIMEOUT_S,
                     what=f"workers to have {stage} the model",
                 )
             assert not cell.is_done, cell.describe()
             totals[stage] = total_pss_mb(started)
             Path(folder, f"{stage}-go").touch()
-        cell.wait()
+        cell.wait(CELL_TIMEOUT_S)
         assert cell.error is None, cell.describe()
         return totals | {"peak": max([*samples, totals["sharded"]])}
 

@@ -1,0 +1,155 @@
+"""Sharded training from a notebook: the model built once in a cell, its trained weights back in it."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.integration.conftest import START_METHODS
+from tests.kernels import Kernel
+
+SETUP = """
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, size=17):
+        super().__init__()
+        self.entry = nn.Linear(6, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(3))
+        self.exit = nn.Linear(size, 1)
+
+    def forward(self, x):
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x)
+
+
+def train(model, sharded):
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        inputs = torch.randn(8, 6, generator=generator).chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward((model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return type(model).__name__
+
+
+def trained(sharded, device="cpu", method="fork"):
+    torch.manual_seed(3)
+    with torch.device(device):
+        model = Net()
+    torch.manual_seed(3)  # what a model without memory is made with
+    notebook_launcher(train, (model, sharded), 2, start_method=method)
+    return model
+
+
+def largest_difference(one, other):
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+"""
+
+
+@pytest.fixture(scope="module")
+def sharding(shared: Kernel) -> Kernel:
+    shared.run(SETUP + "\nreplicated = trained(False)")
+    return shared
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_trained_weights_come_back_whole(sharding: Kernel, method: str) -> None:
+    cell = sharding.run(
+        f"""
+model = trained(True, method={method!r})
+largest_difference(model, replicated), type(model).__name__, type(model.blocks[0]).__name__
+"""
+    )
+    difference, *names = ast.literal_eval(cell.result or "")
+    assert difference < 1e-5
+    assert names == ["Net", "Block"]  # the kernel's own are what they were
+    assert "Net: 4.6 kB of weights sharded over 2 ranks, 2.1 kB to 2.5 kB each" in cell.stdout
+    assert "gathered in 4 units, each freed after its forward" in cell.stdout
+    assert "the trained weights of args[0] (Net) are back in the kernel's module (" in cell.stdout
+
+
+def test_a_model_without_memory_gets_its_first_weights(sharding: Kernel) -> None:
+    cell = sharding.run("model = trained(True, 'meta')\nlargest_difference(model, replicated)")
+    assert float(cell.result or "nan") < 1e-5
+
+
+def test_the_layer_is_named_where_memory_runs_out(sharding: Kernel) -> None:
+    cell = sharding.run(
+        """
+def fail(model):
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(model)
+    if accelerator.process_index == 1:
+        import torch.distributed.fsdp._fully_shard._fsdp_param as inside
+        allocate, before = inside.alloc_storage, []
+        def alloc_storage(tensor):  # of the third block, when its turn comes
+            before.append(tensor)
+            if len(before) > 12:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            allocate(tensor)
+        inside.alloc_storage = alloc_storage
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 6)).mean())
+
+notebook_launcher(fail, (Net(),), 2)
+""",
+        raises="OutOfMemoryError",
+    )
+    assert cell.error is not None
+    assert "in all_gather of blocks.2 (Block): CUDA out of memory" in cell.error.text
+    assert "rank 1 (pid " in cell.error.text
+
+
+def test_parts_are_views_of_the_kernels_pages(sharding: Kernel) -> None:
+    cell = sharding.run(
+        """
+def hold(model):
+    import re
+    from pathlib import Path
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+
+    def own_mb():
+        text = Path("/proc/self/smaps_rollup").read_text()
+        return sum(int(kb) for kb in re.findall(r"^Private_(?:Dirty|Clean): +(\\d+) kB", text, re.M)) / 1024
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.prepare(Net(16))  # what libraries take at first use
+    before = own_mb()
+    model = accelerator.prepare(model)
+    sharded = own_mb()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 6)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded - before, own_mb() - before
+
+model = Net(2048)  # 48 MB in its three blocks
+[[round(mb) for mb in grown] for grown in notebook_launcher(hold, (model,), 2, return_all=True, sync_weights=False)]
+"""
+    )
+    for sharded, trained in ast.literal_eval(cell.result or ""):
+        assert sharded < 5
+        assert (
+            trained < 24 + 20
+        )  # its half, of which pages were copied when they were written to, and a unit's room
