@@ -66,7 +66,7 @@ def _refuse_input() -> None:
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard: "
-            "ask in a cell of the notebook and pass the answer in args"
+            "ask before the launch, and pass the answer on as an argument"
         )
 
     builtins.input = refuse
