@@ -1,0 +1,34 @@
+"""``nblaunch test`` and ``nblaunch env`` with the real torch_xla on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*words: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "nblaunch", *words],
+        capture_output=True, text=True, timeout=220, env={**os.environ, "PJRT_DEVICE": "CPU"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_report_tells_of_torch_xla() -> None:
+    report = json.loads(run("env", "--json"))
+    assert report["launch"]["backend"] == "xla"
+    assert report["versions"]["torch_xla"]
+    assert report["variables"]["PJRT_DEVICE"] == "CPU"
+    assert any("fp16" in text for text in report["findings"])
+
+
+@pytest.mark.timeout(240)
+def test_training_is_that_of_a_single_process() -> None:
+    shown = run("test", "--num_processes", "2", "--only", "gradients", "checkpoint")
+    assert shown.startswith("2 processes on xla (gloo)")
+    assert "all is well" in shown
