@@ -33,6 +33,13 @@ def as_flag(text: str) -> bool:
     raise ValueError(text)
 
 
+def as_count(text: str) -> int:
+    """A whole number from 1 on; ValueError for any other text."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def as_first_count(text: str) -> int:
     """The number for the outermost level, of OpenMP's list of numbers by level of nesting: 4 of ``4,2``."""
     return int(text.partition(",")[0])
@@ -42,6 +49,7 @@ TABLE = {
     row.name: row
     for row in (
         Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
+        Variable("NBLAUNCH_NUM_PROCESSES", as_count, 0, "workers where a launch does not say; default: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
         Variable("NBLAUNCH_CONFIG_FILE", str, "", "settings of nblaunch launch; default: one in the platform's folder"),
         Variable("TERM", str, "", "kind of terminal; questions are asked line by line on a dumb one"),

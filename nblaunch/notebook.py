@@ -52,7 +52,8 @@ def notebook_launcher(
     Args:
         function: the training function. It runs in every worker; its return value must be picklable.
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once.
-        num_processes: number of workers; None = one per device (per usable core on a CPU-only machine).
+        num_processes: number of workers; None = ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a
+            CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.
         use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide; with several
             machines 29500.

@@ -101,14 +101,15 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
         return 1
     if spec.strategy == "spmd":
         return _one_process(spec, backend)
-    if spec.num_processes is None:
+    wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
+    if not wanted:
         return backend.device_count()
     if not backend.is_oversubscribable:
-        _check_devices(spec, spec.num_processes, backend)
-    refusal = backend.count_refusal(spec.num_processes)
+        _check_devices(spec, wanted, backend)
+    refusal = backend.count_refusal(wanted)
     if refusal is not None:
-        raise ValueError(f"num_processes={spec.num_processes}: {refusal}")
-    return spec.num_processes
+        raise ValueError(f"num_processes={wanted}: {refusal}")
+    return wanted
 
 
 def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> None:

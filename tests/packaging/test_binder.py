@@ -1,0 +1,72 @@
+"""Binder's image: built here as mybinder.org builds it, from the repository alone, and the quickstart executed in it.
+
+Source of the order of steps: repo2docker's documentation, "Configuration files": requirements.txt, then postBuild, both
+in the repository's root; start runs in front of each command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+VARIABLES_OF_TESTS = ("PYTHONPATH", "NBLAUNCH_NUM_PROCESSES", "NBLAUNCH_LOG_DIR", "VIRTUAL_ENV")
+
+
+@pytest.mark.timeout(900)
+def test_the_image_builds_and_runs_the_quickstart_on_two_processes(tmp_path: Path) -> None:
+    repository = copy_of_repository(tmp_path / "repository")
+    environment = make_environment(tmp_path / "environment")
+    requirements = repository / "binder" / "requirements.txt"
+    # The index of CPU builds: this machine's own configuration says where torch comes from.
+    requirements.write_text(
+        re.sub(r"^--extra-index-url.*\n", "", requirements.read_text(), flags=re.MULTILINE)
+    )
+    run(repository, environment, "python", "-m", "pip", "install", "--quiet", "-r", "binder/requirements.txt")
+    run(repository, environment, "binder/postBuild")
+    text = run(repository, environment, "binder/start", "python", "scripts/demo.py")
+    assert re.search(r"train: done in .* on 2 processes \(cpu, fork", text)
+    assert float(re.search(r"^accuracy ([\d.]+)", text, re.MULTILINE)[1]) > 90  # type: ignore[index]
+
+
+def test_python_is_of_a_version_that_is_tested() -> None:
+    assert (ROOT / "binder" / "runtime.txt").read_text().strip() == "python-3.11"
+
+
+def copy_of_repository(target: Path) -> Path:
+    """What git keeps, as it is in the working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def make_environment(folder: Path) -> dict[str, str]:
+    """A bare virtual environment; returns the variables with which its commands are found first."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+    variables = {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_TESTS}
+    return variables | {"PATH": f"{folder / 'bin'}{os.pathsep}{variables['PATH']}", "PIP_NO_INPUT": "1"}
+
+
+def run(folder: Path, environment: dict[str, str], *command: str) -> str:
+    """What a command prints; the test fails with it where the command does."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
