@@ -6,8 +6,8 @@ Owns the list of commands and what a person sees of a wrong use. A command is on
     run(arguments) -> int          does it; the exit code
     explain_unknown(words) -> str  optional: what to say of arguments that the parser does not know
 
-Only the module of the command asked for is imported (all of them for ``nblaunch --help``), and none imports torch or
-anything else that is slow before ``run``.
+Only the module of the command asked for is imported, and none imports torch or anything else that is slow before
+``run``.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
 from nblaunch.cli.usage import Parser, UsageError
 
 COMMANDS = {
-    "config": "nblaunch.cli.config",
-    "launch": "nblaunch.cli.launch",
-    "env": "nblaunch.cli.environment",
-    "test": "nblaunch.cli.selfcheck",
-    "estimate-memory": "nblaunch.cli.estimate",
-    "run-notebook": "nblaunch.cli.run_notebook",
+    "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
+    "launch": ("nblaunch.cli.launch", "run a script on every device"),
+    "env": ("nblaunch.cli.environment", "report versions, devices and what would not work here"),
+    "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
+    "estimate-memory": ("nblaunch.cli.estimate", "tell how much memory a model takes, by strategy"),
+    "run-notebook": ("nblaunch.cli.run_notebook", "execute a notebook, with progress in the terminal"),
 }
-"""Name of a command -> its module, in the order of the help."""
+"""Name of a command -> its module and its line of the help, in the order of the help."""
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells tell it
@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     asked = next((word for word in argv if not word.startswith("-")), "")
-    names = [asked] if asked in COMMANDS and argv[0] == asked else list(COMMANDS)
-    modules = {name: importlib.import_module(COMMANDS[name]) for name in names}
+    command = asked if asked in COMMANDS else ""
+    module = importlib.import_module(COMMANDS[command][0]) if command else None
     try:
-        arguments = _parse(argv, modules)
-        return int(modules[arguments.command].run(arguments))
+        arguments = _parse(argv, command, module)
+        return int(module.run(arguments)) if module is not None else USAGE_EXIT_CODE
     except UsageError as error:
-        print(f"nblaunch{f' {asked}' if len(names) == 1 else ''}: error: {error}", file=sys.stderr)
+        print(f"nblaunch{command and ' '}{command}: error: {error}", file=sys.stderr)
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parse(argv: Sequence[str], modules: Mapping[str, ModuleType]) -> argparse.Namespace:
-    parser = _parser(modules)
+def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argparse.Namespace:
+    parser = _parser(command, module)
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        explain = getattr(modules.get(arguments.command), "explain_unknown", None)
+        explain = getattr(module, "explain_unknown", None)
         raise UsageError(
             explain(rest) if explain is not None else f"unrecognized arguments: {' '.join(rest)}"
         )
@@ -74,7 +74,8 @@ def _parse(argv: Sequence[str], modules: Mapping[str, ModuleType]) -> argparse.N
     return arguments
 
 
-def _parser(modules: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
+    """The parser of one command; of the others it knows the names."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of this machine, or of several.",
@@ -82,8 +83,11 @@ def _parser(modules: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="<command>", title="commands")
-    for module in modules.values():
-        module.add_parser(subparsers)
+    for name, (_, summary) in COMMANDS.items():
+        if module is not None and name == command:
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
     return parser
 
 
