@@ -411,8 +411,9 @@ class Job:
         self._weights = {
             position: weights.assembled(state) for position, state in back.items() if position not in loaded
         }
-        for line in lines:
-            self._tell(Note(rank=-1, time_s=time.time(), text=line, kind="warning"))
+        for position, line in zip(sorted({*back, *errors}), lines, strict=False):
+            kind = "note" if position in loaded and position not in errors else "warning"
+            self._tell(Note(rank=-1, time_s=time.time(), text=line, kind=kind))
 
     def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
         """What to raise when a return value could not travel whole; the parts that could are kept in the error."""

@@ -34,7 +34,7 @@ from playwright.sync_api import Page as BrowserPage
 from scripts import browser as chromium
 
 START_TIMEOUT_S = 60.0
-WAIT_S = 40.0
+WAIT_S = 60.0
 _TOKEN_VARIABLE = "NBLAUNCH_TEST_LAB"
 
 # What a fresh user is asked and told, and what would move on the screen while a test looks at it.

@@ -46,7 +46,7 @@ def train(num_steps, fails=False):
     return step
 """
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 FAILING, ONE, TWO, OTHER, AGAIN, RESULT = range(1, 7)

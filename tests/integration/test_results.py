@@ -355,3 +355,9 @@ torch.equal(before, model.weight)
 """
     )
     assert cell.result == "True"
+
+
+def test_weights_that_came_back_are_told_but_are_no_warning(shared: Kernel) -> None:
+    cell = shared.run("notebook_launcher(lambda model: None, (nn.Linear(2, 2),), 2)")
+    assert "the trained weights of args[0] (Linear) are back in the kernel's module" in cell.stdout
+    assert "warning" not in cell.displays[0].data["text/plain"]
