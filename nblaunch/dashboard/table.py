@@ -167,7 +167,9 @@ def _setting(view: JobView) -> str:
     if view.attempt:
         text += f", attempt {view.attempt + 1}"
     samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
-    return f"{text}, {rate(samples_per_s)} samples/s" if samples_per_s > 0 else text
+    text += f", {rate(samples_per_s)} samples/s" if samples_per_s > 0 else ""
+    # How many passes a function makes, nobody knows but itself.
+    return text if view.left_s is None else f"{text}, {whole_duration(view.left_s)} left of this pass"
 
 
 def _note(rank: int, text: str) -> str:

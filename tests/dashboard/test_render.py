@@ -101,6 +101,12 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
     assert lines[-1].startswith(f"train: running for 10 s on {count(num_processes, 'process')} (cpu, fork)")
 
 
+def test_the_head_tells_when_the_slowest_rank_will_have_ended_its_pass() -> None:
+    view = fold_samples(trained(2), [sample(1, 101, 2000)], START_S + 10)
+    assert render_text(view).splitlines()[-1].endswith("640 samples/s, 3:10 left of this pass")
+    assert "left of this pass" not in render_text(view_of(ended(2), view))
+
+
 def test_text_is_aligned() -> None:
     view = fold_samples(trained(12), [sample(11, 3, 1000, loss=12.5)], START_S + 11)
     lines = render_text(view).splitlines()[:13]
