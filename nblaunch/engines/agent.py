@@ -93,6 +93,7 @@ class NodeAgent:
         self.ended: Ended | None = None
         self._last_changes: dict[str, tuple[int, float]] = {}
         self._published = 0
+        self._wanted = 0
         self._is_store_lost = False
         self._store: Any = None
 
@@ -216,7 +217,9 @@ class NodeAgent:
             told = self._worth_telling()
             is_urgent = self.news.state in _FINAL or self.news.summary.stopping.is_wanted
             beat_s = _URGENT_BEATS_S if is_urgent else BEAT_S
-            self.changed.wait_for(lambda: self._worth_telling() != told, beat_s)
+            self.changed.wait_for(
+                lambda: self._worth_telling() != told or self._wanted > self._published, beat_s
+            )
 
     def _worth_telling(self) -> tuple[object, ...]:
         """What is told at once when it changes, rather than with the next beat."""
@@ -225,6 +228,14 @@ class NodeAgent:
         replies = [reply for _, reply in stop.answers.values()]
         urgent = stop.is_wanted, stop.proposal, stop.decision, replies
         return self.news.state, summary.failed, summary.exits, summary.finished, urgent
+
+    def refresh(self) -> None:
+        """Have the launcher hear what all nodes say now."""
+        with self.changed:
+            wanted = self.news.beat + 1
+            self._wanted = wanted
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, _GATHER_S)
 
     def _exchange(self, bulletin: Bulletin) -> None:
         with self.changed:
@@ -377,6 +388,7 @@ class _TorchAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         if self._are_running:
             self._are_running = False
+            self._node.refresh()  # whoever waits for another start has said before whether it failed
             reason = "the set of nodes changes, so all workers start again"
             self._node.launcher.send(StopWorkers(-1, time.time(), reason=reason))
             self._node.wait_for("ended")

@@ -310,7 +310,8 @@ class Job:
         self._announce()
         report, outcomes = self._attempt(nodes, formed.restart_count).run()
         nodes.conclude(report)
-        failed = not (report.is_success or self._was_stopped(report) or report.elsewhere.wants_restart)
+        is_change = report.elsewhere.wants_restart and not report.elsewhere.has_cause
+        failed = not (report.is_success or self._was_stopped(report) or is_change)
         if failed and self.spec.max_restarts:
             self._keep_failure(report)
             self._tell(Note(rank=-1, time_s=time.time(), text=self._past_failures[-1], kind="warning"))

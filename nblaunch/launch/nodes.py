@@ -235,9 +235,7 @@ class NodeLink:
         if not (over.can_retry and self._has_met and self._restarts_left > 0) or self._is_finished:
             return False
         self._note(f"{over.error}; waiting for it to come back")
-        self._agent.close(
-            _LAST_WORD_S
-        )  # it may be blocked for as long as the system tries to reach that node
+        self._agent.close(0.0)  # at once, or it may come to, and meet the others for this node once more
         self._restarts_left -= 1
         self._open_agent(self._restarts_left)
         return True

@@ -53,22 +53,24 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     pair.wait_until_empty()
 
 
+@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), ("static", 0)])
 def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
-    pair: Pair, c10d: Settings, tmp_path: Path
+    pair: Pair, c10d: Settings, static: Settings, tmp_path: Path, backend: str, victim: int
 ) -> None:
-    settings = {**c10d, "max_restarts": 2}
-    one = pair[0].start("resume", 30, str(tmp_path), **settings)
-    other = pair[1].start("resume", 30, str(tmp_path), **settings)
-    other.wait_for("saved step 5")
-    other.kill(whole_machine=True)
-    other = pair[1].start("resume", 30, str(tmp_path), **settings)
-    outcomes = [one.result(), other.result()]
+    """Also when it is the one that hosts the rendezvous."""
+    settings = {**(c10d if backend == "c10d" else static), "max_restarts": 2}
+    launches = [pair[rank].start("resume", 30, str(tmp_path), **settings) for rank in range(2)]
+    survivor = launches[1 - victim]
+    survivor.wait_for("saved step 5")
+    launches[victim].kill(whole_machine=True)
+    launches[victim] = pair[victim].start("resume", 30, str(tmp_path), **settings)
+    outcomes = [launch.result() for launch in launches]
     (first,), (second,) = (outcome["value"] for outcome in outcomes)
     assert first["first"] == second["first"] >= 5
     assert first["ranks"] == 2
     assert first["weights"] == second["weights"] == outcomes[0]["model"] == outcomes[1]["model"]
-    assert "rank 1 was lost: node 1 (host " in one.output
-    assert "attempt 2" in one.output  # counted from 1, for people
+    assert f"rank {victim} was lost: node {victim} (host " in survivor.output
+    assert "attempt 2" in survivor.output  # counted from 1, for people
     pair.wait_until_empty()
 
 
@@ -92,8 +94,8 @@ def test_a_machine_may_join_later(pair: Pair, c10d: Settings) -> None:
     assert other.result()["error"] == "NodeLost"
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings, asked: int) -> None:
+def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -> None:
+    """Whichever is asked: here the one that only follows."""
     launches = [
         pair[rank].start("go_on_until_stopped", num_processes=2, background=True, dashboard="text", **static)
         for rank in range(2)
@@ -101,7 +103,7 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings, a
     for launch in launches:
         launch.wait_for("can be stopped")
         launch.wait_for("step 10")
-    os.kill(launches[asked].process.pid, signal.SIGUSR1)
+    os.kill(launches[1].process.pid, signal.SIGUSR1)
     steps = [step for launch in launches for step in launch.result(SOON_S)["value"]]
     assert len(steps) == 4
     assert len(set(steps)) == 1
@@ -127,8 +129,9 @@ def test_a_failure_on_the_other_machine_is_told_as_it_is(
     pair.wait_until_empty()
 
 
-@pytest.mark.parametrize("whole_machine", [False, True], ids=["launcher", "machine"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "whole_machine"), [(1, False), (1, True), (0, True)], ids=["launcher", "machine", "host"]
+)
 def test_the_death_of_one_is_told_by_name_on_the_other(
     pair: Pair, static: Settings, victim: int, whole_machine: bool
 ) -> None:
