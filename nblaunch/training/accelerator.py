@@ -135,10 +135,9 @@ class Accelerator(
 
         settings.prepare_device(strategy, downcast_bf16)
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
-        fsdp_plugin, deepspeed_plugin = settings.sharding_plugins(
+        fsdp_plugin, plugins = settings.sharding(
             self._session, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
         )
-        plugins = settings.deepspeed(self._session, deepspeed_plugin, deepspeed_plugins, fsdp_plugin)
         asked = settings.deepspeed_precision(plugins, mixed_precision, self._member.backend)
         self._precision = settings.precision_of(self._session, asked, handlers)
         self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))

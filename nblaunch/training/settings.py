@@ -138,20 +138,24 @@ def dynamo(
     )
 
 
-def sharding_plugins(
+def sharding(
     session: Session,
     fsdp_plugin: FullyShardedDataParallelPlugin | None,
     plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
     plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
-) -> tuple[Any, Any]:
-    """The plugins of torch and of DeepSpeed: those given, and where none is, that of the launch."""
+) -> tuple[FullyShardedDataParallelPlugin | None, DeepSpeedPlugins | None]:
+    """The plugins of torch and of DeepSpeed: those given, and where none is, that of the launch.
+
+    Raises:
+        ValueError: more than one was given.
+    """
     launched = context.current().defaults
     is_given = any(one is not None for one in (fsdp_plugin, plugin, plugins, session.deepspeed))
     if not is_given and "fsdp_plugin" in launched:
         fsdp_plugin = FullyShardedDataParallelPlugin(**launched["fsdp_plugin"])
     elif not is_given and "deepspeed_plugin" in launched:
         plugin = DeepSpeedPlugin(**launched["deepspeed_plugin"])
-    return fsdp_plugin, plugin
+    return fsdp_plugin, deepspeed(session, plugin, plugins, fsdp_plugin)
 
 
 def fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
