@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,10 @@ _EXPECTED = (
     "**** You are using ZeRO with an untested optimizer",  # any optimizer of torch is taken on purpose
 )
 
-_group: Any = None  # the process group that DeepSpeed has taken over last
+# The process group that DeepSpeed has taken over last, and the process that did so.
+_group: Any = None
+_owner_pid = 0
+_inherited: list[Any] = []
 
 
 def check_installed() -> None:
@@ -100,14 +104,21 @@ def _join_alone(member: Member) -> None:
 
 
 def _take_over_group() -> None:
-    """Have DeepSpeed use the process group that this process is in, and forget the one of a launch before."""
-    global _group
+    """Have DeepSpeed use the process group that this process is in, and forget the one of a launch before.
+
+    A group of the process that this one was forked from is kept, unused: its end would wait for threads that a fork
+    does not copy.
+    """
+    global _group, _owner_pid
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     if _group is not dist.group.WORLD:
-        comm.cdb = None
         groups: Any = importlib.import_module("deepspeed.utils.groups")
+        if _owner_pid not in (0, os.getpid()):
+            held = [dict(one) if isinstance(one, dict) else one for one in vars(groups).values()]
+            _inherited.append((_group, comm.cdb, held))
+        comm.cdb = None
         getattr(groups, "_release_process_group_references", int)()
-        _group = dist.group.WORLD
+        _group, _owner_pid = dist.group.WORLD, os.getpid()
     comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 

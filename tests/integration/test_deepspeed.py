@@ -1,0 +1,72 @@
+"""DeepSpeed from a real notebook: forked workers, weights back in the kernel's module, launch after launch."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.kernels import Kernel
+
+TRAIN = """
+from nblaunch import Accelerator, DeepSpeedPlugin
+def train(model, stage, precision="no"):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": zero}), mixed_precision=precision)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    torch.manual_seed(accelerator.process_index)
+    losses = []
+    for _ in range(20):
+        x = torch.randn(16, 6)
+        loss = (prepared(x) - x.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(prepared.parameters(), 5.0)
+        optimizer.step()
+        losses.append(loss.item())
+    whole = accelerator.get_state_dict(prepared)
+    return losses[0], losses[-1], whole
+torch.manual_seed(0)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_weights_of_every_stage_come_back(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+{TRAIN}
+told = []
+for stage, precision in ((2, "no"), (3, "no"), (3, "bf16")):
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+    model(torch.ones(1, 6)).sum().backward()  # OpenMP and autograd were at work here
+    model.zero_grad()
+    first, last, whole = notebook_launcher(train, (model, stage, precision), 2, start_method={method!r})
+    told.append((last < first / 2, all(torch.equal(value.float(), whole[name].float())
+                                       for name, value in model.state_dict().items()),
+                 {{str(value.dtype) for value in model.state_dict().values()}}))
+told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()][0]
+""",
+        timeout_s=110,
+    )
+    told, is_imported, kind = ast.literal_eval(cell.result or "")
+    assert told == [(True, True, {"torch.float32"})] * 3
+    assert not is_imported  # only workers import it
+    assert kind == "Parameter"
+    assert "the trained weights of args[0] (Sequential) are back" in cell.stdout
+    assert "deprecated" not in cell.stdout + cell.stderr
+    assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to say that anybody needs
+
+
+def test_a_kernel_that_has_used_deepspeed_trains_with_it_again_and_again(fresh: Kernel) -> None:
+    cell = fresh.run(
+        f"""
+{TRAIN}
+import warnings
+model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+alone = [notebook_launcher(train, (nn.Linear(6, 1), 2), 1, engine="inline")[:2] for _ in range(2)]
+told = [notebook_launcher(train, (model, stage), 2)[:2] for stage in (3, 1)]
+[last < first for first, last in alone + told], "deepspeed" in sys.modules
+""",
+        timeout_s=110,
+    )
+    assert ast.literal_eval(cell.result or "") == ([True] * 4, True)
