@@ -30,7 +30,6 @@ from nblaunch.training.gathering import GatherControl
 from nblaunch.training.gradients import GradientControl
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
-    RNG_TYPES,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DynamoBackend,
@@ -39,7 +38,6 @@ from nblaunch.training.options import (
     KwargsHandler,
     ProfileKwargs,
     TorchDynamoPlugin,
-    check_choice,
 )
 from nblaunch.training.parallel_labels import ParallelLabels
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
@@ -127,9 +125,7 @@ class Accelerator(
         handlers = settings.sort_handlers(kwargs_handlers or ())
         accumulation = settings.accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.dataloader_config = settings.data(split_batches, dataloader_config)
-        self.rng_types = ["generator"] if rng_types is None else [str(kind) for kind in rng_types]
-        for kind in self.rng_types:
-            check_choice("rng_types item", kind, RNG_TYPES)
+        self.rng_types = settings.rng_types(rng_types)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
 
@@ -159,7 +155,6 @@ class Accelerator(
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, self._member)
         self.flag_tensor = None
-        self.state.fsdp_plugin = fsdp_plugin
 
     def _choose_strategy(
         self, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
@@ -174,6 +169,7 @@ class Accelerator(
             splits_batches=self.dataloader_config.split_batches,
         )
         self._session.strategy = chosen.name if chosen.holds_parts else ""
+        self.state.fsdp_plugin = fsdp
         return chosen
 
     @property
