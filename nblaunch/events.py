@@ -266,6 +266,13 @@ class HostMemory(Event):
 
 
 @dataclass(frozen=True)
+class DeviceUse(Event):
+    """How busy a rank's device is, looked at from outside: the share of the last moments that it computed, 0 to 1."""
+
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
 class Exited(Event):
     """A worker process ended and was reaped."""
 

@@ -278,7 +278,10 @@ def _size(num_bytes: int | None) -> str:
 
 def _device(view: JobView, rank: RankView) -> str:
     taken = _size(_device_bytes(view, rank))
-    return f"{taken} of {size(rank.device_limit_bytes)}" if taken and rank.device_limit_bytes else taken
+    if taken and rank.device_limit_bytes:
+        taken = f"{taken} of {size(rank.device_limit_bytes)}"
+    is_shown = rank.device_use is not None and not rank.state.is_final
+    return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
 
 
 def _steps(rank: RankView) -> str:

@@ -92,6 +92,7 @@ class RankView:
         device_bytes: memory of its device that it has taken; None where nothing is known.
         device_peak_bytes: the most so far.
         device_limit_bytes: all there is.
+        device_use: share of the last moments in which its device computed, 0 to 1; None where nothing is known.
         sample: what its slot of the board held at the last look.
     """
 
@@ -126,6 +127,7 @@ class RankView:
     device_bytes: int | None = None
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
+    device_use: float | None = None
     sample: Sample | None = None
     marks: tuple[Mark, ...] = ()
     steps_done: int = 0
@@ -389,6 +391,10 @@ def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> Ran
     return replace(rank, status_line=line, bar=read_bar(line), moved_s=max(rank.moved_s, event.time_s))
 
 
+def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:
+    return replace(rank, device_use=event.share)
+
+
 def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView:
     state = rank.state if rank.state.is_final else WorkerState.FINISHING
     return replace(rank, state=state, has_returned=True)
@@ -451,6 +457,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
 _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
     events.StatusLine: _status_line,
+    events.DeviceUse: _device_use,
     events.Finished: _finished,
     events.Failed: _failed,
     events.Exited: _exited,

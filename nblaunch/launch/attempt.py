@@ -13,6 +13,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Note, Started
+from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.launch.diagnosis.given_back import MemoryBalance
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
@@ -96,6 +97,8 @@ class Attempt:
         tails = {a.rank: LogTail(a.rank, self.log.log_path(a.rank, self.number)) for a in assignments}
         for tail in tails.values():
             stack.callback(tail.close)
+        watch = DeviceWatch(self.backend, place.rank, place.local_world_size)
+        stack.callback(watch.close)
         guardian = Guardian(group.process_groups())
         stack.callback(guardian.dismiss)
         self.log.prune()
@@ -107,7 +110,7 @@ class Attempt:
             rendezvous=rendezvous,
             requests=self.requests,
             tell=partial(self._tell_with, guardian),
-            show=self.show,
+            show=partial(self._show_with, watch),
             grace_s=self.spec.interrupt_grace_s,
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
             hang_timeout_s=self.spec.hang_timeout_s,
@@ -129,6 +132,11 @@ class Attempt:
         if self.nodes is not None:
             self.nodes.tell_port(rendezvous.port)
         return rendezvous
+
+    def _show_with(self, watch: DeviceWatch, samples: Sequence[Sample]) -> None:
+        self.show(samples)
+        for event in watch.look():
+            self.tell(event)
 
     def _tell_with(self, guardian: Guardian, event: Event) -> None:
         if isinstance(event, Started):

@@ -203,11 +203,13 @@ from nblaunch.backends.meter import DeviceMeter, DeviceReading
 taken = memoryview(mmap.mmap(-1, 8)).cast("q")
 class Meter(DeviceMeter):
     def read(self):
-        return (DeviceReading("GPU 0", taken[0], 16_000_000_000),)
+        return (DeviceReading("GPU 0", taken[0], 16_000_000_000, 0.5),)
 MadeUp.open_meter = lambda self: Meter()
 def leave(num_bytes, fails=False):
     taken[0] += num_bytes
     assert not fails
+def work():
+    time.sleep(2.5)
 """
     )
     assert "than before the launch" not in made_up.run("notebook_launcher(leave, (0,))").stdout
@@ -215,3 +217,8 @@ def leave(num_bytes, fails=False):
     assert "GPU 0: 2.0 GB more of its memory are taken than before the launch" in kept.stdout
     failed = made_up.run("notebook_launcher(leave, (3_000_000_000, True))", raises="AssertionError")
     assert "GPU 0: 3.0 GB more of its memory are taken" in failed.stdout
+    seen = made_up.submit("notebook_launcher(work, dashboard='html')")
+    seen.wait_for(
+        lambda cell: any("50% busy" in display.data.get("text/plain", "") for display in cell.displays),
+        what="the table to show how busy the device is",
+    ).wait()

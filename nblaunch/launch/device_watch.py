@@ -1,0 +1,56 @@
+"""How busy the workers' devices are, looked at from outside while they run.
+
+Only where a look costs about a millisecond: NVML for GPUs. Starting nvidia-smi every second would cost more than it
+tells. What a worker has taken of its device's memory it tells by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from nblaunch.backends.base import Backend
+from nblaunch.backends.meter import DeviceMeter
+from nblaunch.events import DeviceUse
+
+_INTERVAL_S = 1.0
+
+
+class DeviceWatch:
+    """Reads the devices of this machine's workers now and then, until it is closed. Made once they have started.
+
+    Args:
+        backend: whose devices.
+        first_rank: of the workers of this machine.
+        num_workers: on this machine; where there are more than devices, they take devices in turn.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        first_rank: int,
+        num_workers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_rank = first_rank
+        self._num_workers = num_workers
+        self._clock = clock
+        self._next_s = clock() + _INTERVAL_S  # workers have not touched their devices before
+        self._meter: DeviceMeter = backend.open_meter()
+
+    def look(self) -> list[DeviceUse]:
+        """What there is to tell about each rank; nothing most of the time."""
+        if not self._meter.is_cheap or self._clock() < self._next_s:
+            return []
+        self._next_s = self._clock() + _INTERVAL_S
+        readings = self._meter.read()
+        told = []
+        for local_rank in range(self._num_workers if readings else 0):
+            reading = readings[local_rank % len(readings)]
+            if reading.utilisation is not None:
+                told.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
+        return told
+
+    def close(self) -> None:
+        self._meter.close()
