@@ -15,6 +15,7 @@ from nblaunch.training import precision
 from nblaunch.training.deepspeed_options import AUTO, DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import (
+    RNG_TYPES,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -97,6 +98,14 @@ def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> G
             "num_steps in the plugin"
         )
     return plugin
+
+
+def rng_types(asked: Sequence[str] | None) -> list[str]:
+    """The generators that loaders make equal over ranks; ValueError for an unknown one."""
+    kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
+    for kind in kinds:
+        check_choice("rng_types item", kind, RNG_TYPES)
+    return kinds
 
 
 def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
