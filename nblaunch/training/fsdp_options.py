@@ -91,7 +91,7 @@ class FullyShardedDataParallelPlugin:
     auto_wrap_policy: Callable[..., Any] | str | None = None
     cpu_offload: Any = False
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
-    state_dict_type: Any = "SHARDED_STATE_DICT"
+    state_dict_type: Any = None
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -99,9 +99,9 @@ class FullyShardedDataParallelPlugin:
     param_init_fn: Callable[[torch.nn.Module], Any] | None = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
-    activation_checkpointing: bool = False
-    activation_checkpointing_offload: bool = False
-    cpu_ram_efficient_loading: bool = True
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
 
@@ -121,7 +121,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy = self.auto_wrap_policy.lower()
             check_choice("auto_wrap_policy", self.auto_wrap_policy, WRAP_POLICIES)
-        self.state_dict_type = _state_dict_type(self.state_dict_type)
+        self.set_state_dict_type(self.state_dict_type)
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = self.transformer_cls_names_to_wrap.split(",")
             self.transformer_cls_names_to_wrap = [name.strip() for name in names]
@@ -132,6 +132,27 @@ class FullyShardedDataParallelPlugin:
                 advice.warn(
                     f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
                 )
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """From now on, have ``save_state`` write states of this type; None: of the default one."""
+        self.state_dict_type = _state_dict_type(state_dict_type or "SHARDED_STATE_DICT")
+
+    def set_mixed_precision(
+        self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Gather and reduce in this precision, unless a policy is set already.
+
+        Args:
+            mixed_precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+            buffer_autocast: of version 1; buffers keep their own precision.
+            override: also where a policy is set.
+
+        Raises:
+            ValueError: an unknown precision.
+        """
+        check_choice("mixed_precision", mixed_precision, tuple(_DTYPES))
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = mixed_precision
 
     @property
     def is_hybrid(self) -> bool:

@@ -31,7 +31,7 @@ class LocalSGD:
         enabled: False: nothing is changed, and gradients are averaged as always.
 
     Raises:
-        ValueError: ``local_sgd_steps`` is less than 1.
+        ValueError: ``local_sgd_steps`` is less than 1, or ranks hold parts of models.
     """
 
     def __init__(
@@ -39,6 +39,11 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is less than 1")
+        if accelerator._strategy.holds_parts:
+            raise ValueError(
+                f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds a "
+                "part of one; leave LocalSGD or the plugin out"
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

@@ -11,6 +11,7 @@ TITLES = {
     "launch_cost": "Launch cost",
     "script_launch": "Launching scripts",
     "memory": "Memory",
+    "fsdp_memory": "Memory of sharded models",
     "output": "Output",
     "progress": "Progress",
     "dashboards": "Dashboards",

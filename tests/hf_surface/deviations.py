@@ -22,7 +22,7 @@ DEVIATIONS: dict[str, list[str]] = {
     FORMS_OF_PARALLELISM: [
         "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)", "Accelerator(parallelism_config)",
         "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.maybe_context_parallel",
-        "utils.DeepSpeedSequenceParallelConfig", "*FullyShardedDataParallelPlugin", "*ParallelismConfig",
+        "utils.DeepSpeedSequenceParallelConfig", "*ParallelismConfig",
         "*(parallelism_config)",
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "prepare_pippy", "*(torch_device_mesh)",
         "*fsdp*", "*is_fsdp2", "utils.*TensorParallel*", "utils.*ContextParallel*", "utils.*TrainStep",
@@ -68,6 +68,8 @@ DEVIATIONS: dict[str, list[str]] = {
         "tracking.MLflowTracker.log_artifacts",
     ],
     INTERNAL: [
+        "*FullyShardedDataParallelPlugin.set_auto_wrap_policy",
+        "*FullyShardedDataParallelPlugin.validate_mixed_precision_policy",
         "data_loader.DataLoaderAdapter", "data_loader.DataLoaderStateMixin", "data_loader.get_sampler",
         "data_loader.*.adjust_state_dict_for_prefetch", "data_loader.*.begin", "data_loader.*.end",
         "data_loader.*.reset",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,9 +13,11 @@ from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import ddp as data_parallel
+from nblaunch.training.strategies import fsdp2
 from nblaunch.training.strategies.base import Strategy, unwrap
 from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.deepspeed import DeepSpeedStrategy
+from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 
@@ -49,9 +50,6 @@ def choose(
     if deepspeed is not None:
         return DeepSpeedStrategy(deepspeed, splits_batches)
     if fsdp is not None:
-        # Imported where it is asked for: it brings torch's checkpoints and tensors in parts along.
-        from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
-
         return Fsdp2Strategy(member, fsdp, dtype)
     if member.topology.world_size == 1:
         return SingleStrategy()
@@ -66,7 +64,5 @@ def sync_in_backward(model: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(data_parallel.sync_in_backward(model))
-        fsdp2: Any = sys.modules.get("nblaunch.training.strategies.fsdp2")
-        if fsdp2 is not None:
-            stack.enter_context(fsdp2.sync_in_backward(model))
+        stack.enter_context(fsdp2.sync_in_backward(model))
         yield

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +49,7 @@ class Fsdp2Strategy(Strategy):
     def __init__(
         self, member: Member, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None = None
     ) -> None:
-        if not hasattr(torch.distributed, "fsdp") or not _has_fully_shard():
+        if not _has_fully_shard():
             raise RuntimeError(
                 f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
             )
@@ -59,7 +60,8 @@ class Fsdp2Strategy(Strategy):
             )
         self.plugin = plugin
         self._member = member
-        self._policy = plugin.precision_policy(dtype)
+        self._dtype = dtype
+        plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
         self.moves_models = self.holds_parts = member.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class Fsdp2Strategy(Strategy):
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                _checkpoint_activations(unit, self.plugin.activation_checkpointing_offload)
+                _checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_parts:
             self._shard(inner, units)
             context.current().trained_weights = _pieces
@@ -84,13 +86,15 @@ class Fsdp2Strategy(Strategy):
         device, mesh = self._member.device, self._mesh()
         offload = self.plugin.offload_policy()
         name = type(model).__name__  # before fully_shard makes another class of it
-        sources = Sources(model, ignored, device, may_be_sent=self.plugin.cpu_ram_efficient_loading)
+        sources = Sources(
+            model, ignored, device, may_be_sent=self.plugin.cpu_ram_efficient_loading is not False
+        )
         sources.leave_shapes()
         shard = functools.partial(
             _fully_shard(),
             mesh=mesh,
             reshard_after_forward=self.plugin.reshards,
-            mp_policy=self._policy,
+            mp_policy=self.plugin.precision_policy(self._dtype),
             offload_policy=offload,
             ignored_params=ignored,
         )

@@ -15,15 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training import compiling
@@ -41,6 +33,8 @@ def are_in(folder: Path) -> bool:
 
 def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
     """Write this rank's parts; all ranks call it, unless one ``is_alone``."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
     for index, model in enumerate(models):
         _write({"model": get_model_state_dict(_bare(model))}, folder / _MODEL.format(index), is_alone)
     for index, optimizer in enumerate(optimizers):
@@ -54,19 +48,25 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     Raises:
         CheckpointError: the files are missing, damaged, or of another model.
     """
+    from torch.distributed.checkpoint import state_dict as states
+
     for index, model in enumerate(models):
         module = _bare(model)
-        state: dict[str, Any] = {"model": get_model_state_dict(module)}
+        state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
         _read(state, folder / _MODEL.format(index), is_alone)
-        set_model_state_dict(module, state["model"])
+        states.set_model_state_dict(module, state["model"])
     for index, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
-        state = {"optimizer": get_optimizer_state_dict(owner, _torchs(optimizer))}
+        state = {"optimizer": states.get_optimizer_state_dict(owner, _torchs(optimizer))}
         _read(state, folder / _OPTIMIZER.format(index), is_alone)
-        set_optimizer_state_dict(owner, _torchs(optimizer), state["optimizer"])
+        states.set_optimizer_state_dict(owner, _torchs(optimizer), state["optimizer"])
 
 
 def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    # Imported where it is used: most training never needs it.
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with waiting(), _quiet():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
@@ -77,6 +77,9 @@ def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
 
 
 def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if not (folder / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder.parent} has no {folder.name}")
     try:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.training import parts
+from nblaunch.training.local_sgd import LocalSGD
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from tests.training import ranks
 
@@ -330,6 +331,17 @@ def test_norms_are_those_of_all_parts(norm_type: float, ignored: str | None) -> 
     model(data().tensors[0]).pow(2).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)  # type: ignore[misc]
     assert ranks.run(_norms, 2, norm_type, ignored) == pytest.approx([float(norm)] * 2, rel=1e-4)
+
+
+def _average_locally() -> str:
+    accelerator, model, *_ = prepared({}, network())
+    with pytest.raises(ValueError) as caught:
+        LocalSGD(accelerator, model, 2)
+    return str(caught.value)
+
+
+def test_local_steps_of_whole_models_are_refused() -> None:
+    assert "with FSDP every rank holds a part of one" in ranks.run(_average_locally, 2)[0]
 
 
 def _fail() -> str:

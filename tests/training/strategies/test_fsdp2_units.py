@@ -167,6 +167,22 @@ def test_policies_as_torch_knows_them() -> None:
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
 
 
+def test_settings_may_change_until_they_are_used() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.saves_parts
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert not plugin.saves_parts
+    plugin.set_state_dict_type()
+    assert plugin.saves_parts
+    plugin.set_mixed_precision("bf16")
+    plugin.set_mixed_precision("fp32")
+    assert plugin.precision_policy(None).param_dtype == torch.bfloat16
+    plugin.set_mixed_precision("fp32", override=True)
+    assert plugin.precision_policy(None).param_dtype == torch.float32
+    with pytest.raises(ValueError, match="mixed_precision='fp8' is unknown"):
+        plugin.set_mixed_precision("fp8")
+
+
 def test_the_name_is_where_people_look_for_it() -> None:
     assert nblaunch.utils.FullyShardedDataParallelPlugin is nblaunch.FullyShardedDataParallelPlugin
 
@@ -199,7 +215,9 @@ def test_a_device_without_sharding_is_refused() -> None:
 
 
 def test_another_librarys_plugin_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"is a builtins\.dict; pass a nblaunch\.FullyShardedDataParallelPlugin"):
+    with pytest.raises(
+        TypeError, match=r"is a builtins\.dict; pass a nblaunch\.FullyShardedDataParallelPlugin"
+    ):
         Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
 
 

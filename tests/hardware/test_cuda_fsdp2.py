@@ -1,0 +1,110 @@
+"""Sharded training on real GPUs, a rank on each. Skipped where there are fewer than two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin
+from nblaunch.backends.cuda import BACKEND
+from nblaunch.training import parts
+from tests.training import ranks
+from tests.training.strategies.test_fsdp2 import Network, epoch, prepared
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        BACKEND.affinity() == 0 or BACKEND.device_count() < 2, reason="fewer than two CUDA GPUs here"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank_server() -> Iterator[None]:
+    """The process that ranks are forked from; it never touches a GPU."""
+    ranks.start_server()
+    yield
+    ranks.stop_server()
+
+
+def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    accelerator, *rest = prepared(settings, Network(), mixed_precision=precision)
+    told = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
+    return told, accelerator.get_state_dict(rest[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [({}, "no"), ({"cpu_offload": True}, "no"), ({"activation_checkpointing": True}, "no"), ({}, "bf16")],
+    ids=["plain", "offload", "checkpointing", "bf16"],
+)
+def test_training_equals_that_of_one_process(settings: dict[str, Any], precision: str) -> None:
+    (expected,) = ranks.run(_train, 1, None, precision, backend="cuda")
+    found = ranks.run(_train, 2, settings, precision, backend="cuda", timeout_s=100)
+    tolerance = 1e-3 if precision == "no" else 0.05
+    for told, _ in found:
+        assert told == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
+    assert {weight.device.type for weight in found[0][1].values()} == {"cpu"}
+
+
+def _train_in_fp16() -> tuple[list[bool], float]:
+    accelerator, model, optimizer, loader = prepared({}, Network(), mixed_precision="fp16")
+    skipped = []
+    for inputs, targets in loader:
+        loss = (model(inputs) - targets).pow(2).mean()
+        # One rank alone overflows at the first step, and all must leave it out.
+        is_culprit = not skipped and accelerator.is_main_process
+        accelerator.backward(loss * (1e30 if is_culprit else 1.0))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    total = sum(parts.local(parameter).float().abs().sum().item() for parameter in model.parameters())
+    return skipped, total
+
+
+def test_all_ranks_leave_out_a_step_that_overflows_on_one() -> None:
+    (first, total), (second, _) = ranks.run(_train_in_fp16, 2, backend="cuda")
+    assert first == second
+    assert first[0]
+    assert not first[-1]
+    assert total == total
+
+
+def _allocated() -> tuple[float, float]:
+    """Bytes on the GPU after sharding, and at most while that was done, in units of the model's."""
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)])
+    model_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    accelerator.prepare(model)
+    return (
+        (torch.cuda.memory_allocated() - before) / model_bytes,
+        (torch.cuda.max_memory_allocated() - before) / model_bytes,
+    )
+
+
+def test_no_gpu_ever_holds_the_model() -> None:
+    for held, peak in ranks.run(_allocated, 2, backend="cuda"):
+        assert 0.49 < held < 0.55
+        assert peak < 0.7  # a layer at a time, where ranks built different weights and rank 0 sends its own
+
+
+def _save_and_load(folder: str) -> bool:
+    accelerator, *rest = prepared({}, Network())
+    epoch(accelerator, *rest)
+    accelerator.save_state(folder)
+    expected = epoch(accelerator, *rest)
+    accelerator.load_state(folder)
+    again = epoch(accelerator, *rest)
+    return expected == pytest.approx(again, rel=1e-3)
+
+
+def test_checkpoints_in_parts(tmp_path: Path) -> None:
+    assert ranks.run(_save_and_load, 2, str(tmp_path / "state"), backend="cuda") == [True, True]
