@@ -161,6 +161,7 @@ class RowGrid:
         self._valve.want(
             parts.bar,
             every_s=_NUMBERS_S,
+            group="numbers",  # ranks in step must be seen in step
             value=round(BAR_STEPS * (row.fraction or 0.0)),
             style=self._styles[colour],
             layout=self._bar_unknown if row.fraction is None else self._bar_shown,
@@ -170,7 +171,7 @@ class RowGrid:
             parts.cells,
             every_s=_NUMBERS_S,
             is_urgent=has_moved,
-            companion=parts.bar,
+            group="numbers",
             value=cells,
             layout=self._shown,
         )

@@ -36,7 +36,7 @@ class _Slot:
         sent: likewise, what the front end has.
         sent_s: when that was sent.
         is_urgent: to be sent whatever the budget says.
-        companion: what is to be sent with it, so that the two never contradict each other.
+        group: slots of the same group are sent together; empty for one on its own.
     """
 
     widget: Any
@@ -45,7 +45,7 @@ class _Slot:
     sent: dict[str, Any] = field(default_factory=dict)
     sent_s: float = float("-inf")
     is_urgent: bool = False
-    companion: _Slot | None = None
+    group: str = ""
 
     def changes(self) -> dict[str, Any]:
         return {
@@ -84,7 +84,7 @@ class Valve:
         *,
         every_s: float = 0.0,
         is_urgent: bool = False,
-        companion: Any = None,
+        group: str = "",
         **values: Any,
     ) -> None:
         """Say what ``widget`` should show.
@@ -94,7 +94,7 @@ class Valve:
             every_s: seconds between two changes that are good enough; where the budget is short, the intervals of all
                 widgets grow by the same factor.
             is_urgent: send it at the next flush, budget or not.
-            companion: another widget, known already; what it should show is sent whenever this one's is.
+            group: widgets of the same group change together, so that they tell of the same moment.
             **values: trait -> value.
         """
         slot = self._slots.get(id(widget))
@@ -104,7 +104,7 @@ class Valve:
                 widget, sent={name: getattr(widget, name) for name in values}
             )
         slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
-        slot.companion = self._slots[id(companion)] if companion is not None else None
+        slot.group = group
         slot.wanted.update(values)
 
     def is_due(self, widget: Any, every_s: float) -> bool:
@@ -116,7 +116,7 @@ class Valve:
         """Send what is due; returns how many widgets changed."""
         now_s = self._clock()
         # What was urgent may have overdrawn the budget, but it must not silence the rest for long.
-        budget = max(self._budget_bytes, -self._rate_bytes_s) + (now_s - self._filled_s) * self._rate_bytes_s
+        budget = max(self._budget_bytes, -self._burst_bytes) + (now_s - self._filled_s) * self._rate_bytes_s
         self._budget_bytes = min(budget, self._burst_bytes)
         self._filled_s = now_s
         num_sent = 0
@@ -129,11 +129,16 @@ class Valve:
             if not slot.is_urgent and self._budget_bytes < 0:
                 continue
             self._send(slot, changes, now_s)
-            num_sent += 1
-            if slot.companion is not None and (others := slot.companion.changes()):
-                self._send(slot.companion, others, now_s)
-                num_sent += 1
+            num_sent += 1 + self._send_rest(slot.group, now_s)
         return num_sent
+
+    def _send_rest(self, group: str, now_s: float) -> int:
+        """Send what else changed in a group; returns how many widgets that were."""
+        rest = [slot for slot in self._slots.values() if group and slot.group == group]
+        changed = [(slot, changes) for slot in rest if (changes := slot.changes())]
+        for slot, changes in changed:
+            self._send(slot, changes, now_s)
+        return len(changed)
 
     def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
         self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))

@@ -84,8 +84,8 @@ def test_what_belongs_together_is_sent_together() -> None:
     valve = Valve(clock=clock)
     for tick in range(1, 40):
         clock.now_s += 0.2
-        valve.want(bar, value=tick, every_s=100.0)
-        valve.want(text, value=str(tick), every_s=1.0, companion=bar)
+        valve.want(bar, value=tick, every_s=100.0, group="row")
+        valve.want(text, value=str(tick), every_s=1.0, group="row")
         valve.flush()
         assert str(bar.value) == (text.value or "0")
 
