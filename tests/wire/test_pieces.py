@@ -1,0 +1,22 @@
+"""Parts of tensors, put together in the launcher."""
+
+from __future__ import annotations
+
+import torch
+
+from nblaunch.wire.pieces import Piece, Pieces
+
+
+def test_stretches_of_elements_go_to_their_places_in_any_tensor() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    flat = whole.reshape(-1)
+    pieces = Pieces([Piece((3, 4), (start,), flat[start : start + 5], is_flat=True) for start in (10, 0, 5)])
+    assert pieces.num_missing == 0
+    assert torch.equal(pieces.assembled(), whole)
+    for target in (torch.zeros(3, 4), torch.zeros(4, 3).T, torch.zeros(3, 8)[:, ::2]):
+        pieces.put_into(target)
+        assert torch.equal(target, whole)
+
+
+def test_an_element_that_no_stretch_has_is_missing() -> None:
+    assert Pieces([Piece((2, 2), (0,), torch.ones(3), is_flat=True)]).num_missing == 1
