@@ -99,3 +99,29 @@ def test_random_states_can_be_put_back(backend: Backend) -> None:
 def test_it_is_concrete(backend: Backend) -> None:
     assert not inspect.isabstract(type(backend))
     assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"
+
+
+def test_what_it_tells_from_outside_is_plain_and_leaves_nothing_open(backend: Backend) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    meter = backend.open_meter()
+    for reading in meter.read():
+        assert reading.name
+        assert 0 <= reading.used_bytes <= reading.total_bytes
+        assert reading.utilisation is None or 0 <= reading.utilisation <= 1
+    meter.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert all(isinstance(note, str) for note in backend.launch_notes(2))
+    assert all(len(frame) == 3 for frame in backend.first_use())
+
+
+def test_an_error_that_has_nothing_to_do_with_the_device_is_not_explained(backend: Backend) -> None:
+    assert backend.explain_failure(KeyError("lr")) == ()
+    assert backend.explain_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory")) == ()
+
+
+def test_a_process_that_has_not_used_the_device_has_taken_nothing_of_it(backend: Backend) -> None:
+    program = (
+        f"from nblaunch import backends; memory = backends.discover()[{backend.name!r}].own_memory()\n"
+        "assert memory is None or memory[0] == 0, memory"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
