@@ -47,3 +47,4 @@ def run_inline(
             context.put_back(before)
             if not was_in_group:
                 process_group.leave()
+            backend.empty_cache()  # what the function has freed is kept by torch otherwise, and this process lives on

@@ -95,3 +95,29 @@ def test_several_processes_are_refused(shared: Kernel) -> None:
     assert cell.error is not None
     assert "num_processes=2" in cell.error.value
     assert "valid are 1 and None" in cell.error.value
+
+
+def test_cached_device_memory_is_given_back(shared: Kernel) -> None:
+    """With a backend that counts how often it is asked to; a worker's memory goes with its process."""
+    cell = shared.run(
+        """
+from nblaunch import backends
+from nblaunch.backends.cpu import CpuBackend
+class Counting(CpuBackend):
+    times = 0
+    def empty_cache(self):
+        Counting.times += 1
+real = backends.discover()["cpu"]
+backends.discover()["cpu"] = Counting()
+def fail():
+    raise LookupError("in the function")
+notebook_launcher(lambda: None, engine="inline")
+try:
+    notebook_launcher(fail, engine="inline")
+except LookupError:
+    pass
+backends.discover()["cpu"] = real
+Counting.times
+"""
+    )
+    assert cell.result == "2"
