@@ -21,8 +21,8 @@ and figure 1, for the three stages; DeepSpeed's configuration manual for the siz
 (``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's manual of
 DistributedDataParallel (``gradient_as_bucket_view`` saves as much as all gradients take, and is not its default), of
 ``fully_shard`` (the unit that computes and the one that is fetched meanwhile are whole, and the root's always) and of
-``torch.optim.Adam`` (``foreach`` takes about as much more as the parameters). The rows that can be run on CPU cores are
-compared with what real training takes by ``tests/cli/test_estimate.py``.
+``torch.optim.Adam`` (``foreach`` takes about as much more as the parameters). What real training takes on CPU
+cores is compared with it: single, ddp and fsdp2 by ``tests/cli/test_estimate.py``, xla by ``tests/xla/test_estimate.py``.
 """
 
 from __future__ import annotations
