@@ -22,7 +22,7 @@ and figure 1, for the three stages; DeepSpeed's configuration manual for the siz
 DistributedDataParallel (``gradient_as_bucket_view`` saves as much as all gradients take, and is not its default), of
 ``fully_shard`` (the unit that computes and the one that is fetched meanwhile are whole, and the root's always) and of
 ``torch.optim.Adam`` (``foreach`` takes about as much more as the parameters). What real training takes on CPU
-cores is compared with it: single, ddp and fsdp2 by ``tests/cli/test_estimate.py``, xla by ``tests/xla/test_estimate.py``.
+cores is compared with it, by ``tests/cli/test_estimate.py`` (single, ddp, fsdp2) and ``tests/xla/test_estimate.py``.
 """
 
 from __future__ import annotations
