@@ -78,6 +78,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os._exit(exit_code)
 
 
+class RankTakenError(Exception):
+    """Another node has the rank that this one was given."""
+
+
 class NodeAgent:
     """What the three threads share, under one lock."""
 
@@ -103,6 +107,8 @@ class NodeAgent:
         try:
             self._store = open_store(self.orders.meeting)
             threading.Thread(target=self._keep_bulletin, name="bulletin", daemon=True).start()
+            if self.orders.meeting.backend == "static":
+                self._refuse_taken_rank()
             handler = make_handler(self.orders.meeting, self._store, self.id, self.orders.host_name)
             result = self._run(handler)
             is_success = result is not None and not result.is_failed()
@@ -229,13 +235,37 @@ class NodeAgent:
         urgent = stop.is_wanted, stop.proposal, stop.decision, replies
         return self.news.state, summary.failed, summary.exits, summary.finished, urgent
 
-    def refresh(self) -> None:
+    def _refuse_taken_rank(self) -> None:
+        """Where ranks are given by people, two machines may have got the same.
+
+        The page of a node that has died says the same rank, but its beat stands still.
+        """
+        self.refresh(_RECONNECT_S)
+        with self.changed:
+            first = {other.id: other.beat for other in self._with_same_rank()}
+            self.changed.wait_for(lambda: not first or self._rivals(first), 3 * BEAT_S)
+            rivals = self._rivals(first)
+        if rivals:
+            raise RankTakenError(
+                f"node_rank={self.news.node_rank} is taken by a node on host {rivals[0].host} already; give each "
+                "machine a rank of its own"
+            )
+
+    def _rivals(self, first: dict[str, int]) -> list[NodeNews]:
+        """Those with this node's rank that have been heard of since their ``first`` beat."""
+        return [other for other in self._with_same_rank() if other.beat > first.get(other.id, other.beat)]
+
+    def _with_same_rank(self) -> list[NodeNews]:
+        own = self.news.node_rank
+        return [other for other in self.others if other.node_rank == own and other.state not in _FINAL]
+
+    def refresh(self, timeout_s: float = _GATHER_S) -> None:
         """Have the launcher hear what all nodes say now."""
         with self.changed:
             wanted = self.news.beat + 1
             self._wanted = wanted
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, _GATHER_S)
+            self.changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
 
     def _exchange(self, bulletin: Bulletin) -> None:
         with self.changed:
@@ -287,6 +317,8 @@ class NodeAgent:
     def _story(self, error: Exception) -> str:
         """What went wrong with the rendezvous, who is missing, and what to do."""
         meeting = self.orders.meeting
+        if isinstance(error, RankTakenError):
+            return str(error)
         if isinstance(error, RendezvousTimeoutError):
             return self._who_is_missing(str(error))
         if isinstance(error, RendezvousClosedError):

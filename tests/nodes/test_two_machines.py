@@ -226,6 +226,17 @@ def test_who_does_not_come_is_named(pair: Pair, static: Settings, c10d: Settings
     pair.wait_until_empty()
 
 
+def test_a_rank_that_another_machine_has_is_refused(pair: Pair, static: Settings) -> None:
+    launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
+    launches[1].wait_for("step 10 ")
+    outcome = pair[1].start("step_on", 10_000, **static).result()
+    assert outcome["error"] == "LaunchError"
+    assert re.match(r"node_rank=1 is taken by a node on host \S+ already", outcome["message"])
+    assert "start again" not in launches[0].output  # the job does not notice
+    os.kill(launches[0].process.pid, signal.SIGINT)
+    assert launches[1].result(SOON_S)["error"] == "NodeLost"
+
+
 def test_what_can_not_work_is_refused_at_once(pair: Pair, static: Settings) -> None:
     holder = pair[0].start("train", 1, **static)
     holder.wait_for("waiting at ")
