@@ -183,6 +183,8 @@ def _start(orders: Orders, inherited: list[int]) -> int:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     try:
+        # The agent keeps them blocked: a batch system signals all processes of a job, and what follows from that is
+        # the launcher's to decide.
         with guard.signals_held_back():
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(orders_fd)],
