@@ -287,3 +287,29 @@ def test_a_meter_sees_what_torch_takes(start: StartKernel) -> None:
     assert reading.total_bytes == pytest.approx(total, rel=0.05)
     assert reading.used_bytes == pytest.approx(total - free, rel=0.05, abs=1 << 30)
     assert reading.utilisation is None or 0 <= reading.utilisation <= 1
+
+
+def test_the_table_shows_memory_and_how_busy_the_gpu_is(start: StartKernel) -> None:
+    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel.run(
+        """
+def work():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(64, 8)), 8))
+    big = torch.ones(4096, 4096, device=accelerator.device)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 5:
+        for (x,) in loader:
+            for _ in range(20):
+                big @ big
+            torch.cuda.synchronize()
+""",
+        timeout_s=100,
+    )
+    cell = kernel.submit("notebook_launcher(work, num_processes=1, dashboard='html')")
+    cell.wait_for(lambda cell: "% busy" in _shown(cell), 60, "the table to show how busy the GPU is").wait(60)
+    assert " GB of " in _shown(cell), "peak memory of the device stays"
+
+
+def _shown(cell: Cell) -> str:
+    return "".join(display.data.get("text/plain", "") for display in cell.displays)
