@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 # What a unit does with other ranks, in the words of the people who read profiles.
@@ -56,11 +58,17 @@ def name_in_errors(name: str, module: nn.Module) -> None:
             setattr(group, method, _named(getattr(group, method), f"in {exchange} of {unit}"))
 
 
+def _ordinary_tensors() -> AbstractContextManager[Any]:
+    """Gathered weights are kept, and training can't use what was made under ``torch.inference_mode``."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 def _named(method: Callable[..., Any], where: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            with _ordinary_tensors():
+                return method(*args, **kwargs)
         except Exception as error:
             # In the message, because notes are not shown before Python 3.11; the type stays what it is.
             if error.args and isinstance(error.args[0], str) and where not in error.args[0]:

@@ -333,6 +333,28 @@ def test_norms_are_those_of_all_parts(norm_type: float, ignored: str | None) -> 
     assert ranks.run(_norms, 2, norm_type, ignored) == pytest.approx([float(norm)] * 2, rel=1e-4)
 
 
+def _evaluate(accelerator: Accelerator, model: Any) -> list[float]:
+    model.eval()
+    with torch.inference_mode():
+        inputs = data().tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
+        outputs = accelerator.gather_for_metrics(model(inputs))
+    model.train()
+    return outputs.flatten().tolist()
+
+
+def _evaluate_in_between(settings: dict[str, Any] | None) -> list[float]:
+    accelerator, model, *rest = prepared(settings, network())
+    told = _evaluate(accelerator, model)  # before torch has gathered anything
+    told += epoch(accelerator, model, *rest)
+    return told + _evaluate(accelerator, model) + epoch(accelerator, model, *rest)
+
+
+def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
+    (alone,) = ranks.run(_evaluate_in_between, 1, None)
+    for told in ranks.run(_evaluate_in_between, 2, {}):
+        assert told == pytest.approx(alone, rel=1e-3, abs=1e-4)
+
+
 def _average_locally() -> str:
     accelerator, model, *_ = prepared({}, network())
     with pytest.raises(ValueError) as caught:
