@@ -6,6 +6,9 @@ with the names that users of the reference know:
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name;
     nblaunch_checkpoint.json lists them all
+
+Where ranks hold parts of models, weights and optimizers lie in folders instead, a file of each rank in them:
+pytorch_model_fsdp_0/ and optimizer_0/ for FSDP2.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class Checkpointing(ABC):
             safe_serialization: weights in safetensors' format; False: torch's.
             asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
                 next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
-                memory is kept for the next time, until ``end_training``.
+                memory is kept for the next time, until ``end_training``. Parts that ranks hold of weights and
+                optimizers are written before it returns.
 
         Returns:
             The folder.
