@@ -42,8 +42,18 @@ def test_taking_turns_costs_at_most_twice_the_time(passed: memory.Report) -> Non
     assert in_turn <= 2 * together
 
 
-def test_a_model_built_in_every_worker_is_named() -> None:
-    built = memory.measure("built")
+@pytest.fixture(scope="module")
+def built() -> memory.Report:
+    return memory.measure("built")
+
+
+def test_models_built_one_after_the_other_take_a_fraction(built: memory.Report) -> None:
+    in_turn = memory.measure("built, in turn")
+    print(in_turn, built)
+    assert in_turn.peak < 0.6 * built.peak
+
+
+def test_a_model_built_in_every_worker_is_named(built: memory.Report) -> None:
     print(built)
     assert "built in every worker" in built.line
     assert "notebook_launcher(function, (model,))" in built.line
