@@ -19,12 +19,10 @@ MAX_TABS = 16
 """Ranks that have tabs; more are chosen from a list."""
 
 _LINE_LENGTH = 200
-_PANE_BYTES = 5_000  # of one tab: what is sent whole whenever a line is added
+_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab: what is sent whole whenever a line is added
 _HEIGHT = "150px"
-_SEEN_S, _UNSEEN_S = (
-    0.7,
-    0.5,
-)  # of the tab that is looked at, as far as that is known; of the others, times ranks
+# Seconds between changes of the tab that is looked at, as far as that is known; of the others, times ranks.
+_SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
     "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:17px"
@@ -70,14 +68,16 @@ class LogPane:
             else escape(_cut(line))
             for rank, line in self._book.of_all()
         ]
-        self._valve.want(self._panes[0], every_s=_SEEN_S, value=_pane(lines))
+        self._valve.want(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
         # Clicks on tabs reach the kernel only while no cell runs, so this is a guess; every tab stays up to date.
         seen = getattr(self._pages, "selected_index", None)
         for rank, pane in enumerate(self._panes[1:]):
-            every_s = _SEEN_S if seen == rank + 1 else max(_UNSEEN_S * self._num_ranks, _SEEN_S)
+            is_seen = seen == rank + 1
+            every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
             if self._valve.is_due(pane, every_s):
                 own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
-                self._valve.want(pane, every_s=every_s, value=_pane(own))
+                num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
+                self._valve.want(pane, every_s=every_s, value=_pane(own, num_bytes))
 
     def _titles(self) -> list[str]:
         return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
@@ -104,12 +104,12 @@ class LogPane:
 _NOTHING = f'<pre style="{_PRE};opacity:.65">nothing printed yet</pre>'
 
 
-def _pane(lines: list[str]) -> str:
+def _pane(lines: list[str], num_bytes: int) -> str:
     """The last of ``lines``, as many as a message should hold."""
     if not lines:
         return _NOTHING
     size, first = 0, len(lines)
-    while first > 0 and (size := size + len(lines[first - 1]) + 1) <= _PANE_BYTES:
+    while first > 0 and (size := size + len(lines[first - 1]) + 1) <= num_bytes:
         first -= 1
     return f'<pre style="{_PRE}">' + "\n".join(lines[min(first, len(lines) - 1) :]) + "</pre>"
 

@@ -18,10 +18,10 @@ from typing import Any
 MESSAGE_BYTES = 650
 """What a message weighs without its values: headers with ids, dates and session names."""
 
-RATE_BYTES_S = 14_000.0
+RATE_BYTES_S = 15_000.0
 """Bytes a second over longer times."""
 
-BURST_BYTES = 28_000.0
+BURST_BYTES = 20_000.0
 """Bytes that may be sent at once after a quiet time."""
 
 
