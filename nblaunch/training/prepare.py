@@ -108,8 +108,8 @@ class Preparer:
             self.strategy.agree(inner)
         if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
             self._place(inner)
-        prepared = model if evaluation_mode else self._spread(model, inner)
-        prepared = compiling.compile_model(prepared, self.dynamo)
+        prepared: Any = model if evaluation_mode else self._spread(model, inner)
+        prepared = self.strategy.compile(prepared, self.dynamo)
         prepared._is_accelerate_prepared = True
         self.models.append(prepared)
         self.session.models.add(prepared)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from nblaunch.training import compiling
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member
 
@@ -46,6 +48,10 @@ class Strategy(ABC):
     @abstractmethod
     def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """``model``, which lies on its device, ready for training on this rank; the very same object if that is all."""
+
+    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
+        """What :meth:`wrap` returned, compiled as ``options`` say."""
+        return compiling.compile_model(model, options)
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """The prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.

@@ -22,6 +22,7 @@ from nblaunch import context
 from nblaunch.training import advice
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, Waiting
@@ -132,6 +133,17 @@ class DeepSpeedStrategy(Strategy):
                 member.backend,
             )
         return engine
+
+    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
+        if not deepspeed_library.is_engine(model) or not options.is_on:
+            return super().compile(model, options)
+        # The person's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
+        module = unwrap(model)
+        if options.use_regional_compilation:
+            super().compile(module, options)
+        else:
+            module.compile(**options.to_compile_kwargs())
+        return model
 
     def _describe(self, model: torch.nn.Module, member: Member) -> deepspeed_config.Prepared:
         return deepspeed_config.Prepared(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,20 +67,24 @@ def _prepare(accelerator: Accelerator, module: nn.Module | None = None) -> Any:
 
 
 def _train(
-    plugin: DeepSpeedPlugin | None, precision: str = "no", max_norm: float = MAX_NORM, epochs: int = 2
+    plugin: DeepSpeedPlugin | None, precision: str = "no", epochs: int = 2, compiler: str = "no"
 ) -> SimpleNamespace:
     accelerator = Accelerator(
-        deepspeed_plugin=plugin, gradient_accumulation_steps=STEPS, mixed_precision=precision
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=STEPS,
+        mixed_precision=precision,
+        dynamo_backend=compiler,
     )
     module = _module()
     model, optimizer, loader = _prepare(accelerator, module)
-    told = [one for _ in range(epochs) for one in _epoch(accelerator, model, optimizer, loader, max_norm)]
+    told = [one for _ in range(epochs) for one in _epoch(accelerator, model, optimizer, loader, MAX_NORM)]
     weights = accelerator.get_state_dict(model)
     return SimpleNamespace(
         losses=[loss for loss, _ in told],
         norms=[norm for _, norm in told if norm is not None],
         weights={name: value.float() for name, value in weights.items()},
         kind=str(accelerator.distributed_type),
+        is_compiled=module._compiled_call_impl is not None,
         is_own=accelerator.unwrap_model(model) is module,
         gradients=[p.grad for p in model.parameters() if p.grad is not None],
         optimizer=type(optimizer).__name__,
@@ -146,6 +151,20 @@ def test_a_process_without_a_job_trains_with_an_engine_too(alone: SimpleNamespac
         return _train(DeepSpeedPlugin(zero_stage=3))
 
     _same(ranks.run(lone, 1)[0], alone)
+
+
+def test_the_module_inside_the_engine_is_compiled(alone: SimpleNamespace) -> None:
+    def compiled() -> SimpleNamespace:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "default"
+            )  # torch's compiler looks at what warns, and takes an error for its own
+            return _train(DeepSpeedPlugin(zero_stage=2), compiler="eager")
+
+    told = ranks.run(compiled, 2)[0]
+    assert told.is_compiled
+    assert told.is_own
+    _same(told, alone)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
