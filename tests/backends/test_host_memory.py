@@ -70,3 +70,34 @@ def test_another_allocator_is_known_by_its_library(tmp_path: Path) -> None:
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libc.so.6\n")
     assert host_memory.other_allocator(maps) is None
     assert host_memory.other_allocator(tmp_path / "absent") is None
+
+
+SHARES = """
+import mmap, os
+import ctypes
+from nblaunch.backends import host_memory
+size = 64 * mmap.PAGESIZE
+block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+block.write(b"x" * size)
+address = ctypes.addressof(ctypes.c_char.from_buffer(block))
+before = host_memory.is_shared(address, size)
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(writing)
+    os.read(reading, 1)                       # until the parent is through
+    os._exit(0)
+held = host_memory.is_shared(address, size)
+block[:] = b"y" * size                        # the system makes copies for this process
+written = host_memory.is_shared(address, size)
+os.close(writing)
+os.waitpid(child, 0)
+print(before, held, written, host_memory.is_shared(address, 0))
+"""
+
+
+def test_memory_is_shared_while_a_forked_process_has_it_too() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SHARES], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.split() == ["False", "True", "False", "False"]
