@@ -146,7 +146,9 @@ def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: 
         return f"{_ranks(gone)} returned already, so the others wait for ever: do all ranks see equally many batches?"
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"
-        return f"{_ranks(sorted(waiting))} {wait} for {_ranks(absent)}, which {has} not entered the collective."
+        return (
+            f"{_ranks(sorted(waiting))} {wait} for {_ranks(absent)}, which {has} not entered the collective."
+        )
     taken = {rank: steps[rank] for rank in waiting if rank in steps}
     if len(set(taken.values())) > 1:
         counts = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(taken.items()))
