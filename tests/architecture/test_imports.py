@@ -20,7 +20,10 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.plan"): "150 ms that help and wrong uses do not need",
     ("nblaunch.cli.launch", "nblaunch.cli.supervised"): "150 ms that help and wrong uses do not need",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
-    ("nblaunch.dashboard.widgets", "nblaunch.dashboard.widget_panel"): "needs ipywidgets, which may be missing",
+    (
+        "nblaunch.dashboard.widgets",
+        "nblaunch.dashboard.widget_panel",
+    ): "needs ipywidgets, which may be missing",
 }
 
 
