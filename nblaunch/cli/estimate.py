@@ -166,7 +166,7 @@ def parse_count(option: str, text: str) -> int:
 def measure(model: nn.Module) -> needs.ModelSize:
     """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
     units: Any = importlib.import_module(
-        "nblaunch.training.strategies.fsdp2_units"
+        "nblaunch.training.strategies.fsdp2.units"
     )  # not before: it imports torch
     options: Any = importlib.import_module("nblaunch.training.fsdp_options")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}

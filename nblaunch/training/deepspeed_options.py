@@ -1,7 +1,7 @@
 """What a person tells DeepSpeed: :class:`DeepSpeedPlugin`, and stand-ins for what its configuration describes.
 
 Plain data, as ``options.py``: nothing here imports DeepSpeed or touches a device. How "auto" values are filled in is
-``strategies/deepspeed_config.py``'s business.
+``strategies/deepspeed/config.py``'s business.
 """
 
 from __future__ import annotations

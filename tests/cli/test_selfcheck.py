@@ -23,7 +23,7 @@ from nblaunch.launch import job
 from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy
-from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
+from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
 DdpStrategy.wrap = Fsdp2Strategy.wrap = lambda self, model, member: model
 GatherControl.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor

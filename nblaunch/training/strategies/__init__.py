@@ -13,11 +13,11 @@ from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import ddp as data_parallel
-from nblaunch.training.strategies import fsdp2
 from nblaunch.training.strategies.base import Strategy, unwrap
 from nblaunch.training.strategies.ddp import DdpStrategy
-from nblaunch.training.strategies.deepspeed import DeepSpeedStrategy
-from nblaunch.training.strategies.fsdp2 import Fsdp2Strategy
+from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
+from nblaunch.training.strategies.fsdp2 import strategy as fsdp2
+from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 

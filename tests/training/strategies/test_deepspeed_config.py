@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from nblaunch.training.strategies import deepspeed_config
-from nblaunch.training.strategies.deepspeed_config import Prepared, complete
+from nblaunch.training.strategies.deepspeed import config as deepspeed_config
+from nblaunch.training.strategies.deepspeed.config import Prepared, complete
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())

@@ -14,8 +14,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 import nblaunch
 import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
-from nblaunch.training.strategies import fsdp2_units
-from nblaunch.training.strategies.fsdp2 import shares_line
+from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
+from nblaunch.training.strategies.fsdp2.strategy import shares_line
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
 
 

@@ -27,16 +27,12 @@ from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, Waiting
 from nblaunch.training.state import Session
-from nblaunch.training.strategies import (
-    deepspeed_checkpoint,
-    deepspeed_config,
-    deepspeed_library,
-    deepspeed_norm,
-    deepspeed_weights,
-)
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.deepspeed_precision import EnginePrecision
-from nblaunch.training.strategies.deepspeed_steps import EngineOptimizer, EngineScheduler
+from nblaunch.training.strategies.deepspeed import checkpoint, norm, weights
+from nblaunch.training.strategies.deepspeed import config as deepspeed_config
+from nblaunch.training.strategies.deepspeed import library as deepspeed_library
+from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
+from nblaunch.training.strategies.deepspeed.steps import EngineOptimizer, EngineScheduler
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class DeepSpeedStrategy(Strategy):
         with Waiting(member.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
         if deepspeed_library.parameters_in_parts(model):
-            context.current().trained_weights = deepspeed_weights.pieces
+            context.current().trained_weights = weights.pieces
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(
@@ -236,7 +232,7 @@ class DeepSpeedStrategy(Strategy):
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        deepspeed_norm.set_limit(self.engine, self.engine.gradient_clipping())
+        norm.set_limit(self.engine, self.engine.gradient_clipping())
         return not self.engine.was_step_applied()
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
@@ -247,12 +243,12 @@ class DeepSpeedStrategy(Strategy):
     ) -> torch.Tensor:
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        deepspeed_norm.check(self.engine, parameters, max_norm, norm_type)
+        norm.check(self.engine, parameters, max_norm, norm_type)
         if not self._is_boundary:
-            return deepspeed_norm.last(self.engine)
-        norm = deepspeed_norm.measure(self.engine)
-        deepspeed_norm.set_limit(self.engine, max_norm)
-        return norm
+            return norm.last(self.engine)
+        measured = norm.measure(self.engine)
+        norm.set_limit(self.engine, max_norm)
+        return measured
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         raise ValueError(
@@ -268,14 +264,14 @@ class DeepSpeedStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        return deepspeed_weights.whole(module, keep=self.session.member.topology.local_rank == 0)
+        return weights.whole(module, keep=self.session.member.topology.local_rank == 0)
 
     def save_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        deepspeed_checkpoint.save(folder, models, self.session.member)
+        checkpoint.save(folder, models, self.session.member)
         return True
 
     def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        deepspeed_checkpoint.load(folder, models, self.session.member)
+        checkpoint.load(folder, models, self.session.member)
         return True
 
 

@@ -23,8 +23,8 @@ import torch
 from nblaunch.errors import CheckpointError
 from nblaunch.training import collectives
 from nblaunch.training.process import Member, barrier
-from nblaunch.training.strategies import deepspeed_library
 from nblaunch.training.strategies.base import unwrap
+from nblaunch.training.strategies.deepspeed import library
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -63,7 +63,7 @@ def _tag(index: int) -> str:
 
 def _engine_of(model: Any) -> Any:
     inner = getattr(model, "_orig_mod", model)
-    return inner if deepspeed_library.is_engine(inner) else None
+    return inner if library.is_engine(inner) else None
 
 
 def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:

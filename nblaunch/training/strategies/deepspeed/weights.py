@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import context
-from nblaunch.training.strategies import deepspeed_library
+from nblaunch.training.strategies.deepspeed import library
 from nblaunch.wire.pieces import Piece
 
 
@@ -20,7 +20,7 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
         module: a person's own, or one inside it.
         keep: False: this rank only contributes, and gets an empty dict.
     """
-    is_cut = bool(deepspeed_library.parameters_in_parts(module))
+    is_cut = bool(library.parameters_in_parts(module))
     if not is_cut and not keep:
         return {}
     copies: dict[int, torch.Tensor] = {}

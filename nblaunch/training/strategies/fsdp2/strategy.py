@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
 
-What belongs to it: which modules are units (``fsdp2_units``), where their parts come from (``fsdp2_weights``), what is
-saved in parts (``fsdp2_files``), and what torch keeps inside (``fsdp2_watch``).
+What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what is
+saved in parts (``files``), and what torch keeps inside (``watch``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.placement import size_text
 from nblaunch.training.process import Member
-from nblaunch.training.strategies import fsdp2_files, fsdp2_units, fsdp2_watch
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.fsdp2_weights import Sources
+from nblaunch.training.strategies.fsdp2 import files, watch
+from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
+from nblaunch.training.strategies.fsdp2.weights import Sources
 
 
 class Fsdp2Strategy(Strategy):
@@ -104,8 +105,8 @@ class Fsdp2Strategy(Strategy):
         parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
         sources.make_parts(parts_device)
         for unit, module in sharded:
-            fsdp2_watch.adopt(module)
-            fsdp2_watch.name_in_errors(unit, module)
+            watch.adopt(module)
+            watch.name_in_errors(unit, module)
         sources.fill(self.plugin.param_init_fn)
         self._tell(model, name, sources.num_bytes, len(sharded))
 
@@ -152,7 +153,7 @@ class Fsdp2Strategy(Strategy):
                 parts.local(parameter.grad).mul_(factor)
         for module in model.modules():
             if is_sharded(module):
-                for gradient in fsdp2_watch.unsharded_gradients(module):
+                for gradient in watch.unsharded_gradients(module):
                     parts.local(gradient).mul_(factor)
 
     def clip_grad_norm(
@@ -202,13 +203,13 @@ class Fsdp2Strategy(Strategy):
 
     def save_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if self.plugin.saves_parts:
-            fsdp2_files.save(folder, models, optimizers, is_alone=not self.holds_parts)
+            files.save(folder, models, optimizers, is_alone=not self.holds_parts)
         return self.plugin.saves_parts
 
     def load_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if not fsdp2_files.are_in(folder):
+        if not files.are_in(folder):
             return False
-        fsdp2_files.load(folder, models, optimizers, is_alone=not self.holds_parts)
+        files.load(folder, models, optimizers, is_alone=not self.holds_parts)
         return True
 
 
