@@ -78,7 +78,10 @@ class MemoryWatch:
         self._next_read_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
     def _estimate(self, rank: int, pid: int) -> HostMemory | None:
-        known, own = self._known.get(rank), self._own_bytes(pid)
+        # Workers of a job share the same pages, so until a rank's turn comes, another one's shared part will do: a
+        # table that knows some ranks only would give a sum that is none.
+        known = self._known.get(rank) or next(iter(self._known.values()), None)
+        own = self._own_bytes(pid)
         if own is None or known is None:
             return None
         if known.proportional is None:

@@ -50,6 +50,13 @@ def test_every_rank_is_told_about_once_a_second() -> None:
     assert 17 <= len(told) <= 20
 
 
+def test_all_ranks_are_told_about_at_once_though_they_are_read_one_by_one() -> None:
+    host = Host(cost_s=0.2)
+    told = host.watch().look({0: 1, 1: 2})
+    assert [(event.rank, event.num_bytes) for event in told] == [(0, 50 * MB), (1, 60 * MB)]
+    assert [pid for pid, _ in host.reads] == [1]
+
+
 def test_a_rank_is_read_at_most_every_two_seconds() -> None:
     host = Host()
     host.run(host.watch(), {0: 1, 1: 2}, 20)
