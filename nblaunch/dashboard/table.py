@@ -24,7 +24,7 @@ HEAD_LINES = 500
 GRID_COLUMNS = 8
 """Ranks in a line of the grid of those without a row."""
 
-_NUM_SLOWEST, _NUM_FASTEST, _NUM_FAILED = 4, 3, 6
+_NUM_FAILED, _NUM_TOLD, _NUM_SLOWEST, _NUM_FASTEST = 6, 3, 3, 3
 _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
 
@@ -307,16 +307,34 @@ def _keep(row: Row, used: Sequence[int]) -> Row:
 
 
 def select_ranks(view: JobView) -> tuple[list[RankView], list[RankView]]:
-    """Ranks that get a row, and the others. Beyond :data:`MAX_ROWS`: the failed, the slowest, the fastest, rank 0."""
+    """Ranks that get a row, and the others.
+
+    Beyond :data:`MAX_ROWS`: the failed, those that a notice is about, the slowest, rank 0, the fastest.
+    """
     if len(view.ranks) <= MAX_ROWS:
         return list(view.ranks), []
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
     failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
-    by_progress = sorted(view.ranks, key=lambda rank: (rank.epoch, rank.step, rank.state, -rank.rank))
-    chosen = [*failed[:_NUM_FAILED], *by_progress[:_NUM_SLOWEST], view.ranks[0], *by_progress[-_NUM_FASTEST:]]
+    told = [view.ranks[rank] for notice in notices(view) for rank in notice.ranks]
+    by_progress = _by_progress(view)
+    chosen = [
+        *failed[:_NUM_FAILED],
+        *told[:_NUM_TOLD],
+        *by_progress[:_NUM_SLOWEST],
+        view.ranks[0],
+        *by_progress[-_NUM_FASTEST:],
+    ]
     shown = list(dict.fromkeys(rank.rank for rank in chosen))
     rest = set(range(len(view.ranks))) - set(shown)
     return [view.ranks[rank] for rank in shown], [view.ranks[rank] for rank in sorted(rest)]
+
+
+def _by_progress(view: JobView) -> list[RankView]:
+    """The slowest first. Of ranks that go in step none is: who is a step ahead changes with every look."""
+    steps = [rank.steps_done for rank in view.ranks]
+    if 0 < max(steps) <= min(steps) + 1:
+        return list(view.ranks)
+    return sorted(view.ranks, key=lambda rank: (rank.epoch, rank.step, rank.state, rank.rank))
 
 
 def _grid_cell(rank: RankView) -> GridCell:

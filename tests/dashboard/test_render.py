@@ -131,6 +131,23 @@ def test_beyond_16_processes_the_extremes_and_a_summary_are_shown() -> None:
     assert f"{len(others)} others" in Reader(render_html(view)).text
 
 
+def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
+    view = view_of(started(24))
+    for step in range(0, 101, 5):
+        own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
+        told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        view = fold_samples(view, told, START_S + step / 10)
+    assert "rank 11 is 3.0 times slower than the others" in render_text(view)
+    assert tabulate(view).rows[0].rank == 11
+
+
+def test_beyond_16_processes_rows_stay_while_ranks_go_in_step() -> None:
+    view = trained(24)
+    for ahead in (1, 9, 17):
+        view = fold_samples(view, [sample(rank, 101) for rank in range(ahead)], START_S + 11)
+        assert [rank.rank for rank in select_ranks(view)[0]] == [0, 1, 2, 21, 22, 23]
+
+
 def test_the_grid_has_a_cell_for_each_rank_without_a_row() -> None:
     view = fold_samples(
         trained(64), [sample(rank, 100, state=WorkerState.WAITING) for rank in range(30, 35)], START_S + 11
