@@ -34,6 +34,9 @@ TAIL_LENGTH = 20
 WINDOW_S = 10.0
 """Seconds over which step rates are smoothed."""
 
+LINE_STAYS_S = 2.0
+"""Seconds for which a line that a worker redraws is shown after it printed another: mostly it comes back at once."""
+
 _MARK_SPACING_S = 0.5
 _LINE_LENGTH = 400  # characters of an output line that a view keeps
 _NUM_NOTES = 20
@@ -76,6 +79,8 @@ class RankView:
         metrics_step: the step they were logged at.
         status_line: progress bar or unfinished line on the rank's terminal, without escape sequences.
         bar: the same, if it is a progress bar of tqdm.
+        is_redrawn: that line was seen to change in place.
+        line_gone_s: when it ended, because another was printed; 0.0 while it stands.
         last_line: last whole line that it printed, without escape sequences.
         num_lines: lines that it printed.
         exit_status: how its process ended; None while it lives.
@@ -111,6 +116,8 @@ class RankView:
     metrics_step: int | None = None
     status_line: str = ""
     bar: Bar | None = None
+    is_redrawn: bool = False
+    line_gone_s: float = 0.0
     last_line: str = ""
     num_lines: int = 0
     exit_status: ExitStatus | None = None
@@ -308,7 +315,7 @@ def _settle(view: JobView, rank: RankView) -> RankView:
     if rank.state.is_final:
         return rank
     is_done = rank.has_returned or view.outcome == "done"
-    return replace(rank, state=WorkerState.DONE if is_done else WorkerState.STOPPED, status_line="", bar=None)
+    return replace(_without_line(rank), state=WorkerState.DONE if is_done else WorkerState.STOPPED)
 
 
 def _note(view: JobView, event: events.Note) -> JobView:
@@ -388,7 +395,11 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
     line = clean(event.text).strip()
-    return replace(rank, status_line=line, bar=read_bar(line), moved_s=max(rank.moved_s, event.time_s))
+    rank = replace(rank, moved_s=max(rank.moved_s, event.time_s))
+    if not line and (rank.bar is not None or rank.is_redrawn):
+        return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
+    is_redrawn = rank.status_line != "" and line != ""
+    return replace(rank, status_line=line, bar=read_bar(line), is_redrawn=is_redrawn, line_gone_s=0.0)
 
 
 def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:
@@ -402,25 +413,22 @@ def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView
 
 def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
     if event.info.type_name.rpartition(".")[2] == "KeyboardInterrupt":
-        return replace(rank, state=WorkerState.STOPPED, status_line="", bar=None)
+        return replace(_without_line(rank), state=WorkerState.STOPPED)
     return replace(
-        rank,
+        _without_line(rank),
         state=WorkerState.FAILED,
         failure=describe_failure(event.info),
         is_consequence=event.is_consequence,
-        status_line="",
-        bar=None,
     )
 
 
 def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
-    rank = replace(rank, exit_status=event.status, status_line="", bar=None)
+    rank = replace(_without_line(rank), exit_status=event.status)
     if rank.state.is_final:
         return rank
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
-        return replace(
-            rank, state=WorkerState.DONE
-        )  # perhaps ended by the launcher, because a thread lingered
+        # Perhaps ended by the launcher, because a thread lingered.
+        return replace(rank, state=WorkerState.DONE)
     others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
     if others_failed and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)
@@ -478,7 +486,17 @@ def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobV
         for sample in changed:
             moved[sample.rank] = _sampled(moved[sample.rank], sample, now_s)
         ranks = tuple(moved)
+    if any(_has_lost_line(rank, now_s) for rank in ranks):
+        ranks = tuple(_without_line(rank) if _has_lost_line(rank, now_s) else rank for rank in ranks)
     return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
+
+
+def _has_lost_line(rank: RankView, now_s: float) -> bool:
+    return rank.line_gone_s > 0 and now_s - rank.line_gone_s >= LINE_STAYS_S
+
+
+def _without_line(rank: RankView) -> RankView:
+    return replace(rank, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
 
 
 def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:

@@ -72,7 +72,7 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._valve, clock)
-        self._rows = RowGrid(self._valve, clock)
+        self._rows = RowGrid(self._valve)
         self._grid, self._remarks, self._charts, self._footer = (self._block() for _ in range(4))
         self._logs: LogPane | None = None
         top = widgets.HBox(

@@ -9,10 +9,9 @@ ranks which have one (``table.py``); rows are made once and then only change wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from time import monotonic
 from typing import Any
 
 import ipywidgets as widgets
@@ -36,7 +35,6 @@ _COLUMNS = "minmax(9em,max-content) 110px max-content max-content minmax(8em,1fr
 
 # How often the parts of a row are worth a message, in seconds.
 _NUMBERS_S, _DETAIL_S, _TREND_S = 0.8, 1.0, 4.0
-_STEADY_S = 2.0
 _TREND_LENGTH = 5  # losses that make a line worth drawing
 
 
@@ -60,13 +58,10 @@ class RowGrid:
 
     Args:
         valve: through which they change.
-        clock: seconds on a clock that never jumps.
     """
 
-    def __init__(self, valve: Valve, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, valve: Valve) -> None:
         self._valve = valve
-        self._clock = clock
-        self._details: dict[_RowWidgets, tuple[Row, float]] = {}
         # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden", height="22px")
         self._bar_shown = widgets.Layout(margin="4px 0", width="110px", height="14px")
@@ -99,19 +94,7 @@ class RowGrid:
         has_moved = self._fit(table)
         self._show_head(table)
         for parts, row in zip(self._rows, table.rows, strict=False):
-            self._show_row(parts, self._steadied(parts, row), table.columns, has_moved=has_moved)
-
-    def _steadied(self, parts: _RowWidgets, row: Row) -> Row:
-        """``row`` with the bar that a worker draws, also for the moment after it printed a line, when it has none."""
-        now_s = self._clock()
-        if row.detail:
-            self._details[parts] = (row, now_s)
-            return row
-        last, seen_s = self._details.get(parts, (row, now_s))
-        if row.state is not last.state or now_s - seen_s > _STEADY_S:
-            return row
-        fraction = last.fraction if row.fraction is None else row.fraction
-        return replace(row, detail=last.detail, fraction=fraction)
+            self._show_row(parts, row, table.columns, has_moved=has_moved)
 
     def _text(self, value: str = "") -> Any:
         return widgets.HTML(value, layout=self._shown)

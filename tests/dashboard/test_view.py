@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch.dashboard.bars import read_bar
 from nblaunch.dashboard.view import (
     HISTORY_LENGTH,
+    LINE_STAYS_S,
     TAIL_LENGTH,
     JobView,
     clean,
@@ -137,6 +139,20 @@ def test_output_is_kept_as_tail_and_last_lines() -> None:
     assert view.tail[-1] == (0, "100%|##")
     view = fold(view, Displayed(1, START_S, data={"text/plain": "<Figure>", "image/png": "…"}))
     assert view.tail[-1] == (1, "displayed: <Figure>")
+
+
+BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
+
+
+@pytest.mark.parametrize("lines", [[BAR], ["10/100 [=>....]", "20/100 [==>...]"]])
+def test_a_line_that_is_redrawn_stays_for_the_moment_after_another_was_printed(lines: list[str]) -> None:
+    view = view_of([*started(2), *(StatusLine(0, START_S, text=line) for line in lines)])
+    view = fold_samples(view_of([StatusLine(0, START_S + 3)], view), [], START_S + 4)
+    assert (view.ranks[0].status_line, view.ranks[0].bar) == (lines[-1], read_bar(lines[-1]))
+    drawn = view_of([StatusLine(0, START_S + 4, text=f"{lines[-1]} ")], view)
+    assert fold_samples(drawn, [], START_S + 9).ranks[0].status_line == lines[-1]
+    view = fold_samples(view, [], START_S + 3 + LINE_STAYS_S)
+    assert (view.ranks[0].status_line, view.ranks[0].bar) == ("", None)
 
 
 def test_metrics_are_merged() -> None:
