@@ -1,6 +1,7 @@
 """The parent side of a launch: checking, supervising, diagnosing, and the job that a person holds.
 
-Called as ``nblaunch.launch(function, args, ...)`` it runs a function on every device: ``help(nblaunch.scripts.launch)``.
+Called as ``nblaunch.launch(function, args, ...)``, it runs a function on every device; see
+``help(nblaunch.scripts.launch)``.
 
 For the package shares its name with that public function, which stands on a floor above (:mod:`nblaunch.scripts`), and
 importing any module of this folder makes ``nblaunch.launch`` the package. So the package can be called like the
