@@ -105,7 +105,7 @@ class Neighbours:
         before, neighbour.state = neighbour.state, page.state
         if page.state == before or page.state not in (nodes.LEFT, nodes.FAILED):
             return []
-        if page.state == nodes.FAILED and self.elsewhere.has_cause:
+        if page.reason == nodes.FINISHED or (page.state == nodes.FAILED and self.elsewhere.has_cause):
             return []  # as was to be expected
         text = f"{neighbour.member} {page.reason or 'gave up'}"
         self.elsewhere.lost.setdefault(neighbour.member.first_rank, text)

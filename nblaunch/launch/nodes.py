@@ -182,7 +182,7 @@ class NodeLink:
                 return None
             self._heed_requests()
             if self._is_finished and not self._neighbours.is_anybody_expected:
-                self.leave("finished")
+                self.leave(nodes.FINISHED)
                 return None
             if time.monotonic() - began_s > patience_s:
                 self._give_up()

@@ -20,6 +20,9 @@ from nblaunch.wire.board import Sample
 JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "left"
 """States of a node: looking for others; its workers run; they finished; it gave up after a failure; it went away."""
 
+FINISHED = "finished"
+"""The reason of a node that went away because all was done, here and elsewhere."""
+
 
 @dataclass(frozen=True)
 class Member:

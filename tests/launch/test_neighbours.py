@@ -87,6 +87,14 @@ def test_a_node_that_leaves_says_why() -> None:
     assert others.must_stop
 
 
+def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
+    """Nodes notice in turn that all is done; the last ones hear it of those that have gone already."""
+    others = neighbours()
+    assert others.learn([page("b", 1, nodes.LEFT, reason=nodes.FINISHED)], 101.0) == ([], [])
+    assert not others.must_stop
+    assert not others.elsewhere.lost
+
+
 def test_failures_and_ends_are_told_once_and_kept() -> None:
     others = neighbours()
     told = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, finished={4: Finished(4, 3.0)})
