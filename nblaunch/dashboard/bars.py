@@ -42,9 +42,10 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """In words, without the drawn part: ``"train epoch 2 450/1000"``."""
+        """In words, without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``."""
         counted = f"{self.count}/{self.total}" if self.total else self.count
-        return f"{self.description} {counted}".strip()
+        meter = f"[{self.meter}]" if self.meter else ""
+        return " ".join(part for part in (self.description, counted, meter) if part)
 
 
 def read_bar(line: str) -> Bar | None:

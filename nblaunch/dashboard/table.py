@@ -41,7 +41,7 @@ class Row:
         cells: one text per column of the table; empty where there is nothing to say.
         fraction: done part of the pass, 0 to 1, or None.
         loss_history: points of a sparkline.
-        detail: progress bar of the worker, or how it ended.
+        detail: progress bar of the worker in words, or its last line, or how it ended.
     """
 
     rank: int | None
@@ -295,6 +295,8 @@ def _detail(rank: RankView) -> str:
         return str(rank.exit_status)
     if rank.state.is_final:
         return ""
+    if rank.bar is not None:
+        return rank.bar.text
     # Lines stand in the cell already, unless this rank prints so much that they are folded there.
     return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
 

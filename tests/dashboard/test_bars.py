@@ -64,4 +64,8 @@ def test_other_lines_are_no_bars(line: str) -> None:
 
 def test_a_bar_in_words() -> None:
     assert Bar("train", "45", "100", 0.45).text == "train 45/100"
+    assert (
+        Bar("train", "45", "100", 0.45, "00:45<00:55, 1.00it/s").text
+        == "train 45/100 [00:45<00:55, 1.00it/s]"
+    )
     assert Bar("", "45", "", None).text == "45"
