@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,24 @@ largest_difference(model, replicated), type(model).__name__, type(model.blocks[0
     assert "Net: 4.6 kB of weights sharded over 2 ranks, 2.1 kB to 2.5 kB each" in cell.stdout
     assert "gathered in 4 units, each freed after its forward" in cell.stdout
     assert "the trained weights of args[0] (Net) are back in the kernel's module (" in cell.stdout
+
+
+def test_whole_weights_are_loaded_into_parts_of_the_kernels_model(sharding: Kernel, tmp_path: Path) -> None:
+    cell = sharding.run(
+        f"""
+def load(model, folder):
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    load_checkpoint_in_model(accelerator.prepare(model), folder, strict=True)
+
+from safetensors.torch import save_file
+model, saved = Net(128), Net(128)  # of many pages; the parts of rank 1 begin in the middle of the kernel's tensors
+save_file(saved.state_dict(), {str(tmp_path / "model.safetensors")!r})
+notebook_launcher(load, (model, {str(tmp_path)!r}), 2)
+largest_difference(model, saved)
+"""
+    )
+    assert float(cell.result or "nan") == 0
 
 
 def test_a_model_without_memory_gets_its_first_weights(sharding: Kernel) -> None:

@@ -82,7 +82,11 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none."""
+    """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
+
+    Of a tensor that lies in parts: of this rank's.
+    """
+    tensor = parts.local(tensor)
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
         return None, 0
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

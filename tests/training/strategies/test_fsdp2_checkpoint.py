@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader
@@ -138,6 +138,21 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     names = load_file(tmp_path / "model.safetensors").keys()
     assert len({"entry.weight", "exit.weight"} & names) == 1
     load_checkpoint_in_model(Tied(), tmp_path, strict=True)
+
+
+def _load_tied(folder: str) -> dict[str, Any]:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = accelerator.prepare(Tied())
+    load_checkpoint_in_model(model, folder, strict=True)
+    return accelerator.get_state_dict(model)
+
+
+def test_a_file_may_have_tied_weights_under_one_name(tmp_path: Path) -> None:
+    weights = Tied().state_dict()
+    del weights["exit.weight"]  # as libraries do that know what is tied
+    save_file(weights, tmp_path / "model.safetensors")
+    found = ranks.run(_load_tied, 2, str(tmp_path))[0]
+    torch.testing.assert_close(found, {**weights, "exit.weight": weights["entry.weight"]})
 
 
 def _fail(folder: str, culprit: int) -> str:
