@@ -155,11 +155,7 @@ def render(values: Mapping[str, Any]) -> str:
     ]
     lines.append("# `nblaunch launch --help` lists all settings, and each may stand here.")
     for group, title in GROUPS.items():
-        chosen = {
-            name: value
-            for name, value in values.items()
-            if SETTINGS[name].group == group and value is not None
-        }
+        chosen = {name: value for name, value in values.items() if SETTINGS[name].group == group}
         if not chosen:
             continue
         lines += ["", f"# --- {title}"]
@@ -173,5 +169,7 @@ def render(values: Mapping[str, Any]) -> str:
 def _scalar(value: Any) -> str:
     import yaml
 
+    if value is None:
+        return "none"  # and not null, which leaves a setting open
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

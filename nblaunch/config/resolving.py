@@ -28,7 +28,7 @@ class Layer:
 
     Args:
         source: the place, as ``command line`` or a file.
-        values: name of a setting -> value, converted.
+        values: name of a setting -> value, converted; None is a value as well, where a setting may be none.
         notes: what was read and changes nothing, a sentence each.
     """
 
@@ -96,7 +96,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     """
     values, sources = {}, {}
     for name, setting in SETTINGS.items():
-        layer = next((layer for layer in layers if layer.values.get(name) is not None), None)
+        layer = next((layer for layer in layers if name in layer.values), None)
         values[name] = layer.values[name] if layer is not None else setting.default
         sources[name] = layer.source if layer is not None else DEFAULT
     resolved = Resolved(values, sources, tuple(note for layer in layers for note in layer.notes))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nblaunch.config import files
 from nblaunch.config.launching import accelerator_settings, resolved_settings, spec_from_file, spec_of
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 from nblaunch.config.settings import GROUPS, SETTINGS
@@ -89,6 +91,20 @@ def test_the_earlier_layer_wins_and_sources_are_kept() -> None:
     assert (resolved["num_processes"], resolved.sources["num_processes"]) == (2, "command line")
     assert (resolved["debug"], resolved.sources["debug"]) == (True, "file")
     assert (resolved["mixed_precision"], resolved.sources["mixed_precision"]) == ("no", "default")
+
+
+def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    files.write(path, {"hang_timeout_s": None})
+    for resolved in (
+        resolve([Layer("command line", {"hang_timeout_s": convert("hang_timeout_s", "none")})]),
+        resolved_settings(None, {"hang_timeout_s": "none"}),
+        resolved_settings(path, {}),
+    ):
+        assert resolved.is_set("hang_timeout_s")
+        assert spec_of(resolved, print).hang_timeout_s is None
+    path.write_text("hang_timeout_s: null\n")
+    assert not resolved_settings(path, {}).is_set("hang_timeout_s")
 
 
 @pytest.mark.parametrize(
