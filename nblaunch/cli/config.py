@@ -66,15 +66,13 @@ def _write_default(path: Path) -> int:
         raise UsageError(
             f"{path}: is there already, and is not overwritten; remove it or name another --config_file"
         )
-
     return _write(path, detected(Machine.here()))
 
 
 def _ask(path: Path) -> int:
-
     known = files.read(path).values if path.exists() else {}
     if known:
-        print(f"The defaults are those of {path}.")
+        print(f"The defaults are those of {path}; settings that are not asked for stay.")
     return _write(path, ask_all(asker(), Machine.here(), known))
 
 

@@ -46,10 +46,33 @@ def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers
         known: settings of an earlier file, which are the defaults instead.
     """
     answers: Answers = {}
+    known = _implied(known) | dict(known)
     for question in QUESTIONS:
         if question.is_asked(answers):
             answers[question.setting] = _ask(question, asker, machine, answers, known)
-    return {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
+    given = {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
+    return given | {name: value for name, value in known.items() if _is_kept(name, given)}
+
+
+def _implied(known: Mapping[str, Any]) -> Answers:
+    """What an earlier file answers to the questions that no setting is kept of."""
+    return {
+        "where": "several" if _num_machines(known) > 1 else "one",
+        "has_classes": "fsdp_transformer_layer_cls_to_wrap" in known,
+        "has_file": "deepspeed_config_file" in known,
+    }
+
+
+def _is_kept(name: str, answers: Answers) -> bool:
+    """Whether a setting of an earlier file stays: nobody is asked for it, and it goes with the answers."""
+    if name in {question.setting for question in QUESTIONS}:
+        return False
+    is_used = {
+        "fsdp_config": answers.get("strategy") == "fsdp",
+        "deepspeed_config": answers.get("strategy") == "deepspeed" and "deepspeed_config_file" not in answers,
+        "dynamo_config": answers.get("dynamo_backend", "no") != "no",
+    }
+    return is_used.get(SETTINGS[name].group, True)
 
 
 def detected(machine: Machine) -> Answers:
@@ -71,6 +94,8 @@ def _ask(
     if question.choices is not None:
         choices = question.choices(answers, machine)
         values = [value for value, _ in choices]
+        if len(values) == 1:
+            return values[0]
         place = values.index(default) if default in values else 0
         return values[asker.choose(question.text, [label for _, label in choices], place)]
 
@@ -85,14 +110,19 @@ def _ask(
 
 def _in_range(setting: str, value: Any, answers: Answers) -> Any:
     """What only the answers before can tell."""
-    num_machines = answers.get("num_machines", 1)
-    if setting == "num_machines" and value < 2:
+    num_machines = _num_machines(answers)
+    if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")
     if setting == "machine_rank" and value >= num_machines:
         raise ValueError(f"must be below {num_machines}, since ranks count from 0")
     if setting == "num_processes" and value % num_machines:
         raise ValueError(f"must be shared equally by {num_machines} machines")
     return value
+
+
+def _num_machines(answers: Mapping[str, Any]) -> int:
+    """As many as there may be."""
+    return int(str(answers.get("num_machines", 1)).rpartition(":")[2])
 
 
 def _has_several(answers: Answers) -> bool:
@@ -152,7 +182,14 @@ def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
 
 
 def _total(answers: Answers, machine: Machine) -> int:
-    return machine.count(answers["backend"]) * int(answers.get("num_machines", 1))
+    return machine.count(answers["backend"]) * _num_machines(answers)
+
+
+def _meetings(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    """A number of machines that is open leaves one way only."""
+    fixed = [("static", "static (a fixed set, machine 0 is the meeting point)")]
+    return [*(fixed if ":" not in str(answers["num_machines"]) else []),
+            ("c10d", "c10d (machines may come late or come back)")]  # fmt: skip
 
 
 _YES_NO = _listed((False, "no"), (True, "yes"))
@@ -160,11 +197,9 @@ _YES_NO = _listed((False, "no"), (True, "yes"))
 QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, _fixed("one"),
              _listed(("one", "here (this machine)"), ("several", "several machines together"))),
-    Question("num_machines", "How many machines?", _has_several, _fixed(2)),
+    Question("num_machines", "How many machines? (min:max, as 1:4, where fewer will do)", _has_several, _fixed(2)),
     Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, _fixed(0)),
-    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"),
-             _listed(("static", "static (a fixed set, machine 0 is the meeting point)"),
-                     ("c10d", "c10d (machines may come late or come back)"))),
+    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"), _meetings),
     Question("main_process_ip", "Address of machine 0, as the others reach it?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(None)),
     Question("main_process_port", "Port of machine 0 to meet at?",

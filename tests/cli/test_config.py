@@ -52,6 +52,16 @@ class Walker(Asker):
         return convert(TYPED.get(setting, default))
 
 
+class Enter(Asker):
+    """Takes every default."""
+
+    def choose(self, question: str, labels: Sequence[str], default: int) -> int:
+        return default
+
+    def enter(self, question: str, default: str, convert: Convert) -> object:
+        return convert(default)
+
+
 @pytest.mark.parametrize(
     "machine",
     [
@@ -71,6 +81,7 @@ def test_every_path_gives_a_file_that_launches(machine: Machine, tmp_path: Path)
         files.write(path, values)
         layer = files.read(path)
         assert dict(layer.values) == values
+        assert ask_all(Enter(), machine, values) == values
         spec = spec_of(resolve([layer]), print)
         assert spec.backend == values["backend"]
         if seed >= 60 and offered == taken:
@@ -116,6 +127,34 @@ def test_answers_of_an_earlier_file_are_the_defaults(
     assert [values[name] for name in ("num_processes", "mixed_precision", "strategy")] == [7, "bf16", "fsdp"]
 
 
+def test_settings_that_are_not_asked_for_stay(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of a strategy that is not the chosen one any more."""
+    path = Path("mine.yaml")
+    own = {"hang_timeout_s": None, "num_cpu_threads_per_process": 3, "log_dir": "logs"}
+    sharded = {"strategy": "fsdp", "fsdp_activation_checkpointing_offload": True, "fsdp_offload_params": True}
+    files.write(path, {"backend": "cpu", "num_processes": 2, **own, **sharded})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("here\ncpu\n2\nno\nddp\n1\nno\n"))
+    ended = command("config", "--config_file", "mine.yaml")
+    assert ended.code == 0, ended.err
+    values = files.read(path).values
+    assert {name: values[name] for name in own} == own
+    assert values["strategy"] == "ddp"
+    assert not any(name.startswith("fsdp_") for name in values)
+
+
+def test_an_open_number_of_machines_meets_by_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not asked how; the file is also read back as defaults of the next time."""
+    answers = "several\n1:3\n2\n127.0.0.1:29400\n1\ncpu\n6\nno\nddp\n1\nno\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+    assert command("config").code == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 11))
+    ended = command("config")
+    assert ended.code == 0, ended.err
+    values = files.read(files.default_path()).values
+    assert [values[name] for name in ("num_machines", "machine_rank", "rdzv_backend")] == ["1:3", 2, "c10d"]
+    assert spec_of(resolve([files.read(files.default_path())]), print).num_processes == 2
+
+
 def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("here\ncpu\n2\nbf16\n1\n3\nno\n"))
     ended = command("config")
@@ -138,6 +177,8 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
         ("here\nabacus\n", ["What should compute?", "'abacus'", "number from 1 to 3"]),
         ("here\ncpu\nmany\n", ["'many'", "whole number"]),
         ("several\n1\n", ["'1'", "at least 2"]),
+        ("several\n1:1\n", ["'1:1'", "at least 2"]),
+        ("several\n1:2\n2\n", ["'2'", "below 2"]),
         ("several\n2\n2\n", ["'2'", "below 2"]),
         ("several\n2\n1\nstatic\n\n", ["Address", "empty"]),
     ],
