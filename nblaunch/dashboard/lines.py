@@ -2,6 +2,7 @@
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
+    [0-3] a warning of a library
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch/train-3
     [1] last line
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from string import Template
@@ -21,11 +22,12 @@ from time import monotonic
 from typing import Any, TextIO, final
 
 from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import write
 from nblaunch.dashboard.view import TAIL_LENGTH
-from nblaunch.dashboard.wording import count
+from nblaunch.dashboard.wording import count, spans
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
 
@@ -52,6 +54,7 @@ class LinesPrinter(Dashboard):
         first_s: seconds before the first write, so that the table of the job stands above its output.
         holds_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
             shown as it comes.
+        joins_equal: tell a line that three or more ranks print at the same time once, labelled ``[0-3]``.
         live: a line of the same terminal that is redrawn in place, to be kept below.
         clock: seconds on a clock that never jumps.
     """
@@ -68,6 +71,7 @@ class LinesPrinter(Dashboard):
         line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
         holds_lines: bool = False,
+        joins_equal: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -80,7 +84,8 @@ class LinesPrinter(Dashboard):
         self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
         self._holds_lines = holds_lines
-        self._pending: list[str | Displayed] = []
+        self._joins_equal = joins_equal
+        self._pending: list[str | SameLines | Displayed] = []
         self._num_lines: dict[int, int] = {}
         self._tails: dict[int, deque[str]] = {}
         self._num_displays: dict[int, int] = {}
@@ -91,7 +96,7 @@ class LinesPrinter(Dashboard):
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, LogLines):
-            self._add_lines(event.rank, event.lines)
+            self._add_lines(event)
         elif isinstance(event, Displayed):
             self._add_display(event)
         elif isinstance(event, Note):
@@ -125,15 +130,14 @@ class LinesPrinter(Dashboard):
         width = len(str(self._num_processes - 1))
         return f"[{rank:{width}}] " if self._num_processes > 1 else ""
 
-    def _add_lines(self, rank: int, lines: Sequence[str]) -> None:
+    def _add_lines(self, event: LogLines) -> None:
+        rank, lines = event.rank, event.lines
         self._num_lines[rank] = self._num_lines.get(rank, 0) + len(lines)
         label = self._label(rank)
         num_shown = min(self._room(rank), len(lines))
         self._num_shown[rank] = self._num_shown.get(rank, 0) + num_shown
         if num_shown:
-            self._pending.append(
-                "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in lines[:num_shown])
-            )
+            self._add_shown(event, num_shown)
         hidden = lines[num_shown:]
         if not hidden:
             return
@@ -141,6 +145,24 @@ class LinesPrinter(Dashboard):
             self._tails[rank] = deque(maxlen=self._num_tail)
             self._pending.append(f"{label}... prints a lot; its last lines follow at the end\n")
         self._tails[rank].extend(hidden[-self._num_tail :])
+
+    def _add_shown(self, event: LogLines, num_shown: int) -> None:
+        shown = [_shorten(line, self._line_length) for line in event.lines[:num_shown]]
+        if not self._joins_equal:
+            label = self._label(event.rank)
+            self._pending.append("".join(f"{label}{line}\n" for line in shown))
+            return
+        last = self._pending[-1] if self._pending else None
+        same = last if isinstance(last, SameLines) else SameLines()
+        if same is not last:
+            self._pending.append(same)
+        for line in shown:
+            same.add(event.rank, line, event.time_s)
+
+    def _labelled(self, same: SameLines) -> Iterator[str]:
+        for ranks, line in same.told():
+            label = self._label(ranks[0]) if len(ranks) == 1 else f"[{spans(ranks)}] "
+            yield f"{label}{line}\n"
 
     def _room(self, rank: int) -> int:
         """How many more lines of ``rank`` may be shown: none once some were left out."""
@@ -193,6 +215,9 @@ class LinesPrinter(Dashboard):
             if isinstance(item, str):
                 lines.append(item)
                 continue
+            if isinstance(item, SameLines):
+                lines += self._labelled(item)
+                continue
             if self._publish is None:
                 lines += [] if item.update else [f"{self._label(item.rank)}{_as_text(item.data)}\n"]
                 continue
@@ -211,7 +236,7 @@ class LinesPrinter(Dashboard):
         self._pending = [item for item in held if isinstance(item, Displayed)]
         if self._pending:
             self._flush()
-        self._pending = [item for item in held if isinstance(item, str)]
+        self._pending = [item for item in held if not isinstance(item, Displayed)]
 
     def _write(self, lines: list[str]) -> None:
         if not lines:

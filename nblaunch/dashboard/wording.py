@@ -65,13 +65,15 @@ def percent(fraction: float) -> str:
 
 def who(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 2, 5-63``."""
-    spans: list[list[int]] = []
+    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)}"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``3``, ``0, 2, 5-63``."""
+    found: list[list[int]] = []
     for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
         else:
-            spans.append([rank, rank])
-    parts = []
-    for first, last in spans:
-        parts += [str(first)] if first == last else [f"{first}-{last}"]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+            found.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

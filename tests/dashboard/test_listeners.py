@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.notebook import NotebookDashboard
+from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.events import Displayed, Event, LogLines, Note
 from nblaunch.wire.board import Sample
@@ -164,6 +167,55 @@ def test_labels_are_aligned_and_a_single_process_has_none() -> None:
     feed(one := LinesPrinter(stream=stream), [*started(1), lines_of(0, 0, 1)])
     one.close()
     assert stream.getvalue() == "[ 2] line 0\n[11] line 0\nline 0\n"
+
+
+def said(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
+    return LogLines(rank, START_S + after_s, lines=lines)
+
+
+def test_what_several_ranks_print_alike_is_told_once() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, joins_equal=True)
+    warned = [said(rank, "deprecated", f"loss {rank}", "saved") for rank in range(4)]
+    two = [said(rank, "hello") for rank in (1, 3)]
+    feed(printer, [*started(12), *warned, *two, *(said(rank, "bye") for rank in (11, 2, 3, 4))])
+    printer.close()
+    assert stream.getvalue().splitlines() == [
+        "[0-3] deprecated",
+        "[ 0] loss 0",
+        "[ 0] saved",
+        "[ 1] loss 1",
+        "[ 1] saved",
+        "[ 2] loss 2",
+        "[ 2] saved",
+        "[ 3] loss 3",
+        "[ 3] saved",
+        "[ 1] hello",
+        "[ 3] hello",
+        "[2-4, 11] bye",
+    ]
+
+
+def test_lines_are_alike_only_near_each_other() -> None:
+    stream = Writes()
+    printer = LinesPrinter(stream=stream, joins_equal=True, holds_lines=True)
+    early = [said(rank, "ready") for rank in range(3)]
+    late = [said(3, "ready", after_s=60.0), Note(-1, START_S + 60, text="a note")]
+    feed(printer, [*started(4), *early, *late, *(said(rank, "ready", after_s=61.0) for rank in range(3))])
+    printer.close()
+    assert stream.getvalue() == "[0-2] ready\n[3] ready\nnblaunch: a note\n[0-2] ready\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.floats(0, 3)), max_size=60))
+def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
+    printed: list[tuple[int, str, float]],
+) -> None:
+    lines = SameLines()
+    for rank, text, time_s in printed:
+        lines.add(rank, text, time_s)
+    for rank in range(5):
+        told = [text for ranks, text in lines.told() if rank in ranks]
+        assert told == [text for one, text, _ in printed if one == rank]
 
 
 def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:

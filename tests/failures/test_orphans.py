@@ -34,38 +34,38 @@ def stay():
     try:
         raise ValueError("away")
     finally:
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         while True:
             time.sleep(1)
 
 def train():
     dist.init_process_group()
     if rank() == 0:
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         dist.all_reduce(torch.ones(2))                                # the others never come
     elif rank() == 1:
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         while True: sum(range(100))
     elif rank() == 2:
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         collections.deque(itertools.repeat(None), maxlen=0)           # blocked in C, holding the interpreter's lock
     elif rank() == 3:
         deaf()
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         time.sleep(3600)
     elif rank() == 4:
         stay()
     elif rank() == 5:
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank() == 6:
         deaf()
         for _ in torch.utils.data.DataLoader(Endless(), num_workers=2, multiprocessing_context="fork"):
-            print("rea" + "dy") if not started else None
+            print("rea" + "dy", rank()) if not started else None
             started.append(True)
     elif rank() == 7:
         child = subprocess.Popen(["sleep", "3600"])                   # knows nothing of its parent's death
-        print("rea" + "dy")
+        print("rea" + "dy", rank())
         child.wait()
 
 started = []

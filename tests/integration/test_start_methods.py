@@ -89,7 +89,7 @@ def train():
     dist.init_process_group()
     total = torch.ones(())
     dist.all_reduce(total)
-    print("reduced")
+    print("reduced by", dist.get_rank())
     return os.getpid(), nblaunch.context.is_worker(), dist.get_world_size(), total.item()
 import nblaunch.context
 values = notebook_launcher(train, num_processes={num_processes}, return_all=True)
@@ -99,9 +99,9 @@ values
     values = ast.literal_eval(cell.result or "")
     assert len({pid for pid, *_ in values} | {shared.pid}) == num_processes + 1
     assert [rest for _, *rest in values] == [[True, num_processes, num_processes]] * num_processes
-    printed = [line for line in cell.stdout.splitlines() if line.endswith("reduced")]
+    printed = [line for line in cell.stdout.splitlines() if "reduced by" in line]
     labels = [""] if num_processes == 1 else [f"[{rank}] " for rank in range(num_processes)]
-    assert sorted(printed) == [f"{label}reduced" for label in labels]
+    assert sorted(printed) == [f"{label}reduced by {rank}" for rank, label in enumerate(labels)]
 
 
 def test_a_kernel_that_used_openmp_forks_workers_that_use_it_too(fresh: Kernel) -> None:
