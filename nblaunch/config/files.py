@@ -81,12 +81,20 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: is not YAML: {_place_of(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys and values, but is a {type(content).__name__}")
     return content
+
+
+def _place_of(error: Any) -> str:
+    """What is wrong with a text that is no YAML, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def _loader() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,7 +122,13 @@ def spec_of(
     try:
         return LaunchSpec(function=function, args=args, **(given | further))
     except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(in_words_of_settings(str(error))) from None
+
+
+def in_words_of_settings(text: str) -> str:
+    """A message that speaks of arguments of ``notebook_launcher``, for people who know the settings' names."""
+    names = {ours: name for name, ours in _WHERE_SET.items()} | {"use_port": "main_process_port"}
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 
 def device_choice(resolved: Resolved) -> dict[str, str | None]:
@@ -141,7 +148,10 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if resolved["gradient_accumulation_steps"] is not None:
         settings["gradient_accumulation_steps"] = resolved["gradient_accumulation_steps"]
-    settings |= {name: True for name in ("downcast_bf16", "debug") if resolved[name]}
+    if resolved["downcast_bf16"] and resolved["backend"] in ("auto", "xla"):
+        settings["downcast_bf16"] = True
+    if resolved["debug"]:
+        settings["debug"] = True
     if resolved["dynamo_backend"] != "no":
         chosen = resolved.group("dynamo_config")
         settings["dynamo_plugin"] = {

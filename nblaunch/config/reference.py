@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nblaunch.config.kinds import Flag
 from nblaunch.config.resolving import ConfigError
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
@@ -96,6 +97,14 @@ def _translate_environment(raw: Mapping[str, Any]) -> None:
         )
 
 
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    try:
+        return value is not None and Flag().convert(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {value!r} {error}") from None
+
+
 def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kind = raw.get("distributed_type")
@@ -109,8 +118,8 @@ def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
         found |= _DISTRIBUTED_TYPES[name]
         if name == "NO":
             found["num_processes"] = 1
-    if raw.get("use_cpu") not in (None, False, "false"):
+    if _flag(raw, "use_cpu"):
         found["backend"] = "cpu"
-    if raw.get("fp16") is True and "mixed_precision" not in raw:
+    if _flag(raw, "fp16") and "mixed_precision" not in raw:
         found["mixed_precision"] = "fp16"
     return found

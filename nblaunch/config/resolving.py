@@ -103,7 +103,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
     order = {layer.source: place for place, layer in enumerate(layers)} | {DEFAULT: len(layers)}
     _check_groups(resolved, order)
     _check_machines(resolved)
-    _check_training(resolved)
+    _check_training(resolved, order)
     return resolved
 
 
@@ -157,12 +157,19 @@ def _check_machines(resolved: Resolved) -> None:
         )
 
 
-def _check_training(resolved: Resolved) -> None:
+def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
     backend = resolved["backend"]
-    if resolved["downcast_bf16"] and backend in ("cpu", "cuda"):
-        raise ConfigError(
-            f"downcast_bf16 is for TPUs, but backend is {backend} ({resolved.sources['backend']})"
-        )
+    for name, is_used, others, noun in (
+        ("downcast_bf16", resolved["downcast_bf16"], ("cpu", "cuda"), "TPUs"),
+        ("gpu_ids", resolved["gpu_ids"] != "all", ("cpu", "xla"), "GPUs"),
+    ):
+        # Another device on the command line is meant to override a file that was written for this one.
+        overrides = order[resolved.sources["backend"]] < order[resolved.sources[name]]
+        if is_used and backend in others and not overrides:
+            raise ConfigError(
+                f"{name} ({resolved.sources[name]}) is for {noun}, but backend is {backend} "
+                f"({resolved.sources['backend']})"
+            )
     if resolved["strategy"] == "spmd" and backend in ("cpu", "cuda"):
         raise ConfigError(
             f"strategy=spmd is for TPUs, but backend is {backend} ({resolved.sources['backend']})"

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from nblaunch.config import files
-from nblaunch.config.launching import accelerator_settings, resolved_settings, spec_from_file, spec_of
+from nblaunch.config.launching import (
+    accelerator_settings,
+    device_choice,
+    resolved_settings,
+    spec_from_file,
+    spec_of,
+)
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 from nblaunch.config.settings import GROUPS, SETTINGS
 
@@ -119,6 +125,7 @@ def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
         ({"fsdp_offload_params": True, "strategy": "deepspeed"}, "use_fsdp"),
         ({"dynamo_mode": "default"}, "dynamo_backend"),
         ({"downcast_bf16": True, "backend": "cpu"}, "TPU"),
+        ({"gpu_ids": "0,1", "backend": "cpu"}, "GPU"),
         ({"strategy": "spmd", "backend": "cuda"}, "TPU"),
         ({"strategy": "deepspeed", "deepspeed_config_file": "a.json", "zero_stage": 2}, "zero_stage"),
     ],
@@ -134,6 +141,18 @@ def test_a_strategy_on_the_command_line_overrides_that_of_a_file_with_its_settin
     assert "deepspeed_plugin" not in accelerator_settings(resolved)
     with pytest.raises(ConfigError, match="zero_stage"):
         resolve([Layer("command line", {"zero_stage": 3}), Layer("file", {"strategy": "fsdp"})])
+
+
+def test_a_device_on_the_command_line_overrides_that_of_a_file_with_its_settings() -> None:
+    for values in ({"backend": "xla", "downcast_bf16": True}, {"backend": "cuda", "gpu_ids": "0,1"}):
+        resolved = resolve([Layer("command line", {"backend": "cpu"}), Layer("file", values)])
+        assert accelerator_settings(resolved) == {}
+        assert device_choice(resolved) == {}
+
+
+def test_messages_have_the_names_of_settings() -> None:
+    with pytest.raises(ConfigError, match=r"^num_machines='1:2' leaves .*rdzv_backend='c10d'"):
+        spec_of(resolve([Layer("x", {"num_machines": "1:2", "main_process_ip": "127.0.0.1"})]), print)
 
 
 def test_settings_become_what_an_accelerator_takes() -> None:
