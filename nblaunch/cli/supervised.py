@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
 from nblaunch.cli.usage import UsageError
-from nblaunch.config.launching import spec_of
+from nblaunch.config.launching import in_words_of_settings, spec_of
 from nblaunch.config.resolving import ConfigError, Resolved
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
@@ -46,7 +46,10 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     plan = _planned(spec)
     store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
-    job = Job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
+    try:
+        job = Job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
+    except LaunchError as refusal:
+        raise UsageError(_in_one_line(refusal)) from None
     jobs.remember(job)
     with _signals_to(job, resolved["stop_grace_s"]) as received:
         job.run()
@@ -197,7 +200,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _in_one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return in_words_of_settings(" ".join(str(error).split()))
 
 
 def plan_of(spec: LaunchSpec) -> LaunchPlan | str:

@@ -55,6 +55,9 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("--config_file type.yaml train.py", ["type.yaml", "num_processes: 'many'"]),
         ("--config_file rank.yaml train.py", ["machine_rank=3", "file rank.yaml"]),
         ("--strategy spmd --cpu train.py", ["spmd", "command line"]),
+        ("--gpu_ids 0 --cpu train.py", ["gpu_ids", "backend is cpu"]),
+        ("--cpu --log_dir train.py/logs train.py", ["train.py/logs", "can't be made"]),
+        ("--cpu --use_deepspeed --deepspeed_config_file no.json train.py", ["no.json", "no such file"]),
     ],
 )
 def test_a_wrong_use_is_refused(command: Command, options: str, words: list[str]) -> None:
@@ -70,7 +73,16 @@ def test_a_taken_port_is_refused(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = command("launch", "--cpu", "--num_processes", "2", "--main_process_port", str(port), name)
-    assert_refused(ended, str(port), "in use")
+    assert_refused(ended, str(port), "in use", "leave main_process_port out")
+
+
+def test_an_address_of_another_machine_is_refused_in_the_words_of_options(command: Command) -> None:
+    options = "--cpu --num_machines 2 --main_process_ip 192.0.2.200"
+    ended = command("launch", *options.split(), script("raise AssertionError('the script must not run')\n"))
+    (line,) = ended.err.splitlines()
+    assert ended.code == 2
+    assert "192.0.2.200" in line
+    assert "as main_process_ip or rdzv_endpoint" in line
 
 
 def test_options_of_the_script_are_not_options_of_the_launch(command: Command) -> None:
