@@ -269,6 +269,42 @@ def _train_with_tail(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]
     return accelerator.get_state_dict(model)
 
 
+class Views(nn.Module):
+    """Returns views, as linear layers do for sequences, and goes on in place with what its layers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+        return {"all": (x * x).flatten(1), "first": x[:, 0]}
+
+
+def _train_views(is_sharded: bool) -> dict[str, torch.Tensor]:
+    warnings.simplefilter("error", UserWarning)
+    plugin = FullyShardedDataParallelPlugin() if is_sharded else None
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(3)
+    model = Views()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(3):
+        output = model(torch.arange(24.0).reshape(2, 3, 4) / 24)
+        output["all"] *= 2
+        accelerator.backward(output["all"].pow(2).mean() + output["first"].mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def test_what_a_unit_returns_may_be_changed_in_place() -> None:
+    (expected,) = ranks.run(_train_views, 1, False)
+    torch.testing.assert_close(ranks.run(_train_views, 2, True)[0], expected)
+
+
 def test_gradients_that_are_not_reduced_yet_are_rescaled() -> None:
     (alone,) = ranks.run(_train_with_tail, 1, None)
     torch.testing.assert_close(ranks.run(_train_with_tail, 2, {})[0], alone, rtol=1e-3, atol=1e-4)

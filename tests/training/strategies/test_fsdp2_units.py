@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 import nblaunch
 import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
+from nblaunch.training.strategies.fsdp2 import outputs
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.strategy import shares_line
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
@@ -165,6 +166,31 @@ def test_policies_as_torch_knows_them() -> None:
     own_offload = CPUOffloadPolicy(pin_memory=False)
     assert FullyShardedDataParallelPlugin(cpu_offload=own_offload).offload_policy() is own_offload
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
+
+
+def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
+    class Layer(nn.Module):
+        def __init__(self, is_shared: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.is_shared = is_shared
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.linear(x)
+            return (x, x[:, 0]) if self.is_shared else {"x": x, "again": x, "name": "layer"}
+
+    alone, shared = Layer(False), Layer(True)
+    for layer in (alone, shared):
+        outputs.keep_hooks(layer)
+    returned = alone(torch.ones(2, 3, 4))
+    assert returned["x"]._base is None
+    assert returned["again"] is returned["x"]
+    assert all(tensor._base is not None for tensor in shared(torch.ones(2, 3, 4)))
+    with torch.no_grad():
+        assert alone(torch.ones(2, 3, 4))["name"] == "layer"
+    returned["x"] *= 2
+    returned["x"].sum().backward()
+    assert torch.equal(alone.linear.bias.grad, torch.full((4,), 12.0))
 
 
 def test_settings_may_change_until_they_are_used() -> None:

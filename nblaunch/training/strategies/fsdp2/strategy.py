@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
 
-What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what is
-saved in parts (``files``), and what torch keeps inside (``watch``).
+What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what they return
+(``outputs``), what is saved in parts (``files``), and what torch keeps inside (``watch``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.placement import size_text
 from nblaunch.training.process import Member
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.fsdp2 import files, watch
+from nblaunch.training.strategies.fsdp2 import files, outputs, watch
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
 
@@ -101,6 +101,7 @@ class Fsdp2Strategy(Strategy):
         )
         sharded = [*units, ("", model)]
         for _, module in sharded:
+            outputs.keep_hooks(module)
             shard(module)
         parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
         sources.make_parts(parts_device)

@@ -1,0 +1,59 @@
+"""What a sharded unit returns: tensors on which torch can rely to be told when their gradients come.
+
+Torch gathers a unit's weights for backward in a hook on the tensors that it returned. On a view, as a linear layer
+returns for batches of sequences, that hook is lost when a person goes on with ``x += y``, and torch (from 2.12) warns
+of it at each such unit, whether or not anybody does. So views become tensors of their own that show the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nblaunch.training import nested
+
+
+def keep_hooks(module: nn.Module) -> None:
+    """Have ``module`` return no views. To be called before ``fully_shard``, whose hooks run after those there are."""
+    module.register_forward_hook(_without_views, with_kwargs=True)
+
+
+def _without_views(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> Any | None:
+    # Other containers may not be what they were, once rebuilt. Compiled code has its views from the compiler.
+    is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
+    if not is_known or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    returned = {id(leaf): leaf for leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor)}
+    views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
+    if not views:
+        return None
+    # Memory that goes by two names stays as it is: autograd knows what writing to one does to the other.
+    others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+    shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
+    own = {
+        id(view): _OfItsOwn.apply(view)
+        for view in views
+        if sum(memory is view._base for memory in shown) == 1
+    }
+    return nested.map_tensors(lambda tensor: own.get(id(tensor), tensor), output) if own else None
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+class _OfItsOwn(torch.autograd.Function):
+    """The same memory as no view. Writing to it counts for what autograd has saved of the view, too."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
