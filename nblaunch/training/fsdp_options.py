@@ -55,8 +55,9 @@ class FullyShardedDataParallelPlugin:
         reshard_after_forward: True (default): a layer's weights are freed after its forward, and gathered again for
             backward. False: they stay until then, which costs memory and saves traffic. A number: they stay spread
             over so many ranks.
-        mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict, or ``"bf16"``, ``"fp16"``,
-            ``"fp32"``. None: weights are gathered in the Accelerator's ``mixed_precision``, gradients reduced in fp32.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict (dtypes may go by name), or
+            ``"bf16"``, ``"fp16"``, ``"fp32"`` for all. None: weights are gathered in the Accelerator's
+            ``mixed_precision``, gradients reduced in fp32.
         auto_wrap_policy: which modules are gathered as a unit: ``"transformer_based_wrap"`` (by class),
             ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``; also
             those of ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes that the model
@@ -202,11 +203,23 @@ class FullyShardedDataParallelPlugin:
             for name in policy:
                 if name != "buffer_dtype":  # of version 1; buffers keep their own
                     check_choice("mixed_precision_policy field", name, fields)
-            return MixedPrecisionPolicy(**{name: policy[name] for name in fields if name in policy})
+            return MixedPrecisionPolicy(
+                **{name: _value(name, policy[name]) for name in fields if name in policy}
+            )
         raise ValueError(
             f"mixed_precision_policy={policy!r:.80} is none of: torch's MixedPrecisionPolicy, a dict of its fields, "
             f"{', '.join(map(repr, _DTYPES))}"
         )
+
+
+def _value(name: str, value: Any) -> Any:
+    """A field of a policy; dtypes may be given by name, as ``"bf16"`` or ``"bfloat16"``."""
+    if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
+        return value
+    known = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
+    short = str(value).removeprefix("torch.")
+    check_choice(f"mixed_precision_policy[{name!r}]", short, tuple(known))
+    return known[short]
 
 
 def _sharding_name(strategy: Any) -> str | None:

@@ -168,6 +168,19 @@ def test_policies_as_torch_knows_them() -> None:
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "bfloat16", "torch.bfloat16"])
+def test_a_policy_s_numbers_may_go_by_name(dtype: Any) -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        mixed_precision_policy={"param_dtype": dtype, "reduce_dtype": None}
+    )
+    assert plugin.precision_policy(None) == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    wrong = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf8"})
+    with pytest.raises(
+        ValueError, match=r"mixed_precision_policy\['reduce_dtype'\]='bf8' is unknown; valid are 'fp32'"
+    ):
+        wrong.precision_policy(None)
+
+
 def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
     class Layer(nn.Module):
         def __init__(self, is_shared: bool) -> None:
