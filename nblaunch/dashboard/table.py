@@ -6,6 +6,7 @@ disagree. Knows no markup and no widths.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -27,6 +28,7 @@ GRID_COLUMNS = 8
 _NUM_FAILED, _NUM_TOLD, _NUM_SLOWEST, _NUM_FASTEST = 6, 3, 3, 3
 _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -178,21 +180,28 @@ def _note(rank: int, text: str) -> str:
 
 def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     """Root cause first; the same words of several ranks once; what follows from the root cause last."""
-    grouped: dict[tuple[bool, bool, str], list[int]] = {}
+    grouped: dict[tuple[bool, bool, str], list[RankView]] = {}
     for rank in view.ranks:
         if rank.failure:
+            # What follows from another rank's failure differs in ports and addresses, which help nobody.
+            words = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
             is_other = rank.rank != view.failed_rank
-            grouped.setdefault((is_other, rank.is_consequence, rank.failure), []).append(rank.rank)
+            grouped.setdefault((is_other, rank.is_consequence, words), []).append(rank)
+    groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
     lines = [
-        (who(ranks) + (" (as a consequence)" if is_consequence else ""), text)
-        for (_, is_consequence, text), ranks in sorted(grouped.items())
+        (_names(ranks) + (" (as a consequence)" if ranks[0].is_consequence else ""), ranks[0].failure)
+        for ranks in groups
     ]
     if len(lines) > _NUM_FAILURE_LINES:
-        hidden = sum(len(ranks) for _, ranks in sorted(grouped.items())[_NUM_FAILURE_LINES:])
+        hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (count(hidden, "more rank"), "see the logs")]
     if not lines and view.outcome == "failed" and view.message:
         lines = [("job", clean(view.message.strip().partition("\n")[0]))]
     return tuple(lines)
+
+
+def _names(ranks: Sequence[RankView]) -> str:
+    return who([rank.rank for rank in ranks])
 
 
 def _metrics(view: JobView) -> str:

@@ -304,6 +304,18 @@ def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     assert tabulate(view).failures[0][1] in Reader(render_html(view)).text
 
 
+def test_consequences_that_differ_in_an_address_are_told_once() -> None:
+    events = [
+        raised(rank, f"Connection closed by peer [127.0.0.1]:{port}", is_consequence=True)
+        for rank, port in ((0, 60597), (2, 4411), (3, 51000))
+    ]
+    view = view_of([*started(4), raised(1), *events, JobFinished(-1, START_S + 5, "failed", 1)])
+    (_, root), (label, text) = tabulate(view).failures
+    assert root.startswith("ValueError: bad shape")
+    assert label == "ranks 0, 2-3 (as a consequence)"
+    assert "closed by peer [127.0.0.1]:60597" in text
+
+
 def test_many_different_failures_are_summed_up() -> None:
     view = view_of([*started(9), *(raised(rank, f"failure {rank}") for rank in range(9))])
     assert tabulate(view).failures[-1] == ("5 more ranks", "see the logs")
