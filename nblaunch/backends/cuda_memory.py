@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _GIB = 1 << 30
 _FRAGMENTED_SHARE = 0.2
@@ -13,8 +13,7 @@ _FOREIGN_SHARE = 0.1
 _REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The step that ran: its phase ("training") and the shapes of its batch's tensors."""
 
     phase: str
@@ -26,6 +25,16 @@ NO_STEP = Step("")
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors in nested lists, tuples and mappings. Called at every step: quick, keeps no tensor."""
+    kind = type(batch)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return _nested_shapes(batch)
+    try:  # of tensors alone, as most are: less than a microsecond
+        return tuple([item.shape for item in (batch.values() if kind is dict else batch)])
+    except AttributeError:
+        return _nested_shapes(batch)
+
+
+def _nested_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return (tuple(shape),)
@@ -33,7 +42,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
         batch = batch.values()
     elif not isinstance(batch, (list, tuple)):
         return ()
-    return tuple(shape for item in batch for shape in shapes_of(item))
+    return tuple(shape for item in batch for shape in _nested_shapes(item))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,9 +95,18 @@ def test_own_memory(gpu: SimpleNamespace) -> None:
         (torch.zeros(2, 3), ((2, 3),)),
         ((torch.zeros(4), [torch.zeros(())]), ((4,), ())),
         ({"x": torch.zeros(5), "name": "text"}, ((5,),)),
+        ([torch.zeros(4, 2), "text"], ((4, 2),)),
         ("text", ()),
         (None, ()),
     ],
 )
 def test_shapes(batch: Any, expected: Any) -> None:
     assert shapes_of(batch) == expected
+
+
+def test_a_batch_is_not_kept_alive() -> None:
+    batch = (torch.zeros(4, 2), torch.zeros(4))
+    backend, inputs = CudaBackend(), weakref.ref(batch[0])
+    backend.begin_step("training", batch)
+    del batch
+    assert inputs() is None
