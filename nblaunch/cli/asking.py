@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -112,8 +113,10 @@ class ScreenAsker(Asker):
         return place
 
     def _draw(self, labels: Sequence[str], place: int) -> None:
+        width = shutil.get_terminal_size().columns  # a line that wraps would be two on the way up
         for at, label in enumerate(labels):
-            print(f"\r\x1b[2K  {'>' if at == place else ' '} {label}")
+            line = f"  {'>' if at == place else ' '} {label}"
+            print(f"\r\x1b[2K{line[:width]}")
         sys.stdout.flush()
 
 

@@ -206,10 +206,22 @@ def test_the_default_file_is_written_once(command: Command) -> None:
     assert "not overwritten" in again.err
 
 
-def terminal(*words: str) -> pexpect.spawn[str]:
+def terminal(*words: str, columns: int = 120) -> pexpect.spawn[str]:
     return pexpect.spawn(
-        PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=60, dimensions=(40, 120)
+        PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=60, dimensions=(40, columns)
     )
+
+
+def test_choices_do_not_wrap_in_a_narrow_terminal() -> None:
+    person = terminal("config", columns=20)
+    try:
+        person.expect_exact(f"{'  > here (this machine)':.20}\r\n")
+        person.expect_exact(f"{'    several machines together':.20}\r\n")
+        person.send(DOWN)
+        person.expect_exact("\x1b[2A")  # as many lines up as there are choices
+        person.expect_exact(f"{'  > several machines together':.20}\r\n")
+    finally:
+        person.close(force=True)
 
 
 def test_a_person_answers_by_keys_and_the_file_launches() -> None:
