@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +75,8 @@ class LineAsker(Asker):
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", file=self._target, flush=True)
             line = self._source.readline()
+            if not self._source.isatty():
+                print(line.strip(), file=self._target)  # as a terminal would show it
             if not line:
                 raise UsageError(
                     f"the answers ended before this question, and nothing was written: {_first(question)}"
@@ -113,7 +114,8 @@ class ScreenAsker(Asker):
         return place
 
     def _draw(self, labels: Sequence[str], place: int) -> None:
-        width = shutil.get_terminal_size().columns  # a line that wraps would be two on the way up
+        # A line that wraps would be two on the way up. Some terminals do not know their size.
+        width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
         for at, label in enumerate(labels):
             line = f"  {'>' if at == place else ' '} {label}"
             print(f"\r\x1b[2K{line[:width]}")
