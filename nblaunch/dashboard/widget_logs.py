@@ -20,12 +20,13 @@ MAX_TABS = 16
 
 _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab: what is sent whole whenever a line is added
-_HEIGHT = "150px"
+_LINE_PX, _NUM_LINES = 17, 9  # a pane as high as whole lines: of none is the upper half cut off
+_HEIGHT = f"{_LINE_PX * _NUM_LINES}px"
 # Seconds between changes of the tab that is looked at, as far as that is known; of the others, times ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
-    "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:17px"
+    f"font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:{_LINE_PX}px"
 )
 
 
