@@ -76,7 +76,7 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     )
     axes = "border-left:1px solid rgba(128,128,128,.4);border-bottom:1px solid rgba(128,128,128,.4)"
     return (
-        '<div style="display:inline-block;vertical-align:top;margin:6px 24px 6px 0">'
+        '<div style="display:inline-block;vertical-align:bottom;margin:6px 24px 6px 0">'
         f'<div style="font-size:12px;opacity:.75;max-width:{_WIDTH}px">{escape(caption)}</div>'
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(caption)}" '
         f'style="display:block;{axes}">{drawn}</svg></div>'

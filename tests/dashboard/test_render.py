@@ -256,6 +256,7 @@ def test_a_chart_stays_in_its_frame() -> None:
     points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', html)[1].split()]  # type: ignore[index]
     assert points == [(4, 4), (101, 86), (199, 24.5), (296, 14.2)]
     assert "x: 3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
+    assert "vertical-align:bottom" in html  # frames stand side by side below captions of one line and of two
 
 
 def test_a_sparkline_is_thin_however_long_the_loss() -> None:
