@@ -45,10 +45,9 @@ def sparkline(history: Sequence[float]) -> str:
 
 def charts(view: JobView) -> str:
     """Charts of the losses of the first ranks and of logged metrics, side by side; empty where nothing was measured."""
-    losses = {
-        str(rank.rank): rank.losses for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1
-    }
-    name = "loss" if len(view.ranks) < 2 else f"loss of {who([int(rank) for rank in losses])}"
+    drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1]
+    losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
+    name = "loss" if len(view.ranks) < 2 else f"loss of {who([rank.rank for rank in drawn])}"
     parts = [chart(name, losses)] if losses else []
     for name, curve in view.curves.items():
         if len(parts) >= _MAX_CHARTS:
@@ -69,7 +68,8 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     lines = [curve.points() for curve in curves.values()]
     ys = [y for line in lines for _, y in line]
     is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-    caption = _caption(name, lines[0], is_log=is_log)
+    whose = f" ({next(iter(curves))})" if len(curves) > 1 else ""
+    caption = _caption(name, lines[0], whose, is_log=is_log)
     drawn = "".join(
         _polyline(points, opacity=1.0 if index == 0 else 0.4)
         for index, points in reversed(list(enumerate(_scaled(lines, is_log=is_log))))
@@ -83,11 +83,11 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     )
 
 
-def _caption(name: str, line: Sequence[Point], *, is_log: bool) -> str:
-    """``loss of ranks 0-3: 0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
+def _caption(name: str, line: Sequence[Point], whose: str, *, is_log: bool) -> str:
+    """``loss of ranks 0-3: 0.6931 to 0.0120 (rank 0) in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{name}: {loss(first[1])} to {loss(last[1])} in {count(round(last[0] - first[0]), 'step')}"
+    text = f"{name}: {loss(first[1])} to {loss(last[1])}{whose} in {count(round(last[0] - first[0]), 'step')}"
     if min(ys) < min(ys[0], ys[-1]):
         text += f", lowest {loss(min(ys))}"
     if max(ys) > max(ys[0], ys[-1]):

@@ -243,7 +243,7 @@ def test_charts_stand_in_the_summary_only() -> None:
     html = render_html(view_of(ended(2), view))
     text = Reader(html).text
     assert "accuracy: 0.0000 to 0.8000 in 8 steps" in text
-    assert "loss of ranks 0-1: 1.0000 to 0.0099 in 100 steps, logarithmic" in text
+    assert "loss of ranks 0-1: 1.0000 to 0.0099 (rank 0) in 100 steps, logarithmic" in text
     assert "name:" not in text
     assert html.count("<polyline") == 2 + 2 + 1
 
