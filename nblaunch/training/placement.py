@@ -7,7 +7,7 @@ between layers have to be tied again, and optimizers that were built before have
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -127,3 +127,9 @@ def size_text(num_bytes: int) -> str:
         if num_bytes >= 0.1 * size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes / 1e3:.1f} kB"
+
+
+def range_text(sizes: Sequence[int]) -> str:
+    """Numbers of bytes, one per rank, as one size where they read alike, else from the smallest to the largest."""
+    low, high = size_text(min(sizes)), size_text(max(sizes))
+    return high if low == high else f"{low} to {high}"

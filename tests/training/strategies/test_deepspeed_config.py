@@ -16,6 +16,7 @@ from torch import nn
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed.config import Prepared, complete
+from nblaunch.training.strategies.deepspeed.shares import shares_line
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())
@@ -260,3 +261,19 @@ def test_contradictions_are_refused_by_their_keys(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _complete(AUTO | config, **prepared)
+
+
+# --- what a person is told --------------------------------------------------------------------------------------------
+
+
+def test_a_line_tells_what_every_rank_holds() -> None:
+    assert shares_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
+        "Net: 4.0 GB of weights sharded over 4 ranks, 1.0 GB each, as are gradients and optimizer states (ZeRO stage 3)"
+    )
+    assert shares_line("Net", 3, 5_000, [4_000, 1_000], 300).endswith(
+        "; 0.3 kB in small tensors stay gathered"
+    )
+    assert shares_line("Net", 1, 2_000_000_000, [2 * 10**9, 10**9]) == (
+        "Net: 2.0 GB of weights on each of 2 ranks; optimizer states are sharded, each rank steps 1.0 GB to 2.0 GB "
+        "of weights in full precision (ZeRO stage 1)"
+    )

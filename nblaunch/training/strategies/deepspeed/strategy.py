@@ -28,7 +28,7 @@ from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, Waiting
 from nblaunch.training.state import Session
 from nblaunch.training.strategies.base import Strategy, unwrap
-from nblaunch.training.strategies.deepspeed import checkpoint, norm, weights
+from nblaunch.training.strategies.deepspeed import checkpoint, norm, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
@@ -119,6 +119,7 @@ class DeepSpeedStrategy(Strategy):
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
         if deepspeed_library.parameters_in_parts(model):
             context.current().trained_weights = weights.pieces
+        shares.tell(engine, type(model).__name__, member)
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(

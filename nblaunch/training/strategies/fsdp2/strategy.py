@@ -24,7 +24,7 @@ from nblaunch.backends import host_memory
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-from nblaunch.training.placement import size_text
+from nblaunch.training.placement import range_text, size_text
 from nblaunch.training.process import Member
 from nblaunch.training.strategies.base import Strategy, unwrap
 from nblaunch.training.strategies.fsdp2 import files, outputs, watch
@@ -241,13 +241,11 @@ def shares_line(
     model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
 ) -> str:
     """What every rank holds of a model, in one line."""
-    low, high = min(sizes), max(sizes)
-    share = size_text(high) if size_text(low) == size_text(high) else f"{size_text(low)} to {size_text(high)}"
     units = f"{num_units} unit{'s' if num_units > 1 else ''}"
     kept = "freed after its forward" if reshards else "kept until its backward"
     return (
-        f"{model_name}: {size_text(model_bytes)} of weights sharded over {len(sizes)} ranks, {share} each; gathered "
-        f"in {units}, each {kept}"
+        f"{model_name}: {size_text(model_bytes)} of weights sharded over {len(sizes)} ranks, {range_text(sizes)} each; "
+        f"gathered in {units}, each {kept}"
     )
 
 
