@@ -232,7 +232,7 @@ notebook_launcher(train, num_processes=2)
         )
         assert cell.error is not None
         assert "no keyboard" in cell.error.value
-        assert "args" in cell.error.value
+        assert "before the launch" in cell.error.value
         assert "/nblaunch/" not in cell.error.text  # shown where it was asked, not where it was refused
     for method in ("forkserver", "spawn"):
         cell = shared.run(
