@@ -25,6 +25,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_TRUTH = {"true": True, "false": False}  # as files and variables have it
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 _SHARDING_NUMBERS = {
     "1": "FULL_SHARD",
@@ -62,7 +63,7 @@ class FullyShardedDataParallelPlugin:
             ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``; also
             those of ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes that the model
             itself names (``_no_split_modules``), else the members of its lists of equal blocks.
-        transformer_cls_names_to_wrap: names of classes; each of their modules is a unit.
+        transformer_cls_names_to_wrap: classes or their names; each of their modules is a unit.
         min_num_params: elements from which on a module is a unit of its own, 100 million by default.
         cpu_offload: keep parts of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
@@ -114,6 +115,10 @@ class FullyShardedDataParallelPlugin:
                 "for SHARD_GRAD_OP"
             )
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
+        self.cpu_offload = _offload(self.cpu_offload)
+        self.reshard_after_forward = _TRUTH.get(
+            str(self.reshard_after_forward).lower(), self.reshard_after_forward
+        )
         if isinstance(self.reshard_after_forward, str):  # where version 1 has its strategies
             self.sharding_strategy, self.reshard_after_forward = (
                 _sharding_name(self.reshard_after_forward),
@@ -123,9 +128,9 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = self.auto_wrap_policy.lower()
             check_choice("auto_wrap_policy", self.auto_wrap_policy, WRAP_POLICIES)
         self.set_state_dict_type(self.state_dict_type)
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            names = self.transformer_cls_names_to_wrap.split(",")
-            self.transformer_cls_names_to_wrap = [name.strip() for name in names]
+        if self.min_num_params is not None:
+            self.min_num_params = _count("min_num_params", self.min_num_params)
+        self.transformer_cls_names_to_wrap = _class_names(self.transformer_cls_names_to_wrap)
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
         for name, why in _WITHOUT_EFFECT.items():
@@ -186,11 +191,14 @@ class FullyShardedDataParallelPlugin:
         Args:
             dtype: of the Accelerator's mixed precision; None: full.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         policy = self.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy):
             return policy
+        if isinstance(policy, MixedPrecision):  # of version 1, which reduces in param_dtype unless it is told
+            reduce_dtype = policy.reduce_dtype or policy.param_dtype
+            return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype)
         if policy is None:
             return MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32 if dtype is not None else None
@@ -235,6 +243,38 @@ def _sharding_name(strategy: Any) -> str | None:
         )
     check_choice("sharding_strategy", name, tuple(_SHARDING))
     return name
+
+
+def _offload(offload: Any) -> Any:
+    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``. Told by their fields: sharding is not imported."""
+    if offload is None or offload in (True, False):
+        return bool(offload)
+    if isinstance(offload, str) and offload.lower() in _TRUTH:
+        return _TRUTH[offload.lower()]
+    if hasattr(offload, "offload_params"):  # CPUOffload, of version 1
+        return bool(offload.offload_params)
+    if hasattr(offload, "pin_memory"):
+        return offload
+    if type(offload).__name__ == "OffloadPolicy":
+        return False
+    raise ValueError(f"cpu_offload={offload!r:.80} is none of: True, False, torch's CPUOffloadPolicy")
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if not isinstance(value, (int, float)) or value != int(value) or value < 0:
+        raise ValueError(f"{name}={value!r:.80} is no number of elements")
+    return int(value)
+
+
+def _class_names(names: Any) -> list[str] | None:
+    """Names of classes, from a list of names or classes, or from names with commas in between."""
+    if names is None:
+        return None
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",")]
+    return [str(getattr(name, "__name__", name)) for name in ([names] if isinstance(names, type) else names)]
 
 
 def _state_dict_type(kind: Any) -> str:

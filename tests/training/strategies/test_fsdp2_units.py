@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 import nblaunch
@@ -108,6 +115,8 @@ def test_ignored_modules() -> None:
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "of FSDP version 1; use 'SHARDED_STATE_DICT'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+        ({"cpu_offload": "cpu"}, "cpu_offload='cpu' is none of: True, False, torch's CPUOffloadPolicy"),
+        ({"min_num_params": "many"}, "min_num_params='many' is no number of elements"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -137,6 +146,8 @@ def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
         ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, True, True),
         ({"sharding_strategy": 2}, False, False),
         ({"sharding_strategy": "hybrid_shard_zero2"}, False, True),
+        ({"reshard_after_forward": "false"}, False, False),
+        ({"reshard_after_forward": "True"}, True, False),
     ],
 )
 def test_words_of_version_1_for_resharding(settings: dict[str, Any], reshards: Any, is_hybrid: bool) -> None:
@@ -166,6 +177,32 @@ def test_policies_as_torch_knows_them() -> None:
     own_offload = CPUOffloadPolicy(pin_memory=False)
     assert FullyShardedDataParallelPlugin(cpu_offload=own_offload).offload_policy() is own_offload
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
+
+
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [
+        (None, False),
+        (True, True),
+        ("false", False),
+        (CPUOffload(offload_params=False), False),
+        (CPUOffload(offload_params=True), True),
+        (OffloadPolicy(), False),
+    ],
+)
+def test_what_says_whether_parts_lie_in_host_memory(offload: Any, expected: bool) -> None:
+    plugin = FullyShardedDataParallelPlugin(cpu_offload=offload)
+    assert plugin.cpu_offload is expected
+    assert isinstance(plugin.offload_policy(), CPUOffloadPolicy) == expected
+
+
+def test_fields_in_other_forms() -> None:
+    plugin = FullyShardedDataParallelPlugin(min_num_params="1000", transformer_cls_names_to_wrap=[Block])  # type: ignore[arg-type, list-item]
+    assert plugin.min_num_params == 1000
+    assert plugin.transformer_cls_names_to_wrap == ["Block"]
+    of_version_1 = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = FullyShardedDataParallelPlugin(mixed_precision_policy=of_version_1).precision_policy(None)
+    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "bfloat16", "torch.bfloat16"])
