@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 
 from tests.nodes.machines import Pair, machines
+from tests.nodes.warm import Warm
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[list[Warm]]:
+    """A process for each machine that has imported everything."""
+    both = [Warm(), Warm()]
+    yield both
+    for one in both:
+        one.close()
 
 
 @pytest.fixture
-def pair(nothing_left_behind: None, tmp_path: Path) -> Iterator[Pair]:
+def pair(warm: list[Warm], nothing_left_behind: None, tmp_path: Path) -> Iterator[Pair]:
     """Two machines; whatever ran there has ended by itself when the test is over."""
-    with machines(tmp_path) as pair:
+    with machines(tmp_path, warm) as pair:
         yield pair
 
 

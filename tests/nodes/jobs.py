@@ -1,4 +1,4 @@
-"""What the machines of the tests run: ``python jobs.py '{"job": ..., "args": [...], "settings": {...}}'``.
+"""What the machines of the tests run: ``main({"job": ..., "args": [...], "settings": {...}})``.
 
 Launches one of the functions below and prints ``OUTCOME`` with what came of it, as JSON.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -132,8 +131,7 @@ def _wait(job: nblaunch.Job) -> Any:
     return job.result()
 
 
-def main() -> None:
-    order = json.loads(sys.argv[1])
+def main(order: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     outcome: dict[str, Any] = {}
@@ -154,7 +152,3 @@ def main() -> None:
         "status": job.status if job is not None else None,
     }
     print("OUTCOME " + json.dumps(outcome), flush=True)
-
-
-if __name__ == "__main__":
-    main()

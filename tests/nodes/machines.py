@@ -1,6 +1,6 @@
 """Two "machines" for tests: network namespaces joined by a cable that can be pulled, or, without root, the loopback.
 
-    with machines() as pair:
+    with machines(folder, [Warm(), Warm()]) as pair:
         one = pair[0].start("train", num_nodes=2, ...)      # a process that calls notebook_launcher as node 0
         one.wait_for("step 3")                              # synchronise on output, never by sleeping
         pair.cut(); pair.mend()                             # the cable
@@ -15,34 +15,33 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
-JOBS = Path(__file__).parent / "jobs.py"
+from tests.nodes.warm import Warm
+
 LIMIT_S = 60.0
-_TOKEN_VARIABLE = "NBLAUNCH_TEST_MACHINE"
 
 
 class Launch:
     """One call of ``notebook_launcher`` in a process of its own on one machine."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: psutil.Process, output: TextIO) -> None:
         self.process = process
+        self._output = output
         self._lines: list[str] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, name="output of a machine")
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._output:
             with self._changed:
                 self._lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
@@ -69,7 +68,7 @@ class Launch:
         """Wait for the end; what the launch returned or raised, see ``jobs.py``."""
         try:
             self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             raise AssertionError(f"it did not end in {timeout_s} s:\n{self.output}") from None
         self._reader.join()
         for line in self._lines:
@@ -78,7 +77,7 @@ class Launch:
         raise AssertionError(f"it told no outcome:\n{self.output}")
 
     def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return list(self.process.children(recursive=True))
 
     def agent(self) -> psutil.Process:
         """The process that meets the other nodes."""
@@ -92,8 +91,13 @@ class Launch:
         for victim in victims:
             victim.kill()
         self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """It has been ended."""
         self.process.wait()
         self._reader.join()
+        self._output.close()
 
 
 class Machine:
@@ -102,46 +106,29 @@ class Machine:
     Args:
         rank: its number.
         address: at which the other one reaches it.
-        prefix: what runs a command there.
+        namespace: its network; empty for that of the tests.
         folder: for logs.
+        warm: starts what runs there.
     """
 
-    def __init__(self, rank: int, address: str, prefix: list[str], folder: Path) -> None:
+    def __init__(self, rank: int, address: str, namespace: str, folder: Path, warm: Warm) -> None:
         self.rank = rank
         self.address = address
-        self._prefix = prefix
+        self._namespace = namespace
         self._folder = folder
-        self._token = secrets.token_hex(8)
+        self._warm = warm
         self._launches: list[Launch] = []
 
-    def start(self, job: str, *args: Any, env: dict[str, str] | None = None, **settings: Any) -> Launch:
+    def start(self, job: str, *args: Any, **settings: Any) -> Launch:
         """Launch a function of ``jobs.py`` there."""
         order = {"job": job, "args": args, "settings": {"node_rank": self.rank, **settings}}
-        process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-u", str(JOBS), json.dumps(order)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ
-            | {_TOKEN_VARIABLE: self._token, "NBLAUNCH_LOG_DIR": str(self._folder / f"machine_{self.rank}")}
-            | (env or {}),
-            start_new_session=True,
-        )
-        self._launches.append(Launch(process))
+        env = {"NBLAUNCH_LOG_DIR": str(self._folder / f"machine_{self.rank}")}
+        self._launches.append(Launch(*self._warm.launch(order, env, self._namespace)))
         return self._launches[-1]
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs there: all that has inherited this machine's token."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                is_ours = process.environ().get(_TOKEN_VARIABLE) == self._token
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-        return found
+        """Everything that runs there."""
+        return self._warm.processes()
 
     def wait_until_empty(self, timeout_s: float = 10.0) -> None:
         """Nothing may be left of what ran there."""
@@ -150,12 +137,10 @@ class Machine:
 
     def close(self) -> None:
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for launch in self._launches:
-            launch.process.wait()
-            launch._reader.join()
-            assert launch.process.stdout is not None
-            launch.process.stdout.close()
+            launch.close()
 
 
 class Pair:
@@ -195,14 +180,19 @@ def can_have_namespaces() -> bool:
 
 
 @contextmanager
-def machines(folder: Path) -> Iterator[Pair]:
-    """Two machines that are empty again afterwards."""
+def machines(folder: Path, warm: Sequence[Warm]) -> Iterator[Pair]:
+    """Two machines, each with its warm process, that are empty again afterwards."""
     namespaces = [f"nbl-{secrets.token_hex(3)}" for _ in range(2)] if can_have_namespaces() else []
     addresses = ["10.201.77.1", "10.201.77.2"] if namespaces else ["127.0.0.1", "127.0.0.2"]
     try:
         _connect(namespaces, addresses)
-        prefixes = [["ip", "netns", "exec", name] for name in namespaces] or [[], []]
-        pair = Pair([Machine(rank, addresses[rank], prefixes[rank], folder) for rank in range(2)], namespaces)
+        pair = Pair(
+            [
+                Machine(rank, addresses[rank], namespaces[rank] if namespaces else "", folder, warm[rank])
+                for rank in range(2)
+            ],
+            namespaces,
+        )
         try:
             yield pair
         finally:
