@@ -25,6 +25,7 @@ def train(model, stage, precision="no"):
         optimizer.step()
         losses.append(loss.item())
     whole = accelerator.get_state_dict(prepared)
+    accelerator.end_training()
     return losses[0], losses[-1], whole
 torch.manual_seed(0)
 """

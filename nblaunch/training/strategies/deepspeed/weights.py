@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nblaunch import context
 from nblaunch.training.strategies.deepspeed import library
@@ -52,7 +51,8 @@ def pieces(module: torch.nn.Module) -> dict[str, Any]:
 def _piece(parameter: Any) -> Piece:
     """This rank's stretch of a parameter; the last ones are filled up, so that all are of one size."""
     part = parameter.ds_tensor.detach().reshape(-1)
-    start = min(dist.get_rank(parameter.ds_process_group) * part.numel(), parameter.ds_numel)
+    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
+    start = min(parameter.ds_process_group.rank() * part.numel(), parameter.ds_numel)
     length = min(part.numel(), parameter.ds_numel - start)
     return Piece(tuple(parameter.ds_shape), (start,), part[:length].to("cpu", copy=True), is_flat=True)
 
