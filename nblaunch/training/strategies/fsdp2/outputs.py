@@ -21,12 +21,14 @@ def keep_hooks(module: nn.Module) -> None:
     module.register_forward_hook(_without_views, with_kwargs=True)
 
 
+@torch.compiler.disable  # as torch's own hooks are, which see next what this returns
 def _without_views(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any | None:
-    # Other containers may not be what they were, once rebuilt. Compiled code has its views from the compiler.
-    is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
-    if not is_known or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    is_known = isinstance(
+        output, (torch.Tensor, list, tuple, dict)
+    )  # others may not be the same, once rebuilt
+    if not is_known or not torch.is_grad_enabled():
         return None
     returned = {id(leaf): leaf for leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor)}
     views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
