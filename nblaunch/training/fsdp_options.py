@@ -246,7 +246,7 @@ def _sharding_name(strategy: Any) -> str | None:
 
 
 def _offload(offload: Any) -> Any:
-    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``. Told by their fields: sharding is not imported."""
+    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``. Told by fields: sharding is not imported."""
     if offload is None or offload in (True, False):
         return bool(offload)
     if isinstance(offload, str) and offload.lower() in _TRUTH:
