@@ -54,7 +54,7 @@ d = dashboard.choose()
 tell(d, begin(4))
 tick = threading.Event()
 for step in range(50):
-    tell(d, [LogLines(rank, time.time(), (f"step {step}",)) for rank in range(4)])
+    tell(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
     look(d, [Sample(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
              for rank in range(4)])
     tick.wait(0.06)
@@ -67,7 +67,7 @@ close(d)
     assert kinds[0] == "display_data"
     assert set(kinds[1:]) == {"update_display_data", "stream"}
     assert [line for line in cell.stdout.splitlines() if line.startswith("[2]")] == [
-        f"[2] step {step}" for step in range(50)
+        f"[2] rank 2 step {step}" for step in range(50)
     ]
     assert len(cell.stdout.splitlines()) == 200
     (table,) = cell.displays

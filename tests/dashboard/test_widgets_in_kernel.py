@@ -93,7 +93,7 @@ def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Ke
     (table,) = cell.displays
     assert (set(table.data), table.num_updates) == ({"text/html", "text/plain"}, 1)
     assert "train: done in" in table.data["text/plain"]
-    assert "[2] <script>alert(1)</script> 5" in cell.stdout.splitlines()
+    assert "[0-3] <script>alert(1)</script> 5" in cell.stdout.splitlines()
 
 
 def test_no_output_widget_and_only_core_controls(shared: Kernel) -> None:
