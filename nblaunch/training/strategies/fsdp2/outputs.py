@@ -25,9 +25,8 @@ def keep_hooks(module: nn.Module) -> None:
 def _without_views(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any | None:
-    is_known = isinstance(
-        output, (torch.Tensor, list, tuple, dict)
-    )  # others may not be the same, once rebuilt
+    # Containers of other kinds may not be the same, once rebuilt.
+    is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
     if not is_known or not torch.is_grad_enabled():
         return None
     returned = {id(leaf): leaf for leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor)}
