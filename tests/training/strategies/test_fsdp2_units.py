@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -177,6 +178,20 @@ def test_policies_as_torch_knows_them() -> None:
     own_offload = CPUOffloadPolicy(pin_memory=False)
     assert FullyShardedDataParallelPlugin(cpu_offload=own_offload).offload_policy() is own_offload
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
+
+
+def test_views_that_a_unit_hands_on_are_not_warned_of() -> None:
+    class Handing(nn.Linear):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+            return super().forward(x), bias[:]
+
+    unit, bias = Handing(4, 4), torch.ones(4, requires_grad=True)
+    outputs.keep_hooks(unit)
+    with warnings.catch_warnings():
+        x, handed_on = unit(torch.ones(2, 3, 4), bias)
+        warnings.warn("FSDP2-wrapped module (Handing) returned a view tensor. And so on.", stacklevel=2)
+    assert x._base is None
+    assert handed_on._base is bias
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ of it at each such unit, whether or not anybody does. So views become tensors of
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,12 +38,22 @@ def _without_views(
     # Memory that goes by two names stays as it is: autograd knows what writing to one does to the other.
     others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
-    own = {
+    own: dict[int, torch.Tensor] = {
         id(view): _OfItsOwn.apply(view)
         for view in views
         if sum(memory is view._base for memory in shown) == 1
     }
+    # One hook that stays is enough to gather a unit's weights.
+    num_left = len(views) - len(own)
+    if 0 < num_left < sum(tensor.requires_grad for tensor in returned.values()):
+        _silence(type(module).__name__)
     return nested.map_tensors(lambda tensor: own.get(id(tensor), tensor), output) if own else None
+
+
+@functools.cache
+def _silence(unit: str) -> None:
+    """Have torch not warn of the views of such units, as of biases and masks that they hand on."""
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({unit}\) returned a view", UserWarning)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
