@@ -28,4 +28,6 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         job.raise_if_not_started()
         return job
     job.run()
+    if job.was_interrupted_at_the_end:
+        raise KeyboardInterrupt  # or the next line of the cell would run; the result is in last_job()
     return job.result()

@@ -217,6 +217,11 @@ class Job:
         if self._show_again is None or not self._show_again():
             raise NotImplementedError("there is nothing to show but the repr")
 
+    @property
+    def was_interrupted_at_the_end(self) -> bool:
+        """Whether an interrupt came when the workers had done all and only their results were taken in."""
+        return self._status == "done" and self._requests.interrupts > 0
+
     # --- for the launcher ----------------------------------------------------------------------------------------
 
     def run(self) -> None:

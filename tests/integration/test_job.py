@@ -157,3 +157,32 @@ type(job.exception(20)).__name__, job.status
     assert cell.result == "('ZeroDivisionError', 'failed')"
     assert shared.run("job.result()", raises="ZeroDivisionError").error is not None
     assert shared.run("job.result()", raises="ZeroDivisionError").error is not None
+
+
+def test_an_interrupt_at_the_very_end_stops_the_cell_and_loses_no_result(shared: Kernel) -> None:
+    """The workers are done, and the launcher is taking in their results: no one is left to be interrupted."""
+    shared.run(
+        """
+import signal
+from nblaunch.launch import weights
+
+load_back = weights.load_back
+
+def load_back_while_somebody_interrupts(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+    return load_back(*args)
+
+weights.load_back = load_back_while_somebody_interrupts
+was_stopped = True
+"""
+    )
+    shared.run(
+        """
+notebook_launcher(lambda: 7, num_processes=2)
+was_stopped = False
+""",
+        raises="KeyboardInterrupt",
+    )
+    shared.run("weights.load_back = load_back")
+    cell = shared.run("was_stopped, nblaunch.last_job().result(), nblaunch.last_job().status")
+    assert cell.result == "(True, 7, 'done')"
