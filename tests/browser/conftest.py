@@ -1,4 +1,8 @@
-"""A browser and a JupyterLab for the tests of this folder: started once, since both take seconds."""
+"""A browser and a JupyterLab for the tests of this folder: started once, since both take seconds.
+
+Once per module, not per session: as long as it runs, playwright runs an event loop in this very thread, where nbclient
+and others would want theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from scripts import browser as chromium
 from tests.browser.lab import Browser, Lab
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if chromium.find() is None:
         # `make test` installs it where it may. Where changes are accepted, a browser is not optional.
@@ -23,7 +27,7 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with Lab.start(Path(tmp_path_factory.mktemp("lab"))) as lab:
         yield lab
