@@ -65,11 +65,13 @@ def test_a_node_that_died_while_it_waited_is_not_met() -> None:
     """The others wait in a round that it has arrived in; what came after it leads them on to the next."""
     store = HashStore()
     handler(store, 1, num_nodes=3, id="dead")._arrive()
-    infos = meet(
-        handler(store, 0, num_nodes=3),
-        handler(store, 1, num_nodes=3, id="alive"),
-        handler(store, 2, num_nodes=3),
-    )
+    early, alive, late = (handler(store, rank, num_nodes=3, id=f"alive-{rank}") for rank in range(3))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(early.next_rendezvous), pool.submit(alive.next_rendezvous)]
+        # The last one completes the round of the dead one if it comes before the one that took its place.
+        while not late._num_arrived(late._round + 2):
+            assert not any(future.done() for future in waiting)
+        infos = [late.next_rendezvous(), *(future.result(20) for future in waiting)]
     infos[0].store.set("key", "new")
     assert all(info.store.check(["key"]) for info in infos)
 
