@@ -14,8 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import time
 from dataclasses import dataclass
+from time import monotonic
 
 from nblaunch.events import WorkerState
 
@@ -43,7 +43,7 @@ class Sample:
         epoch: passes over the training loader that were completed.
         samples: samples seen by this rank since the start.
         loss: last loss sampled by ``backward``; None before the first.
-        step_time_s: ``time.monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
+        step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
         interrupts: SIGINTs that the worker's Python code has noticed.
         built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
         device_bytes: memory of its device that the rank has taken; 0 where nothing is known.
@@ -92,14 +92,14 @@ class Slot:
         ints[_TOTAL] = total
         ints[_EPOCH] = epoch
         ints[_STATE] = state
-        self._doubles[_STEP_TIME] = time.monotonic()
+        self._doubles[_STEP_TIME] = monotonic()
 
     def advance_to(self, step: int, samples: int) -> None:
         """Another batch was handed to the user's loop: how many of this pass, and samples since the start."""
         ints = self._ints
         ints[_STEP] = step
         ints[_SAMPLES] = samples
-        self._doubles[_STEP_TIME] = time.monotonic()
+        self._doubles[_STEP_TIME] = monotonic()
 
     def set_loss(self, loss: float) -> None:
         self._doubles[_LOSS] = loss

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training import nested, rng
 from nblaunch.training.data.sharding import (
@@ -328,6 +329,7 @@ class DataLoaderShard(PreparedLoader):
         # Looked up once: on cheap samples, every microsecond of a step shows.
         advance, backend, phase = session.passes.advance, session.member.backend, one.phase
         begin_step, is_lazy, is_stateful = backend.begin_step, backend.is_lazy, self._stateful is not None
+        is_watched = type(backend).begin_step is not Backend.begin_step
         rows, is_even = nested.count_rows(current), self._has_equal_batches
         while True:
             if not is_placed:
@@ -340,7 +342,8 @@ class DataLoaderShard(PreparedLoader):
             if not is_even or upcoming is nothing:
                 rows = nested.count_rows(current)
             advance(one, rows)
-            begin_step(phase, current)
+            if is_watched:
+                begin_step(phase, current)
             if is_lazy:
                 session.losses.show_due()
             yield current
