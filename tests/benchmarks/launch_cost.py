@@ -9,6 +9,7 @@ program could do: fork, the same work in the children, ``os._exit``, ``waitpid``
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -20,14 +21,14 @@ from dataclasses import asdict
 from tests.benchmarks.bench import ROOT, Row, alternate, at_most, call, free_port, kernel, show
 
 SIZES = (2, 4, 8)
-NUM_PAIRS = {"nblaunch": 25, "accelerate": 9}
+NUM_PAIRS = {"nblaunch": 25, "accelerate": 9, "lightning": 9}
 MAX_EMPTY, MAX_GROUP = 1.5, 1.4
 
 
 def measure() -> Iterator[Row]:
-    for launcher in ("nblaunch", "accelerate"):
+    for launcher in NUM_PAIRS:
         env = {"ACCELERATE_USE_CPU": "true"} if launcher == "accelerate" else {}
-        for has_group in (False, True):
+        for has_group in (False, True) if launcher != "lightning" else (True,):  # it joins one in any case
             with kernel(env=env) as started:
                 for size in SIZES:
                     pairs = call(started, in_kernel_ratio, launcher, size, has_group, NUM_PAIRS[launcher])
@@ -74,6 +75,14 @@ def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -
 
         def launch() -> None:
             notebook_launcher(function, num_processes=size)
+    elif launcher == "lightning":
+        from lightning_fabric import Fabric
+
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
+
+        def launch() -> None:
+            fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp_notebook")
+            fabric.launch(lambda _: function())
     else:
         from accelerate import notebook_launcher as peer
 
