@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from tests.kernels import Kernel
 
 def pytest_configure() -> None:
     left_behind.adopt_orphans()
+    # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
