@@ -70,13 +70,7 @@ def gradients(tolerance: float, is_sharded: bool = False) -> list[str]:
     reference = build_model().to(accelerator.device)
     model = copy.deepcopy(reference)
     data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
-    prepared, optimizer, loader = accelerator.prepare(
-        model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
-    )
-    for features, targets in loader:
-        accelerator.backward(nn.functional.mse_loss(prepared(features), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    prepared = _train_prepared(accelerator, model, data)
     _train(reference, data, _BATCH_SIZE * accelerator.num_processes, accelerator.device)
     # Of weights in parts, only the main process gets the whole.
     trained = accelerator.get_state_dict(prepared)
@@ -129,13 +123,7 @@ def train_passed_model(model: nn.Module) -> list[float]:
     """Train the model that the launcher passed; returns its first weights, for comparison with what came back."""
     accelerator = Accelerator()
     data = _dataset(_BATCH_SIZE * accelerator.num_processes)
-    prepared, optimizer, loader = accelerator.prepare(
-        model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
-    )
-    for features, targets in loader:
-        accelerator.backward(nn.functional.mse_loss(prepared(features), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    prepared = _train_prepared(accelerator, model, data)
     return first_weights(accelerator.unwrap_model(prepared))
 
 
@@ -188,6 +176,18 @@ def _dataset(length: int) -> TensorDataset:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _train_prepared(accelerator: Accelerator, model: nn.Module, data: TensorDataset) -> nn.Module:
+    """Train on all ranks; returns the prepared model."""
+    prepared, optimizer, loader = accelerator.prepare(
+        model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
+    )
+    for features, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(prepared(features), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return prepared
 
 
 def _train(model: nn.Module, data: TensorDataset, batch_size: int, device: torch.device) -> None:

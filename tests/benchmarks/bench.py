@@ -141,3 +141,15 @@ def _seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def batches(loader: Any, batch: Any, num_steps: int) -> Iterator[Any]:
+    """Inputs of ``num_steps`` steps: from ``loader``, or ``batch`` again and again where there is none."""
+    if loader is None:
+        for _ in range(num_steps):
+            yield batch
+        return
+    for step, (inputs,) in enumerate(loader, 1):
+        yield inputs
+        if step == num_steps:
+            return

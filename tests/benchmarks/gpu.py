@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
-from tests.benchmarks.bench import Row, call, free_port, kernel, show
+from tests.benchmarks.bench import Row, batches, call, free_port, kernel, show
 
 NUM_ROUNDS, NUM_STEPS, NUM_LAUNCHES = 7, 300, 5
 BATCH, WIDTH = 128, 1024
@@ -174,7 +174,7 @@ def _raw_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
         loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, size, rank, shuffle=False))
 
     def loop(num_steps: int) -> None:
-        for inputs in _batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader if has_loader else None, batch, num_steps):
             model(inputs.to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -193,23 +193,12 @@ def _own_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
         loader = accelerator.prepare(DataLoader(_dataset(accelerator), BATCH))
 
     def loop(num_steps: int) -> None:
-        for inputs in _batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader if has_loader else None, batch, num_steps):
             accelerator.backward(model(inputs).square().mean())
             optimizer.step()
             optimizer.zero_grad()
 
     return loop
-
-
-def _batches(loader: Any, batch: Any, num_steps: int) -> Iterator[Any]:
-    if loader is None:
-        for _ in range(num_steps):
-            yield batch
-        return
-    for step, (inputs,) in enumerate(loader, 1):
-        yield inputs
-        if step == num_steps:
-            return
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.benchmarks.bench import Row, at_most, show
+from tests.benchmarks.bench import Row, at_most, batches, show
 from tests.training import ranks
 
 NUM_RANKS, NUM_ROUNDS, NUM_STEPS = 2, 5, 600
@@ -119,7 +119,7 @@ def _raw_run(has_loader: bool) -> Callable[[int], None]:
     loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset, shuffle=False))
 
     def run(num_steps: int) -> None:
-        for inputs in _batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader if has_loader else None, batch, num_steps):
             loss = model(inputs).square().mean()
             loss.backward()
             optimizer.step()
@@ -138,24 +138,13 @@ def _accelerated_run(accelerator: Any, has_loader: bool) -> Callable[[int], None
     batch = torch.randn(BATCH, WIDTH)
 
     def run(num_steps: int) -> None:
-        for inputs in _batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader if has_loader else None, batch, num_steps):
             loss = model(inputs).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
 
     return run
-
-
-def _batches(loader: Any, batch: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
-    if loader is None:
-        for _ in range(num_steps):
-            yield batch
-        return
-    for step, (inputs,) in enumerate(loader, 1):
-        yield inputs
-        if step == num_steps:
-            return
 
 
 def _lap(function: Callable[[], object]) -> Lap:
