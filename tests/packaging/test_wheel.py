@@ -5,6 +5,7 @@ Nothing is asked of an index: the tools that build come with the tests, and what
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.timeout(240)  # on a busy machine
 # Packages that come with a dependency, and are imported by their own name.
 COMES_WITH = {
     "IPython": "ipykernel",
-    "numpy": "torch",
     "jupyter_client": "ipykernel",
     "jupyter_core": "ipykernel",
     "traitlets": "ipykernel",
@@ -137,7 +137,7 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
 
 def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Built) -> None:
     plain = {canonicalize_name(one.name) for one in built.requirements if one.marker is None}
-    assert plain == {"cloudpickle", "ipykernel", "ipywidgets", "pyyaml", "safetensors", "torch"}
+    assert plain == {"cloudpickle", "ipykernel", "ipywidgets", "numpy", "pyyaml", "safetensors", "torch"}
     extras = {extra: of_extra(built, extra) for extra in built.metadata.get_all("Provides-Extra", [])}
     assert {"tpu", "deepspeed", "ray", "stateful", "notebooks", "lint", "test"} <= extras.keys()
     assert "nblaunch" not in {name for names in extras.values() for name in names}, (
@@ -183,6 +183,15 @@ def test_everything_that_is_imported_is_declared(built: Built) -> None:
     }
     optional = at_the_top & (OF_USERS | {"deepspeed", "ray", "torch_xla", "torchdata"})
     assert not optional, f"imported at the top of a module, though nobody needs to have it: {optional}"
+
+
+def test_what_is_said_to_come_with_a_dependency_is_required_by_it() -> None:
+    for name, dependency in COMES_WITH.items():
+        required = {Requirement(text) for text in importlib.metadata.requires(dependency) or []}
+        always = {
+            canonicalize_name(one.name) for one in required if one.marker is None or one.marker.evaluate()
+        }
+        assert canonicalize_name(name) in always, f"{dependency} does not bring {name}"
 
 
 def test_it_is_imported_where_nothing_else_is_installed(built: Built, python: Path) -> None:
