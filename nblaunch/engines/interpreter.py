@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -65,6 +66,7 @@ def start_interpreter(
             return subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
                 stdin=subprocess.DEVNULL,
+                cwd=_folder_instead(),
                 pass_fds=sorted(inherited),
                 start_new_session=True,
             )
@@ -75,6 +77,15 @@ def start_interpreter(
         ) from error
     finally:
         os.close(boot_fd)
+
+
+def _folder_instead() -> str | None:
+    """Where to start if the working folder was removed: neither IPython nor MKL begins to work in such a one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return tempfile.gettempdir()
+    return None
 
 
 def _blame(call: Call, error: Exception) -> str:

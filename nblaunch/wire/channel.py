@@ -8,6 +8,7 @@ can't hold up the others.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import struct
@@ -19,6 +20,10 @@ from nblaunch.events import Event
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
+_CLOSED = (
+    "the worker's connection to its launcher is closed: code in it closes descriptors that it has not opened "
+    "(os.closerange?)"
+)
 
 
 class EventSender:
@@ -37,7 +42,11 @@ class EventSender:
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
-        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too."""
+        """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
+
+        Raises:
+            RuntimeError: the descriptor was closed in this process.
+        """
         body = pickle.dumps(event, protocol=pickle.HIGHEST_PROTOCOL)
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         with self._uninterrupted(), self._lock:
@@ -46,6 +55,10 @@ class EventSender:
                     frame = frame[os.write(self.fd, frame) :]
             except BrokenPipeError:
                 return
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+                raise RuntimeError(_CLOSED) from None
 
 
 class EventReceiver:

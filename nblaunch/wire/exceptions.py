@@ -18,11 +18,11 @@ def dump(error: BaseException) -> bytes | None:
     written but not read; such a one travels in parts.
     """
     try:
-        body = to_bytes(_Chain.of(error), main_by_reference=True)
+        body = _to_bytes(_Chain.of(error))
         restored = pickle.loads(body).restore()
-    except Exception:
-        return None  # the caller has the text
-    return body if type(restored) is type(error) and len(body) <= _MAX_BYTES else None
+    except BaseException:  # its own code may even call sys.exit(); the caller has the text
+        return None
+    return body if type(restored) is type(error) else None
 
 
 def load(body: bytes) -> BaseException:
@@ -69,7 +69,10 @@ class _Chain:
 
 
 class _Parts:
-    """An exception taken apart, for constructors that ``args`` do not fit; what can't be pickled stays behind."""
+    """An exception taken apart, for constructors that ``args`` do not fit; what can't travel stays behind.
+
+    That is what can't be pickled, and what is too large: a model, say, in an attribute.
+    """
 
     def __init__(self, cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
         self.cls = cls
@@ -92,7 +95,11 @@ class _Parts:
 
 def _can_travel(value: Any) -> bool:
     try:
-        restored = pickle.loads(to_bytes(value, main_by_reference=True))
-    except Exception:
+        restored = pickle.loads(_to_bytes(value))
+    except BaseException:
         return False
     return type(restored) is type(value)
+
+
+def _to_bytes(value: Any) -> bytes:
+    return to_bytes(value, main_by_reference=True, max_bytes=_MAX_BYTES)

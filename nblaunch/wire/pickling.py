@@ -44,7 +44,26 @@ class NotebookPickler(cloudpickle.CloudPickler):
         return found is obj
 
 
-def to_bytes(value: Any, *, main_by_reference: bool) -> bytes:
-    stream = io.BytesIO()
+def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:
+    """``value`` pickled.
+
+    Raises:
+        OverflowError: it takes more than ``max_bytes``, found out before all of it was written.
+        Exception: it can't be pickled.
+    """
+    stream = io.BytesIO() if max_bytes is None else _BoundedStream(max_bytes)
     NotebookPickler(stream, main_by_reference=main_by_reference).dump(value)
     return stream.getvalue()
+
+
+class _BoundedStream(io.BytesIO):
+    """Refuses to grow beyond ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            raise OverflowError(f"more than {self._max_bytes} bytes")
+        return super().write(data)

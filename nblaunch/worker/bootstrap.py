@@ -37,7 +37,7 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, inherited, shell, stdio
 from nblaunch.worker.construction import Construction
-from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.failure import tell_failure
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -55,8 +55,8 @@ def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None
     try:
         exit_code = _Worker(assignment, slot).live(load_call)
     except BaseException:
-        traceback.print_exc()  # nblaunch's own mistake, or a last interrupt: the log has it at least
-        stdio.flush()
+        # nblaunch's own mistake, a last interrupt, or a function that has closed all descriptors: the log has it.
+        stdio.write_last_words(assignment.log_path, traceback.format_exc())
     finally:
         os._exit(exit_code)
 
@@ -90,7 +90,7 @@ class _Worker:
         except BaseException as error:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
-            self.sender.send(describe_failure(self.assignment.rank, error, self._evidence(error)))
+            tell_failure(self.sender.send, self.assignment.rank, error, self._evidence(error))
             return self._farewell(1)
         return self._farewell(0)
 

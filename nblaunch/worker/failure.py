@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import linecache
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from nblaunch.events import ExceptionInfo, Failed, FrameInfo
+from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
 from nblaunch.wire.frames import is_own_file, is_user_file
+from nblaunch.wire.texts import shortened
 
 _MAX_FRAMES = 60
+_MAX_FORMATTED_FRAMES = 2000
+"""Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
+
+_MAX_CHARACTERS = 1 << 16
+"""Of a text that is shown. The exception itself keeps all of its own."""
+
+_PATIENCE_S = 5.0
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
     "connection closed by peer",
@@ -32,12 +44,36 @@ _CONSEQUENCE_WORDS = (
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
     """The event that tells the launcher about ``error``, with what the device has to say about it."""
+    return replace(_described(rank, error, evidence), exception=exceptions.dump(error))
+
+
+def tell_failure(
+    send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...]
+) -> None:
+    """Send what :func:`describe_failure` makes; of an exception that takes for ever to be pickled, send its text.
+
+    Its own code may wait for a lock that nobody releases any more, and the other ranks would wait for this one.
+    """
+    told = _described(rank, error, evidence)
+    timer = threading.Timer(_PATIENCE_S, send, (told,))
+    timer.daemon = True
+    try:
+        timer.start()
+    except RuntimeError:  # no thread can be had, for want of memory maybe
+        send(told)
+        return
+    exception = exceptions.dump(error)
+    timer.cancel()
+    send(replace(told, exception=exception))
+
+
+def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Failed:
+    """The event without the exception itself."""
     error = error.with_traceback(without_own_frames(error.__traceback__))
     return Failed(
         rank=rank,
         time_s=time.time(),
         info=_info(error),
-        exception=exceptions.dump(error),
         is_consequence=not evidence and _is_consequence(error),
         evidence=evidence,
     )
@@ -62,7 +98,10 @@ def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
 
 
 def _frames(tb: TracebackType | None) -> list[FrameInfo]:
-    frames = [
+    steps = list(traceback.walk_tb(tb))
+    if len(steps) > _MAX_FRAMES:
+        steps = steps[: _MAX_FRAMES // 2] + steps[-_MAX_FRAMES // 2 :]
+    return [
         FrameInfo(
             filename=frame.f_code.co_filename,
             lineno=lineno,
@@ -71,22 +110,24 @@ def _frames(tb: TracebackType | None) -> list[FrameInfo]:
             is_user=is_user_file(frame.f_code.co_filename),
             first_lineno=frame.f_code.co_firstlineno,
         )
-        for frame, lineno in traceback.walk_tb(tb)
+        for frame, lineno in steps
     ]
-    return frames if len(frames) <= _MAX_FRAMES else frames[: _MAX_FRAMES // 2] + frames[-_MAX_FRAMES // 2 :]
 
 
 def _formatted(error: BaseException) -> str:
+    num_frames = sum(1 for _ in islice(traceback.walk_tb(error.__traceback__), _MAX_FORMATTED_FRAMES + 1))
+    limit = -_MAX_FRAMES if num_frames > _MAX_FORMATTED_FRAMES else None
     try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except Exception as broken:  # a __str__ that raises must not hide the error itself
-        return f"{_qualified_name(type(error))} (can't be formatted: {type(broken).__name__}: {broken})\n"
+        lines = traceback.format_exception(type(error), error, error.__traceback__, limit)
+    except BaseException as broken:  # a __str__ that raises, or exits, must not hide the error itself
+        return f"{_qualified_name(type(error))} (can't be formatted: {type(broken).__name__})\n"
+    return shortened("".join(lines), _MAX_CHARACTERS)
 
 
 def _message_of(error: BaseException) -> str:
     try:
-        return str(error)
-    except Exception as broken:
+        return shortened(str(error), _MAX_CHARACTERS)
+    except BaseException as broken:
         return f"<its message can't be shown: str() raises {type(broken).__name__}>"
 
 

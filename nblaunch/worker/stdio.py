@@ -6,6 +6,7 @@ wait, and what was printed before a crash, of the worker or of the kernel, is th
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -75,6 +76,14 @@ def flush() -> int:
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
         lost += raw.lost_bytes if isinstance(raw, _Output) else 0
     return lost
+
+
+def write_last_words(log_path: str, text: str) -> None:
+    """Append ``text`` to the log, also where descriptors 1 and 2 are no longer what they were."""
+    with contextlib.suppress(OSError, ValueError):
+        flush()
+    with open(log_path, "a", encoding="utf-8", errors="backslashreplace") as log:
+        log.write(text)
 
 
 def _line_buffered(fd: int) -> io.TextIOWrapper:

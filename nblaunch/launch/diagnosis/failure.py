@@ -24,6 +24,7 @@ from nblaunch.launch.joblog import JobLog, read_log
 
 _LAST_LINES = 5
 _LAST_BYTES = 1 << 16
+_HEADLINE = 500  # characters
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 
@@ -67,7 +68,7 @@ def failure_of(
     notes = [*_notes(report, root, pid, log, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
-        headline = f"{info.type_name}: {info.message}".strip().splitlines()[0]
+        headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
         return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]

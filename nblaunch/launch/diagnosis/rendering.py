@@ -20,10 +20,14 @@ from nblaunch.errors import RemoteTraceback
 from nblaunch.events import ExceptionInfo, FrameInfo
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.frames import is_own_file
+from nblaunch.wire.texts import fewer_lines, shortened
 
 _MAX_FRAMES = 3
 _MAX_LINES = 25
-_CONTEXTS = (5, 3, 2)
+_MAX_CHARACTERS = 4000
+_FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2, 6))
+"""(source lines of each frame, lines of the message), tried one after the other until all is short enough."""
+
 _FRAME = re.compile(r'^(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*$')
 
 
@@ -140,11 +144,18 @@ class RemoteRendering:
         shell = _shell()
         if shell is None:
             return [*self.info.text.splitlines(), *self.notes]
-        shown = _stand_in(self.info.type_name, self.info.message)
-        if self.info.cause is not None:
-            cause = shown.__cause__ = _stand_in(self.info.cause.type_name, self.info.cause.message)
-            cause.__traceback__ = make_traceback(worth_showing(self.info.cause.frames)[-1:])
-        return _fitting(shell, shown, make_traceback(worth_showing(self.info.frames)), self.notes)
+        tb = make_traceback(worth_showing(self.info.frames))
+        return _fitting(shell, self._shown, tb, self.notes)
+
+    def _shown(self, max_lines: int) -> BaseException:
+        """What is shown for the exception, its message and its cause's in as many lines together."""
+        cause = self.info.cause
+        if cause is None:
+            return _stand_in(self.info.type_name, self.info.message, max_lines)
+        shown = _stand_in(self.info.type_name, self.info.message, max_lines // 2)
+        shown.__cause__ = _stand_in(cause.type_name, cause.message, max_lines // 2)
+        shown.__cause__.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        return shown
 
 
 @dataclass(frozen=True)
@@ -156,15 +167,20 @@ class LocalRendering:
         shell = _shell()
         if shell is None or error is None:
             return [f"{type(error).__name__}: {error}"]
-        shown = _stand_in(type(error).__name__, str(error))
-        return _fitting(shell, shown, _without_own_frames(tb), ())
+        name, message = type(error).__name__, str(error)
+        return _fitting(shell, lambda max_lines: _stand_in(name, message), _without_own_frames(tb), ())
 
 
-def _fitting(shell: Any, error: BaseException, tb: TracebackType | None, notes: Sequence[str]) -> list[str]:
-    """IPython's lines and the notes, with as many source lines of each frame as there is room for."""
+def _fitting(
+    shell: Any,
+    shown: Callable[[int], BaseException],
+    tb: TracebackType | None,
+    notes: Sequence[str],
+) -> list[str]:
+    """IPython's lines and the notes, with as much of each source and of the message as there is room for."""
     lines: list[str] = []
-    for context in _CONTEXTS:
-        lines = [*_structured(shell, error, tb, context), *notes]
+    for context, max_lines in _FITS:
+        lines = [*_structured(shell, shown(max_lines), tb, context), *notes]
         if len("\n".join(lines).splitlines()) <= _MAX_LINES:
             break
     return lines
@@ -176,8 +192,10 @@ def _structured(shell: Any, error: BaseException, tb: TracebackType | None, cont
     return lines
 
 
-def _stand_in(type_name: str, message: str) -> BaseException:
+def _stand_in(type_name: str, message: str, max_lines: int | None = None) -> BaseException:
     """An exception with a name and a text, and nothing of the original that IPython would show besides."""
+    if max_lines is not None:
+        message = shortened(fewer_lines(message, max_lines), _MAX_CHARACTERS)
     return type(type_name.rpartition(".")[2], (Exception,), {"__module__": "builtins"})(message)
 
 

@@ -14,6 +14,9 @@ from nblaunch.launch.diagnosis.rendering import (
     worth_showing,
 )
 from nblaunch.wire import exceptions
+from nblaunch.wire.texts import fewer_lines
+
+_MAX_NOTES_LINES = 4
 
 
 def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
@@ -33,9 +36,20 @@ def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
     remote.__traceback__ = make_traceback(worth_showing(failed.info.frames))
     remote.__cause__ = own_cause
     exceptions.set_attribute(error, "__cause__", remote)
-    exceptions.set_attribute(error, "__notes__", [*getattr(error, "__notes__", []), *notes])
-    render_as(error, RemoteRendering(failed.info, tuple(notes)))
+    own_notes = _notes_of(error)
+    exceptions.set_attribute(error, "__notes__", [*own_notes, *notes])
+    shown = fewer_lines("\n".join(own_notes), _MAX_NOTES_LINES).splitlines()
+    render_as(error, RemoteRendering(failed.info, (*shown, *notes)))
     return error
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    """What the user's code has noted; anything may stand in that attribute, and asking for it may fail."""
+    try:
+        notes = error.__notes__  # type: ignore[attr-defined]
+        return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]
+    except Exception:
+        return []
 
 
 def _load(failed: Failed) -> BaseException:
@@ -57,7 +71,7 @@ def _with_text(error: BaseException, message: str) -> BaseException:
     """``error``, of a class with a text where its own has none: ipykernel calls ``str``, and fails if that raises."""
     try:
         str(error)
-    except Exception:
+    except BaseException:  # it may even call sys.exit()
         cls = type(error)
         body = {"__str__": lambda self: message, "__module__": cls.__module__, "__slots__": ()}
         exceptions.set_attribute(error, "__class__", type(cls.__name__, (cls,), body))

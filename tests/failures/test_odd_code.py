@@ -1,0 +1,175 @@
+"""Exceptions and functions whose own code gets in the way of telling about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Cell, Kernel
+
+SETUP = """
+import os, shutil, sys, tempfile, threading
+import torch
+import nblaunch.worker.failure
+from nblaunch import notebook_launcher
+
+lock = threading.Lock()
+
+class Base(Exception):
+    pass
+
+def launch(error, num_processes=2, **options):
+    def train():
+        lock.acquire()
+        raise error
+    return notebook_launcher(train, num_processes=num_processes, **options)
+"""
+
+MAX_LINES = 25
+
+
+@pytest.fixture(scope="module")
+def odd_kernel() -> Iterator[Kernel]:
+    with Kernel.start() as kernel:
+        kernel.run(SETUP)
+        yield kernel
+
+
+def fail(kernel: Kernel, body: str, made: str = "Odd('lost')", options: str = "") -> Cell:
+    """Raise an exception of a class with ``body``, catch it as that class, then let the cell show it."""
+    return kernel.run(
+        f"""
+class Odd(Base):
+    {body}
+try:
+    launch({made}{options})
+except Odd:
+    print("caught")
+launch({made}{options})
+""",
+        raises="Odd",
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def __str__(self): sys.exit(3)",
+        "def __str__(self): raise KeyboardInterrupt",
+        "def __reduce__(self): sys.exit(0)",
+        "__getattribute__ = lambda self, name: {}[name] if name == '__notes__' else super().__getattribute__(name)",
+    ],
+    ids=["str-exits", "str-interrupts", "reduce-exits", "no-notes"],
+)
+def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, body: str) -> None:
+    cell = fail(odd_kernel, body)
+    assert "caught" in cell.stdout
+    assert cell.error is not None
+    assert "complete log: " in cell.error.text
+
+
+@pytest.mark.parametrize("notes", ["5", "'one note'", "[3, None]"])
+def test_notes_may_be_anything(odd_kernel: Kernel, notes: str) -> None:
+    cell = fail(odd_kernel, f"__notes__ = {notes}")
+    assert "caught" in cell.stdout
+    assert cell.error is not None
+    assert "Odd: lost" in cell.error.text
+
+
+def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:
+    cell = fail(odd_kernel, "__notes__ = [f'seen in file {i}' for i in range(50)]")
+    assert cell.error is not None
+    assert "seen in file 49" in cell.error.text
+    assert len(cell.error.lines) <= MAX_LINES
+
+
+def test_an_exception_that_can_not_be_pickled_in_time_goes_as_text(odd_kernel: Kernel) -> None:
+    odd_kernel.run("nblaunch.worker.failure._PATIENCE_S = 0.2")
+    cell = odd_kernel.run(
+        """
+class Locked(Exception):
+    def __reduce__(self):
+        lock.acquire()
+launch(Locked("waits for a lock that it holds"), interrupt_grace_s=0.5)
+""",
+        raises="WorkerFailed",
+        timeout_s=20,
+    )
+    assert cell.error is not None
+    assert "Locked: waits for a lock that it holds" in cell.error.text
+
+
+def test_a_large_attribute_stays_behind(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+class Large(Exception):
+    pass
+error = Large("kept")
+error.model, error.step = torch.zeros(25_000_000), 3
+try:
+    launch(error)
+except Large as arrived:
+    print(arrived, arrived.step, hasattr(arrived, "model"))
+"""
+    )
+    assert "kept 3 False" in cell.stdout
+
+
+@pytest.mark.parametrize("message", ["'x' * 30_000_000", "'word\\n' * 2_000_000"], ids=["line", "lines"])
+def test_a_message_beyond_all_bounds_is_shown_in_part(odd_kernel: Kernel, message: str) -> None:
+    cell = odd_kernel.run(f"launch(ValueError({message} + 'the end'))", raises="ValueError", timeout_s=40)
+    assert cell.error is not None
+    assert len(cell.error.lines) <= MAX_LINES, cell.error.lines[:MAX_LINES]
+    assert len(cell.error.text) < 10_000
+    assert "left out" in cell.error.text
+    assert "the end" in cell.error.text
+    assert cell.error.value.endswith("the end")
+    assert len(cell.error.value) > 1_000_000
+
+
+def test_a_descriptor_that_was_closed_is_named(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+def train():
+    os.closerange(0, 256)
+    return 5
+notebook_launcher(train, num_processes=2)
+""",
+        raises="WorkerDied",
+    )
+    assert cell.error is not None
+    assert "code in it closes descriptors that it has not opened" in cell.error.text
+    assert len(cell.error.lines) <= MAX_LINES
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_working_folder_that_is_gone(odd_kernel: Kernel, method: str) -> None:
+    cell = odd_kernel.run(
+        f"""
+before = os.getcwd()
+os.chdir(tempfile.mkdtemp())
+os.rmdir(os.getcwd())
+try:
+    print("result", notebook_launcher(lambda: 42, num_processes=2, start_method={method!r}))
+finally:
+    os.chdir(before)
+"""
+    )
+    assert "result 42" in cell.stdout
+
+
+def test_a_recursion_without_end_is_told_soon(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+def train():
+    sys.setrecursionlimit(100_000)
+    def dive(depth): return dive(depth + 1)
+    dive(0)
+notebook_launcher(train, num_processes=2)
+""",
+        raises="RecursionError",
+        timeout_s=20,
+    )
+    assert cell.error is not None
+    assert len(cell.error.lines) <= MAX_LINES
