@@ -4,8 +4,8 @@
 
     result = notebook_launcher(training_function, (model,))
 
-The names below are the public ones. They are loaded when first used, so that ``import nblaunch`` costs milliseconds
-and imports neither torch nor ipywidgets.
+The names below are the public ones, and ``nblaunch.utils`` has the smaller helpers. All are loaded when first used, so
+that ``import nblaunch`` costs milliseconds and imports neither torch nor ipywidgets.
 """
 
 from __future__ import annotations
@@ -61,6 +61,21 @@ _PUBLIC = {
     "skip_first_batches": "nblaunch.training.data.loading",
     "synchronize_rng_states": "nblaunch.training.rng",
 }
+
+_SUBMODULES = (
+    "accelerator",
+    "data_loader",
+    "errors",
+    "launchers",
+    "local_sgd",
+    "logging",
+    "optimizer",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+)
+"""Modules that code written for Accelerate uses as attributes: ``nblaunch.utils.set_seed(0)``."""
 
 __all__ = [
     "Accelerator",
@@ -153,6 +168,8 @@ imports.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
@@ -163,4 +180,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    dunders = (name for name in globals() if name.startswith("__"))
+    return sorted({*__all__, *_SUBMODULES, *dunders})

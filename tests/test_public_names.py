@@ -1,0 +1,46 @@
+"""What ``import nblaunch`` gives a person who types a dot and looks at what comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SHOWN = """
+import json, nblaunch
+before = dir(nblaunch)
+nblaunch.Accelerator, nblaunch.notebook_launcher, nblaunch.utils  # loading them brings many modules of ours
+print(json.dumps([before, dir(nblaunch), nblaunch.__all__]))
+"""
+
+
+def test_completion_offers_public_names_and_nothing_else() -> None:
+    before, after, public = json.loads(_run(SHOWN))
+    offered = [name for name in before if not name.startswith("_")]
+    assert before == after
+    assert {name for name in public if not name.startswith("_")} <= set(offered)
+    assert {"utils", "state", "logging", "data_loader"} <= set(offered)
+    assert set(offered).isdisjoint(
+        {"Any", "TYPE_CHECKING", "annotations", "importlib", "sys", "imports", "wire"}
+    )
+
+
+def test_modules_that_code_for_accelerate_names_need_no_import_of_their_own() -> None:
+    for name in (
+        "utils.set_seed",
+        "state.PartialState",
+        "data_loader.skip_first_batches",
+        "logging.get_logger",
+    ):
+        assert _run(f"import nblaunch; print(callable(nblaunch.{name}))") == "True"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    code = "import nblaunch\ntry: nblaunch.notebook_luncher\nexcept AttributeError as error: print(error)"
+    assert _run(code) == "module 'nblaunch' has no attribute 'notebook_luncher'"
+
+
+def _run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
