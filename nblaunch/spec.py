@@ -6,6 +6,7 @@ built, before anything is started; what depends on this machine's devices is che
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +128,7 @@ class LaunchSpec:
     @property
     def function_name(self) -> str:
         """As people know it: ``training_function``."""
-        return getattr(self.function, "__qualname__", None) or repr(self.function)
+        return _name_of(self.function)
 
     @property
     def min_nodes(self) -> int:
@@ -225,10 +226,13 @@ def _check_call(function: Any, args: Any) -> None:
             f"function={function!r} can't be called; pass the training function itself, "
             "as in notebook_launcher(training_function, (model,))"
         )
+    _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
+        remedy = "for one argument write (model,) with a comma"
+        if isinstance(args, Mapping):
+            remedy = "for keyword arguments pass functools.partial(function, **arguments) as the function"
         raise TypeError(
-            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; "
-            "for one argument write (model,) with a comma"
+            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {remedy}"
         )
     try:
         signature = inspect.signature(function)
@@ -237,9 +241,31 @@ def _check_call(function: Any, args: Any) -> None:
     try:
         signature.bind(*args)
     except TypeError as error:
-        name = getattr(function, "__name__", repr(function))
+        name = _name_of(function)
         given = ", ".join(type(arg).__name__ for arg in args) or "nothing"
         raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({given})") from None
+
+
+def _check_runs_when_called(function: Any) -> None:
+    """Refuse functions of which a call runs no line, and returns something that can't leave its process."""
+    name = _name_of(function)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"{name} is an async function, and calling it only makes a coroutine; "
+            f"pass a plain function that runs it: lambda *args: asyncio.run({name}(*args))"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
+            f"pass a plain function that goes through it, such as lambda *args: list({name}(*args))"
+        )
+
+
+def _name_of(function: Any) -> str:
+    """The function's own name, also in a :func:`functools.partial`; of other callable objects, that of their class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def _check_choices(spec: LaunchSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -21,6 +22,19 @@ from nblaunch.topology import Topology
 
 def train(model: object, epochs: int = 1) -> None:
     raise AssertionError("it must not be called")
+
+
+async def train_async(model: object) -> None:
+    """Would be a coroutine that nobody awaits."""
+
+
+def train_in_steps(model: object) -> Iterator[int]:
+    yield 1
+
+
+class Trainer:
+    def __call__(self, model: object) -> None:
+        """Trains."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +79,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"function": None}, TypeError, ("function=None", "notebook_launcher(training_function")),
     ({"args": "model"}, TypeError, ("args", "tuple", "str", "(model,)")),
     ({"args": 3}, TypeError, ("args", "tuple", "int")),
-    ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict")),
+    ({"args": {"model": 1}}, TypeError, ("args", "tuple", "dict", "functools.partial(")),
+    ({"function": train_async}, TypeError, ("train_async is an async function", "asyncio.run(train_async(")),
+    ({"function": functools.partial(train_async, 1), "args": ()}, TypeError, ("train_async is an async",)),
+    ({"function": train_in_steps}, TypeError, ("train_in_steps is a generator function", "list(train_in_steps")),
     ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
     ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
     ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
@@ -188,6 +205,8 @@ def test_what_is_good_is_taken() -> None:
     assert LaunchSpec(lambda *values: None, (1, 2, 3)).args == (1, 2, 3)
     assert LaunchSpec(print, ("C functions have no signature at times",)).function_name == "print"
     assert LaunchSpec(dict, ()).args == ()
+    assert LaunchSpec(functools.partial(functools.partial(train, 1))).function_name == "train"
+    assert LaunchSpec(Trainer(), (1,)).function_name == "Trainer"
     assert [parse_port(port) for port in (None, "", 0, "0", 80, "29500")] == [
         None,
         None,
