@@ -24,13 +24,20 @@ def test_nothing_is_found_where_nothing_is_left() -> None:
 
 @linux_only
 def test_a_child_is_found_and_ended() -> None:
-    before = Snapshot.take()
-    with subprocess.Popen([sys.executable, "-c", WAIT_FOR_EVER]) as child:
-        (line,) = left_behind.find(before, grace_s=0)
-        assert line.startswith(f"process {child.pid}: ")
-        assert WAIT_FOR_EVER in line
-        left_behind.kill_processes(before)
-        assert child.wait(10) == -9
+    reading, writing = os.pipe()
+    with open(reading, "rb") as told, open(writing, "wb") as telling:
+        before = Snapshot.take()
+        program = f"print('here', flush=True); {WAIT_FOR_EVER}"
+        with subprocess.Popen([sys.executable, "-c", program], stdout=telling) as child:
+            try:
+                # Popen may return while the system still sets the program up: its command line is empty until then.
+                assert told.readline() == b"here\n"
+                (line,) = left_behind.find(before, grace_s=0)
+            finally:
+                left_behind.kill_processes(before)
+            assert line.startswith(f"process {child.pid}: ")
+            assert WAIT_FOR_EVER in line
+            assert child.wait(10) == -9
 
 
 @linux_only
