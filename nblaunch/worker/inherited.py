@@ -29,8 +29,10 @@ def forget(kernel_streams: Iterable[Any]) -> None:
     _leave_interactive_mode()
     _refuse_input()
     _redirect_kernel_streams(kernel_streams)
+    _drop_kernel_messages()
     _forget_figures()
     _detach_tqdm()
+    _detach_rich()
     _disown_processes()
     _reset_accelerate()
     process_group.forget_inherited()
@@ -71,8 +73,7 @@ def _refuse_input() -> None:
 
     builtins.input = refuse
     getpass.getpass = refuse
-    kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
-    kernel: Any = None if kernelbase is None else kernelbase.Kernel._instance
+    kernel = _kernel()
     if kernel is not None:  # for cells that did ``from getpass import getpass``, and got the kernel's own
         kernel._input_request = refuse
 
@@ -94,6 +95,23 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
     iostream.OutStream.write = write
     iostream.OutStream.flush = flush
+
+
+def _drop_kernel_messages() -> None:
+    """What widgets would send. A session refuses to send from a fork, and logs each message with all its content."""
+    kernel = _kernel()
+    if kernel is not None and kernel.session is not None:
+        kernel.session.send = _send_nothing
+
+
+def _send_nothing(*args: object, **kwargs: object) -> None:
+    """In place of a session's ``send``, which returns None from a fork, too."""
+
+
+def _kernel() -> Any:
+    """The kernel that this worker was forked from; None where there was none."""
+    kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
+    return None if kernelbase is None else kernelbase.Kernel._instance
 
 
 def _forget_figures() -> None:
@@ -129,6 +147,24 @@ def _undo_widgets(notebook: Any) -> None:
 
 def _stay(self: Any, lines: int) -> None:
     """Nested bars share a rank's one status line instead of moving a cursor that a log does not have."""
+
+
+def _detach_rich() -> None:
+    """Make rich write plain lines, also to consoles that the kernel made: of a live display, the last state.
+
+    In a notebook it redraws live displays in a widget, and in a terminal by moving the cursor; a worker has neither,
+    and every frame would stay in the cell.
+    """
+    imports.when_imported("rich.console", _be_a_printer)
+
+
+def _be_a_printer(console: Any) -> None:
+    console.Console.is_jupyter = property(lambda self: False, _ignore)
+    console.Console.is_dumb_terminal = property(lambda self: True)
+
+
+def _ignore(self: object, value: object) -> None:
+    """What a console finds out about where it runs."""
 
 
 def _disown_processes() -> None:

@@ -13,9 +13,14 @@ from typing import Any
 
 from nblaunch.events import Displayed, Event
 
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+
 
 class EventPublisher:
-    """Takes the place of IPython's display publisher: mimebundles become events."""
+    """Takes the place of IPython's display publisher: mimebundles become events.
+
+    Widgets are told as text: a front end asks the kernel for what a view shows, and this one lives in a worker.
+    """
 
     def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
         self._rank = rank
@@ -35,7 +40,7 @@ class EventPublisher:
             Displayed(
                 rank=self._rank,
                 time_s=time.time(),
-                data=dict(data),
+                data={kind: content for kind, content in data.items() if kind != _WIDGET_VIEW},
                 metadata=dict(metadata or {}),
                 transient=dict(transient or {}),
                 update=update,

@@ -187,6 +187,59 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
     assert len(cell.displays) == 2  # the table and the result
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("console", ["of the cell", "of the function"])
+def test_live_displays_of_rich_are_one_line_each(fresh: Kernel, method: str, console: str) -> None:
+    cell = fresh.run(
+        f"""
+if {console!r} == "of the cell":
+    import rich, rich.progress
+    rich.get_console()
+def train():
+    import rich, rich.progress, rich.table, threading
+    for _ in rich.progress.track(range(20), description="reading"):
+        threading.Event().wait(0.02)
+    table = rich.table.Table()
+    table.add_column("loss"); table.add_row("0.125")
+    rich.print(table)
+    rich.print("[bold]bold[/]")
+notebook_launcher(train, num_processes=2, start_method={method!r})
+"""
+    )
+    assert cell.stderr == ""
+    assert len(cell.displays) == 1  # the table of ranks
+    for rank in (0, 1):
+        lines = lines_of(cell, rank)
+        assert [line.split()[0] for line in lines if "100%" in line] == ["reading"]
+        assert any("0.125" in line for line in lines)
+        assert "bold" in lines[-1]
+        assert len(lines) <= 8, lines
+
+
+def test_a_widget_of_a_worker_is_told_as_text(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import ipywidgets, logging, traitlets.log
+from IPython.display import display
+of_cell = ipywidgets.IntProgress()
+def train():
+    told = logging.StreamHandler()
+    traitlets.log.get_logger().addHandler(told)  # where a kernel's session complains
+    widget = ipywidgets.IntText(description="steps")
+    display(widget)
+    widget.value = of_cell.value = 3
+    return widget.value
+notebook_launcher(train, num_processes=2)
+"""
+    )
+    assert cell.result == "3"
+    assert cell.stderr == ""
+    assert "from fork" not in cell.stdout
+    shown = [display.data for display in cell.displays if "text/html" not in display.data]
+    assert [set(data) for data in shown[:2]] == [{"text/plain"}] * 2
+    assert shown[0]["text/plain"].startswith("IntText(")
+
+
 @pytest.mark.parametrize("method", START_METHODS)
 def test_displays_and_figures_appear_in_the_cell(shared: Kernel, method: str) -> None:
     cell = shared.run(
@@ -309,11 +362,16 @@ def test_logs_are_private_pruned_and_where_one_asks(shared: Kernel, tmp_path: Pa
         f"""
 os.chdir({str(tmp_path)!r})
 before = dict(os.environ)
+def print_and_stay(number):  # jobs that are over in a moment prune now and then only
+    print(number)
+    import psutil
+    while not any("nblaunch-guardian" in p.cmdline() for p in psutil.Process(os.getppid()).children()):
+        pass
 os.environ.update(NBLAUNCH_LOG_DIR="relative/logs", NBLAUNCH_KEEP_JOBS="3")
 folders = []
 try:
     for i in range(5):
-        notebook_launcher(print, (i,), 1)
+        notebook_launcher(print_and_stay, (i,), 1)
         folders.append(str(nblaunch.last_job().log_dir))
     os.chdir("/")
     text = nblaunch.last_job().logs(0)
