@@ -99,8 +99,7 @@ def _steps(has_loader: bool) -> dict[str, list[Lap]]:
     for round_number in range(NUM_ROUNDS):
         names = list(runs)[round_number % 3 :] + list(runs)[: round_number % 3]  # nobody always comes first
         for name in names:
-            first.wait_for_everyone()
-            laps[name].append(_lap(lambda: runs[name](NUM_STEPS)))  # noqa: B023
+            laps[name].append(_lap(first, lambda: runs[name](NUM_STEPS)))  # noqa: B023
     return laps
 
 
@@ -147,10 +146,12 @@ def _accelerated_run(accelerator: Any, has_loader: bool) -> Callable[[int], None
     return run
 
 
-def _lap(function: Callable[[], object]) -> Lap:
+def _lap(accelerator: Any, function: Callable[[], object]) -> Lap:
+    """Time ``function``, which all ranks begin together: else it also measures how long they collect garbage."""
     gc.collect()
     gc.disable()
     try:
+        accelerator.wait_for_everyone()
         cpu, wall = time.process_time(), time.perf_counter()
         function()
         return time.perf_counter() - wall, time.process_time() - cpu
@@ -168,10 +169,8 @@ def _loaders() -> float:
     prepared = accelerator.prepare(DataLoader(dataset, batch_size=BATCH, shuffle=True))
     ratios = []
     for _ in range(2 * NUM_ROUNDS):
-        accelerator.wait_for_everyone()
-        theirs = _lap(lambda: [None for _ in plain])[0]
-        accelerator.wait_for_everyone()
-        ratios.append(theirs / _lap(lambda: [None for _ in prepared])[0])
+        theirs = _lap(accelerator, lambda: [None for _ in plain])[0]
+        ratios.append(theirs / _lap(accelerator, lambda: [None for _ in prepared])[0])
     return statistics.median(ratios)
 
 
@@ -193,10 +192,8 @@ def _prepares() -> tuple[float, float]:
     model = _BertSized()
     ratios, bare = [], []
     for _ in range(NUM_ROUNDS + 1):
-        accelerator.wait_for_everyone()
-        theirs = _lap(lambda: DistributedDataParallel(model))[0]
-        accelerator.wait_for_everyone()
-        ours = _lap(lambda: accelerator.prepare(model))[0]
+        theirs = _lap(accelerator, lambda: DistributedDataParallel(model))[0]
+        ours = _lap(accelerator, lambda: accelerator.prepare(model))[0]
         accelerator.free_memory()
         ratios.append(ours / theirs)
         bare.append(theirs)

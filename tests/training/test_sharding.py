@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
@@ -120,6 +120,24 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch() -> None:
     assert (first[-1], second[-1]) == ([18, 19, 0], [1, 2, 3])
     first, second = (list(shard) for shard in _shards(2, 3, 2))
     assert (first, second) == ([[0, 1, 0]], [[1, 0, 1]])
+
+
+@pytest.mark.parametrize("batch", [16, 1000, 9000])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_long_epochs_have_the_order_of_one_process(batch: int, shuffle: bool) -> None:
+    """Orders are cut in pieces of thousands of indices; what ranks get together shows no seam, epoch by epoch."""
+
+    def order() -> BatchSampler:
+        rows = range(60_001)
+        generator = torch.Generator().manual_seed(7)
+        return BatchSampler(
+            RandomSampler(rows, generator=generator) if shuffle else SequentialSampler(rows), batch, False
+        )
+
+    alone, shards = order(), [BatchSamplerShard(order(), 3, rank, even_batches=False) for rank in range(3)]
+    for _ in range(2):
+        gathered = _global_order([list(shard) for shard in shards])
+        assert [i for rows in gathered for i in rows] == [i for rows in alone for i in rows]
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:

@@ -11,12 +11,15 @@ for another one. Moving data and keeping random orders equal is ``loader.py``'s 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+_CHUNK = 8192
+"""Indices that are looked at together where the whole order is known."""
 
 
 class BatchSamplerShard(BatchSampler):
@@ -142,17 +145,16 @@ class BatchSamplerShard(BatchSampler):
                 yield rows[start : start + size]
         else:
             end = len(order) - len(order) % round_size
-            for first in range(start, end, round_size):
-                mine = order[first : first + size]
-                yield mine if isinstance(mine, list) else list(mine)
-            head, rows = list(order[:round_size]), list(order[end:])
+            for chunk in _chunks(order, end, round_size):
+                yield from chunk.view(-1, self.num_processes, size)[:, self.process_index].tolist()
+            head, rows = _as_tensor(order[:round_size]).tolist(), _as_tensor(order[end:]).tolist()
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]
             if self.even_batches:
                 batches = self._complete(batches, self.num_processes, head or rows)
             if self.process_index < len(batches):
                 yield batches[self.process_index]
-        if isinstance(order, list):
+        if isinstance(order, torch.Tensor):
             # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
             # order that it has without sharing.
             torch.randperm(len(order), generator=sampler.generator)
@@ -348,10 +350,10 @@ class SeedableRandomSampler(RandomSampler):
         return super().__iter__()
 
 
-def _whole_order(sampler: Any) -> Sequence[int] | None:
+def _whole_order(sampler: Any) -> range | torch.Tensor | None:
     """All indices at once, where the sampler makes them so itself; None where it doesn't.
 
-    A rank then looks at its own only, which on cheap samples is most of what sharing costs.
+    A rank then makes Python numbers of its own only, which on cheap samples is most of what sharing costs.
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler.data_source))
@@ -363,8 +365,19 @@ def _whole_order(sampler: Any) -> Sequence[int] | None:
     if sampler.replacement or sampler.num_samples != num_rows:
         return None
     # As torch's RandomSampler does, so that any number of processes has the order that one has.
-    order: list[int] = torch.randperm(num_rows, generator=sampler.generator).tolist()
-    return order
+    return torch.randperm(num_rows, generator=sampler.generator)
+
+
+def _chunks(order: range | torch.Tensor, end: int, round_size: int) -> Iterator[torch.Tensor]:
+    """``order`` up to ``end`` in pieces of whole rounds: few calls into torch, and the first batch comes at once."""
+    length = round_size * max(1, _CHUNK // round_size)
+    for first in range(0, end, length):
+        yield _as_tensor(order[first : min(first + length, end)])
+
+
+def _as_tensor(order: range | torch.Tensor) -> torch.Tensor:
+    # On the CPU whatever the default device is.
+    return torch.arange(order.start, order.stop, device="cpu") if isinstance(order, range) else order
 
 
 def sampler_of(batch_sampler: Any) -> Any:
