@@ -101,7 +101,6 @@ class Attempt:
         stack.callback(watch.close)
         guardian = Guardian(group.process_groups())
         stack.callback(guardian.dismiss)
-        self.log.prune()
         supervisor = Supervisor(
             group=group,
             receivers=receivers,
@@ -111,6 +110,7 @@ class Attempt:
             requests=self.requests,
             tell=partial(self._tell_with, guardian),
             show=partial(self._show_with, watch),
+            settle=partial(self._settle, guardian),
             grace_s=self.spec.interrupt_grace_s,
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
             hang_timeout_s=self.spec.hang_timeout_s,
@@ -137,6 +137,11 @@ class Attempt:
         self.show(samples)
         for event in watch.look():
             self.tell(event)
+
+    def _settle(self, guardian: Guardian) -> None:
+        """What workers do not wait for, and the shortest jobs do without."""
+        guardian.start()
+        self.log.prune()
 
     def _tell_with(self, guardian: Guardian, event: Event) -> None:
         if isinstance(event, Started):

@@ -5,8 +5,9 @@
                                     end of file: SIGKILL to every worker's process group
 
 Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
-not, and a stopped process can't look after itself. The guardian is a shell, not Python: it starts in a fraction of a
-millisecond and holds no memory to speak of.
+not, and a stopped process can't look after itself. The guardian is a shell, not Python: it holds no memory to speak of.
+Even so its start keeps this process for milliseconds while workers start beside it, which is why it is a step of its
+own: a job that is over by then does without.
 """
 
 from __future__ import annotations
@@ -26,10 +27,19 @@ _SCRIPT = (
 
 
 class Guardian:
-    """Kills ``process_groups`` when this process ends in whatever way; :meth:`dismiss` it first in the usual case."""
+    """Kills ``process_groups`` when this process ends in whatever way, from :meth:`start` until :meth:`dismiss`."""
 
     def __init__(self, process_groups: Iterable[int]) -> None:
         self._groups = set(process_groups)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writing = -1
+
+    def start(self) -> None:
+        """Be there from now on.
+
+        Raises:
+            OSError: the system refused a process or a pipe.
+        """
         reading, self._writing = os.pipe()
         descriptors.keep_from_children(self._writing)
         try:
@@ -49,14 +59,18 @@ class Guardian:
 
     def watch(self, process_group: int) -> None:
         """Kill this group too: one that came to be after the guardian, as a forkserver's workers do."""
-        if process_group not in self._groups:
-            self._groups.add(process_group)
+        if process_group in self._groups:
+            return
+        self._groups.add(process_group)
+        if self._process is not None:
             # Somebody may have killed the guardian; workers still die with their parent.
             with suppress(BrokenPipeError):
                 os.write(self._writing, b"%d\n" % process_group)
 
     def dismiss(self) -> None:
         """End the guardian without it doing anything. Called when every worker has been reaped."""
+        if self._process is None:
+            return
         self._process.kill()
         self._process.wait()
         descriptors.close(self._writing)

@@ -25,6 +25,9 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event, LogLines, StatusLine
 
 _job_numbers = itertools.count(1)
+_PRUNE_EVERY = 20
+"""jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
+
 _in_use: set[Path] = set()
 """Folders of this process's jobs that still run."""
 
@@ -45,20 +48,22 @@ class JobLog:
 
     def __init__(self, folder: str | None = None) -> None:
         self._root = _root(folder)
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_job_numbers)}"
-        self.path = self._root / name
+        number = next(_job_numbers)
+        self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
         _in_use.add(self.path)
+        if number % _PRUNE_EVERY == 0:
+            self.prune()
 
     def end(self) -> None:
         """The job is over: its files stay, and may be pruned when it is old."""
         _in_use.discard(self.path)
 
     def prune(self) -> None:
-        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers start."""
+        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
         _prune(self._root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=self.path.name)
 
     def start_attempt(self, attempt: int) -> None:

@@ -38,6 +38,9 @@ from nblaunch.wire.channel import EventReceiver
 from nblaunch.wire.stopping import StopAgreement
 
 TICK_S = 0.1
+_SETTLE_S = 0.025
+"""From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
+
 _BUSY_TICK_S = 0.01
 """While ranks are being asked something and answer through memory or files, which wake nobody."""
 
@@ -60,6 +63,7 @@ class Supervisor:
         requests: what people ask for.
         tell: takes every event, for the listeners.
         show: takes the board's samples, 10 times a second.
+        settle: called once, when the workers have had a moment to start in.
         grace_s: seconds that workers have for their ``finally`` blocks.
         stacks_paths: rank -> the file that its faulthandler writes to.
         hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
@@ -78,6 +82,7 @@ class Supervisor:
         requests: StopRequests,
         tell: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
+        settle: Callable[[], None],
         grace_s: float,
         stacks_paths: Mapping[int, Path],
         hang_timeout_s: float | None,
@@ -92,6 +97,8 @@ class Supervisor:
         self._requests = requests
         self._tell = tell
         self._show = show
+        self._settle = settle
+        self._settle_at: float | None = None
         self._grace_s = grace_s
         self._stacks_paths = stacks_paths
         self._stops_on_hang = stops_on_hang
@@ -115,6 +122,7 @@ class Supervisor:
     def run(self) -> AttemptReport:
         """Wait until every process has ended and everything they said was heard."""
         self._watch()
+        self._settle_at = time.monotonic() + _SETTLE_S
         try:
             while self._alive:
                 for key, _ in self._selector.select(self._timeout()):
@@ -122,8 +130,7 @@ class Supervisor:
                 self._reap()
                 self._heed_requests()
                 self._heed_other_nodes()
-                if time.monotonic() >= self._next_tick:
-                    self._tick()
+                self._look_at_clock()
                 self._step_down()
                 self._follow_up()
             self._drain()
@@ -159,7 +166,7 @@ class Supervisor:
         self._watched_ends = wanted
 
     def _timeout(self) -> float:
-        until = self._next_tick
+        until = self._next_tick if self._settle_at is None else self._settle_at
         if self._ladder is not None:
             step = self._ladder.next_s(self._alive, self._has_noticed)
             until = min(until, step) if step is not None else until
@@ -303,6 +310,14 @@ class Supervisor:
             self._begin_stop_after_failure()
 
     # --- what is looked at by the clock --------------------------------------------------------------------------
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._settle_at is not None and now >= self._settle_at:
+            self._settle_at = None
+            self._settle()
+        if now >= self._next_tick:
+            self._tick()
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S

@@ -166,14 +166,14 @@ def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -
         f"""
 import errno, threading, psutil
 import nblaunch.launch.attempt as attempt
-real = attempt.Guardian
-def refuse(groups):
+real = attempt.Guardian.start
+def refuse(guardian):
     raise OSError(errno.EMFILE, "Too many open files")
-attempt.Guardian = refuse
+attempt.Guardian.start = refuse
 try:
     notebook_launcher(time.sleep, (50,), 2, start_method={method!r})
 finally:
-    attempt.Guardian = real
+    attempt.Guardian.start = real
     children = psutil.Process().children(recursive=True)
 """,
         raises="LaunchError",

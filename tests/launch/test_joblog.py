@@ -145,6 +145,12 @@ def test_a_job_that_runs_keeps_its_logs(tmp_path: Path, keep_three: None) -> Non
     assert not running.path.exists()
 
 
+def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: None) -> None:
+    for _ in range(70):
+        JobLog(str(tmp_path)).end()
+        assert len(list(tmp_path.iterdir())) < 3 + 20
+
+
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default folder has a name that others can guess, in a place where others can write."""
     monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
