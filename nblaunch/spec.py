@@ -291,6 +291,10 @@ def _check_choices(spec: LaunchSpec) -> None:
         )
 
 
+_MOST = {"num_processes": 4096, "threads_per_process": 4096}
+"""Beyond what any machine has: a slip, and the attempt alone would use up its memory."""
+
+
 def _check_counts(spec: LaunchSpec) -> None:
     for name, least, optional in (
         ("num_processes", 1, True),
@@ -305,6 +309,8 @@ def _check_counts(spec: LaunchSpec) -> None:
             raise TypeError(f"{name}={value!r} must be a whole number, but is a {type(value).__name__}")
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+        if name in _MOST and value > _MOST[name]:
+            raise ValueError(f"{name}={value} must be at most {_MOST[name]} on one machine")
 
 
 def _check_durations(spec: LaunchSpec) -> None:

@@ -86,6 +86,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"args": ()}, TypeError, ("train(model", "missing a required argument: 'model'", "nothing")),
     ({"args": (1, 2, 3)}, TypeError, ("train(model", "too many positional arguments", "int, int, int")),
     ({"num_processes": 0}, ValueError, ("num_processes=0", "at least 1")),
+    ({"num_processes": 10**20}, ValueError, ("num_processes=100000000000000000000", "at most 4096 on one machine")),
+    ({"threads_per_process": 10**9}, ValueError, ("threads_per_process=1000000000", "at most 4096")),
     ({"num_processes": -1}, ValueError, ("num_processes=-1", "at least 1")),
     ({"num_processes": "two"}, TypeError, ("num_processes='two'", "whole number", "str")),
     ({"num_processes": True}, TypeError, ("num_processes=True", "whole number", "bool")),

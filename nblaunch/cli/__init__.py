@@ -13,6 +13,7 @@ Only the module of the command asked for is imported, and none imports torch or 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -21,6 +22,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from nblaunch.cli.usage import Parser, UsageError
+from nblaunch.wire import descriptors
 
 COMMANDS = {
     "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
@@ -35,6 +37,8 @@ COMMANDS = {
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells tell it
 
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that is gone
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for a wrong use, which is told in one line.
@@ -43,11 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; None = ``sys.argv``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _stand_in_for_closed_streams()
     asked = next((word for word in argv if not word.startswith("-")), "")
     command = asked if asked in COMMANDS else ""
     module = importlib.import_module(COMMANDS[command][0]) if command else None
     try:
         arguments = _parse(argv, command, module)
+        _check_folder()
         return int(module.run(arguments)) if module is not None else USAGE_EXIT_CODE
     except UsageError as error:
         print(f"nblaunch{command and ' '}{command}: error: {error}", file=sys.stderr)
@@ -58,6 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`| head`): nothing is wrong, and nobody is there to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        print(f"nblaunch {command}: error: what there is to say can't be written: {error}", file=sys.stderr)
+        return 1
+
+
+def _stand_in_for_closed_streams() -> None:
+    """A program may be started with its input or outputs closed (``>&-``); Python then has None for them."""
+    descriptors.occupy_standard_ones()
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the program runs
+
+
+def _check_folder() -> None:
+    """Much of Python and of its libraries fails in odd ways in a folder that was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working folder was removed; go to another one") from None
 
 
 def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argparse.Namespace:

@@ -29,6 +29,18 @@ def forget(*fds: int) -> None:
     _kernel_only.difference_update(fds)
 
 
+def occupy_standard_ones() -> None:
+    """Open ``/dev/null`` wherever 0, 1 or 2 is closed.
+
+    Else the next pipe that anybody makes would get that number, and a child's output would go into it.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+
+
 def check_room(count: int) -> None:
     """Raise ``OSError`` if this process can't have ``count`` descriptors more."""
     opened: list[int] = []

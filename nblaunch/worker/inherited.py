@@ -81,7 +81,8 @@ def _refuse_input() -> None:
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
     """Log handlers made in the kernel hold its streams, whose writes cost milliseconds here and carry no rank."""
     for stream in streams:
-        vars(stream).pop("write", None)  # IPython 9 records a cell's output by a method of the object itself
+        # IPython 9 records a cell's output by a method of the object itself. There may be no stream at all.
+        getattr(stream, "__dict__", {}).pop("write", None)
     iostream: Any = sys.modules.get("ipykernel.iostream")
     if iostream is None:
         return

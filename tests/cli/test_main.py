@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +47,47 @@ def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[
     (line,) = capfd.readouterr().err.splitlines()
     assert "lunch" in line
     assert "launch" in line
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_do_not_matter(closed: str, tmp_path: Path) -> None:
+    """As under some service managers: the numbers 0 to 2 must not go to pipes between launcher and workers."""
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib\nprint('a line')\npathlib.Path('rank' + os.environ['RANK']).touch()\n"
+    )
+    line = shlex.join([*PROGRAM, "launch", "--cpu", "--num_processes", "2", "--log_dir", "logs", "train.py"])
+    ended = subprocess.run(["/bin/sh", "-c", f"{line} {closed}"], cwd=tmp_path, timeout=100)
+    assert ended.returncode == 0
+    assert {path.name for path in tmp_path.glob("rank*")} == {"rank0", "rank1"}
+
+
+def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
+    line = shlex.join([*PROGRAM, "config", "--config_file", str(tmp_path / "mine.yaml")])
+    ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2
+    assert "the answers ended before this question" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["launch", "--cpu", "--print_plan"], ["env"]], ids=["plan", "env"])
+def test_a_full_disk_is_told_in_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*PROGRAM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert "No space left on device" in line
+
+
+def test_a_working_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)  # which is undone at the end
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    assert cli.main(["launch", "--cpu", str(tmp_path / "train.py")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "the working folder was removed" in line
