@@ -15,7 +15,7 @@ from nblaunch import engines
 from nblaunch.engines.inline import run_inline
 from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Event, JobFinished, JobStarted, Metric, Note, Started
-from nblaunch.launch import weights
+from nblaunch.launch import left_behind, weights
 from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.diagnosis.failure import failure_of
 from nblaunch.launch.diagnosis.rendering import hide_launcher
@@ -405,6 +405,7 @@ class Job:
             self._conclude("failed", failure.error, failure.rank, failure.headline)
         else:
             self._take_weights(outcomes)
+            self._tell_of_left_weights(report)
             self._conclude("done", self._result_error(report, outcomes))
 
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
@@ -420,6 +421,14 @@ class Job:
         for position, line in zip(sorted({*back, *errors}), lines, strict=False):
             kind = "note" if position in loaded and position not in errors else "warning"
             self._tell(Note(rank=-1, time_s=time.time(), text=line, kind=kind))
+
+    def _tell_of_left_weights(self, report: AttemptReport) -> None:
+        """A job that trained, and was given no module: its weights may be wanted all the same."""
+        has_trained = any(sample.loss is not None for sample in report.last_samples)
+        if has_trained and self.spec.sync_weights and not self.plan.weights_of:
+            text = left_behind.sentence(self.spec.function, self.spec.function_name)
+            if text:
+                self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="note"))
 
     def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
         """What to raise when a return value could not travel whole; the parts that could are kept in the error."""

@@ -20,7 +20,9 @@ def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 def trainable_bytes(module: Any) -> int:
     """Bytes of the module's parameters that training changes, of those that have values here."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad and not p.is_meta)
+    torch: Any = sys.modules["torch"]
+    with_values = (p for p in module.parameters() if not (torch.nn.parameter.is_lazy(p) or p.is_meta))
+    return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
 def join(told: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:

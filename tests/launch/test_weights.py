@@ -61,6 +61,10 @@ def test_a_lazy_module_is_filled() -> None:
     assert lazy.weight.shape == (3, 4)
 
 
+def test_a_lazy_module_has_no_bytes_yet() -> None:
+    assert trainable_bytes(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2))) == 24
+
+
 def test_modules_are_wanted_with_weights_and_without() -> None:
     args = (1, net(), nn.Linear(2, 2, device="meta"), [net()], nn.Linear(1, 1))
     assert module_positions(args) == (1, 2, 4)
