@@ -136,9 +136,12 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 def write(path: Path, values: Mapping[str, Any]) -> None:
     """Write settings as YAML with a comment for each, so that a reader ever sees the old file or the whole new one.
 
+    Where ``path`` is a link, as in a folder of dotfiles, the file that it leads to is written.
+
     Raises:
         ConfigError: the folder or the file can't be written.
     """
+    path = Path(os.path.realpath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

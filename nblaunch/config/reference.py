@@ -1,7 +1,7 @@
 """Files that ``accelerate config`` wrote, read as they are: its keys in ours, and those that have no meaning here.
 
-Source: accelerate 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its questionnaire in
-``commands/config/cluster.py``.
+Source: accelerate 0.20, 1.0 and 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its
+questionnaire in ``commands/config/cluster.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _WITHOUT_MEANING = {
     "main_training_function": "the whole script runs in every process",
     "same_network": "rdzv_backend says how machines find each other",
     "enable_cpu_affinity": "processes are not bound to cores",
+    "ipex_config": "what Intel's extension brought is part of PyTorch",
     "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",
     "deepspeed_multinode_launcher": "every machine runs nblaunch launch",
     "deepspeed_hostfile": "every machine runs nblaunch launch",
@@ -72,15 +73,23 @@ def translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key, value in raw.items():
         if key == "num_processes" and value == -1:
             continue  # its way to write that nothing is set
+        if key == "deepspeed_config_file" and value == "none":
+            continue  # likewise: what its questionnaire offers as the answer
         if key in _REFUSED:
             _refuse_unless_empty(key, value)
         elif key in _WITHOUT_MEANING:
-            if value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True):
+            if _asks_for_something(key, value):
                 notes.append(f"{key} changes nothing: {_WITHOUT_MEANING[key]}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
             ours[_OLD_NAMES.get(key, key)] = value
     _translate_environment(raw)
     return _translated_device(raw) | ours, notes
+
+
+def _asks_for_something(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(value.values())
+    return value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True)
 
 
 def _refuse_unless_empty(key: str, value: Any) -> None:

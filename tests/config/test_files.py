@@ -168,6 +168,33 @@ def test_an_old_file_of_accelerate_is_read(tmp_path: Path) -> None:
     assert (resolved["mixed_precision"], resolved["dynamo_backend"]) == ("fp16", "no")
 
 
+@pytest.mark.parametrize(
+    ("ipex", "num_notes"), [("{}", 0), ("{ipex: false, use_xpu: false}", 0), ("{ipex: true}", 1)]
+)
+def test_what_older_questionnaires_wrote_for_cpus_is_read(tmp_path: Path, ipex: str, num_notes: int) -> None:
+    layer = files.read(
+        written(tmp_path, f"distributed_type: MULTI_CPU\nnum_processes: 2\nipex_config: {ipex}\n")
+    )
+    assert layer.values == {"backend": "cpu", "num_processes": 2}
+    assert len(layer.notes) == num_notes
+
+
+def test_no_file_of_deepspeeds_is_none(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none, zero_stage: 3}\n"
+    layer = files.read(written(tmp_path, text))
+    assert resolve([layer])["zero_stage"] == 3
+    assert "deepspeed_config_file" not in layer.values
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "dotfiles.yaml", tmp_path / "config.yaml"
+    link.symlink_to(target)
+    for num_processes in (1, 2):  # there is no such file the first time
+        files.write(link, {"num_processes": num_processes})
+        assert link.is_symlink()
+        assert files.read(target).values == {"num_processes": num_processes}
+
+
 def test_json_is_read_too(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"distributed_type": "MULTI_CPU", "num_processes": 2}')
