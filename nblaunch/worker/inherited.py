@@ -59,6 +59,7 @@ def _leave_interactive_mode() -> None:
                 module._IS_INTERACTIVE = False  # type: ignore[attr-defined]
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
+    sys.breakpointhook = sys.__breakpointhook__  # a kernel's own passes over breakpoint() where no client is attached
     threading.excepthook = threading.__excepthook__
 
 
@@ -68,7 +69,8 @@ def _refuse_input() -> None:
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard: "
-            "ask before the launch, and pass the answer on as an argument"
+            "ask before the launch, and pass the answer on as an argument; to step through the function with a "
+            "debugger, launch it with engine='inline'"
         )
 
     builtins.input = refuse

@@ -306,6 +306,23 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
         assert "no keyboard" in cell.error.value
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_breakpoint_says_how_to_debug(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    breakpoint()
+    return "went on"
+notebook_launcher(train, num_processes=2, start_method={method!r})
+""",
+        raises="RuntimeError",
+        timeout_s=30,
+    )
+    assert cell.error is not None
+    assert "no keyboard" in cell.error.value
+    assert "engine='inline'" in cell.error.value
+
+
 def test_every_kind_of_text_arrives(shared: Kernel) -> None:
     cell = shared.run(
         r"""
