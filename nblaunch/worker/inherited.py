@@ -59,7 +59,8 @@ def _leave_interactive_mode() -> None:
                 module._IS_INTERACTIVE = False  # type: ignore[attr-defined]
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
-    sys.breakpointhook = sys.__breakpointhook__  # a kernel's own passes over breakpoint() where no client is attached
+    # A kernel's own passes over breakpoint() where no client is attached.
+    sys.breakpointhook = sys.__breakpointhook__
     threading.excepthook = threading.__excepthook__
 
 
