@@ -11,7 +11,8 @@ import pytest
 from tests.kernels import Kernel
 
 # A CPU backend that answers the launcher's questions as the CUDA backend does, and a torch that can be made to believe
-# that it has initialised CUDA: the two calls that a build without CUDA lacks are replaced, the rest is its own.
+# that it has initialised CUDA: the two calls that a build without CUDA lacks are replaced, and what a build
+# with CUDA would ask the device at once is left out; the rest is its own.
 MADE_UP = """
 from nblaunch import backends
 from nblaunch.backends import cuda_in_kernel
@@ -37,6 +38,7 @@ backends.discover()["cpu"] = MadeUp()
 torch._C._cuda_getDeviceCount = lambda: 1
 torch._C._cuda_init = lambda: None
 torch.cuda._cudart = object()
+torch.cuda._queued_calls[:] = [call for call in torch.cuda._queued_calls if call[0].__module__ != "torch.cuda"]
 def where():
     return os.getppid()
 """
