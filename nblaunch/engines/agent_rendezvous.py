@@ -138,8 +138,11 @@ class StaticRendezvous(StaticTCPRendezvous):
         number = max(self._round + 1, self._store.add(last, 0))
         while self._store.compare_set(self._key(str(self.rank), number), "", self._id) != self._id.encode():
             number += 1
+        # Before the arrival can be seen, and never back: or a node that comes now would join a round that others left.
+        latest = b"0"
+        while int(latest) < number:
+            latest = self._store.compare_set(last, latest.decode(), str(number))
         self._store.add(self._key("arrivals", number), 1)
-        self._store.set(last, str(number))
         return number
 
     def _num_arrived(self, number: int) -> int:

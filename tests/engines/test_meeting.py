@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,6 +75,48 @@ def test_a_node_that_died_while_it_waited_is_not_met() -> None:
         infos = [late.next_rendezvous(), *(future.result(20) for future in waiting)]
     infos[0].store.set("key", "new")
     assert all(info.store.check(["key"]) for info in infos)
+
+
+class Interrupted(HashStore):
+    """A store on which something else happens right after the first call of ``method`` for a key with that end."""
+
+    def __init__(self, method: str, key_end: str) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] | None = None
+        self._when = method, key_end
+
+    def add(self, key: str, amount: int) -> int:
+        number = super().add(key, amount)
+        if amount:
+            self._happened("add", key)
+        return number
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        found = super().compare_set(key, expected, desired)
+        self._happened("compare_set", key)
+        return found
+
+    def _happened(self, method: str, key: str) -> None:
+        if self.meanwhile is not None and method == self._when[0] and key.endswith(self._when[1]):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+
+
+def test_who_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> None:
+    store = Interrupted("add", "/round/2/arrivals")
+    handler(store, 1, num_nodes=3, id="dead")._arrive()
+    rounds: list[int] = []
+    store.meanwhile = lambda: rounds.append(handler(store, 2, num_nodes=3)._arrive())
+    assert handler(store, 1, num_nodes=3, id="alive")._arrive() == 2
+    assert rounds == [2]
+
+
+def test_who_is_slow_to_arrive_in_a_round_leads_nobody_back_to_it() -> None:
+    store = Interrupted("compare_set", "/round/1/0")
+    handler(store, 1, num_nodes=3, id="dead")._arrive()
+    store.meanwhile = lambda: handler(store, 1, num_nodes=3, id="alive")._arrive()
+    assert handler(store, 0, num_nodes=3)._arrive() == 1
+    assert handler(store, 2, num_nodes=3)._arrive() == 2
 
 
 def test_everybody_reads_everybodys_news() -> None:
