@@ -1,6 +1,7 @@
-"""``notebook_launcher`` and ``debug_launcher``: arguments in, a :class:`LaunchSpec` out, a job run, its result back."""
+"""``notebook_launcher`` and ``debug_launcher``: arguments in, a :class:`LaunchSpec` out, a job run, its result back.
 
-from __future__ import annotations
+Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,9 +50,22 @@ def notebook_launcher(
     a clean process instead, and nothing needs a restart. Inside the function, ``Accelerator()``, plain
     ``torch.distributed.init_process_group()`` and other frameworks find their rank and each other by themselves.
 
+    Example::
+
+        model = build_model()
+
+        def train(model):
+            accelerator = Accelerator()
+            ...  # a plain PyTorch loop
+            return {"accuracy": accuracy}
+
+        result = notebook_launcher(train, (model,))  # on all devices; model has the trained weights now
+
     Args:
         function: the training function. It runs in every worker; its return value must be picklable.
-        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once.
+        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once, and
+            its trained weights come back. Several models are several arguments. Keyword arguments: pass
+            ``functools.partial(function, name=value)`` as the function.
         num_processes: number of workers; None = ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a
             CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.
@@ -83,8 +97,8 @@ def notebook_launcher(
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
-            that is updated; ``"text"``; ``"none"``. ``"auto"``: widgets where a person can see them, else HTML in a
-            notebook, else text.
+            that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
+            ``"auto"``: widgets where a person can see them, else HTML in a notebook, else text.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
         hang_timeout_s: seconds without any progress of some rank (no step, output or processor time) after which every

@@ -59,6 +59,17 @@ class Accelerator(
 ):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, labels in loader:
+            loss = cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        mean_loss = accelerator.reduce(loss.detach(), "mean").item()
+
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
@@ -93,7 +104,7 @@ class Accelerator(
         ValueError: an argument has an invalid value, contradicts another one, or asks for another precision or device
             than an earlier Accelerator of this process.
         TypeError: an unknown argument.
-        NotImplementedError: an argument that the reference has and that is not supported here yet.
+        NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
     """
 
     def __init__(
