@@ -59,8 +59,12 @@ xla-env:  ## make the environment for the XLA tests (2.6 GB; at once where it is
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
 	$(PYTHON) scripts/xla_env.py $(XLA_VENV)
 
+# No syntax and nothing of the standard library that is newer than `requires-python`; a line that looks first whether it
+# is there ends in "# novm". Mypy sees to that in the package only.
+VERMIN := vermin --quiet --violations --no-tips --target=3.10- nblaunch tests scripts
+
 lint: setup  ## format, style, types and import floors, without changing a file; tells all findings, not the first
-	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy lint-imports; do \
+	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy '$(VERMIN)' lint-imports; do \
 		echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
 format: setup  ## rewrite the code in the house style

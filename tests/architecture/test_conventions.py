@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
-from tests.architecture.source import FunctionNode, Module, listing, modules
+from tests.architecture.source import ROOT, FunctionNode, Module, listing, modules
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -96,3 +97,16 @@ def _does_nothing(body: list[ast.stmt]) -> bool:
         or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
         for statement in body
     )
+
+
+def test_every_checker_looks_for_the_oldest_python_that_is_promised() -> None:
+    project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
+    promised = re.search(r'^requires-python = ">=3\.(\d+)"$', project, re.MULTILINE)
+    assert promised is not None
+    asked = {
+        "ruff": re.findall(r'^target-version = "py3(\d+)"$', project, re.MULTILINE),
+        "mypy": re.findall(r'^python_version = "3\.(\d+)"$', project, re.MULTILINE),
+        "vermin": re.findall(r"vermin .*--target=3\.(\d+)-", makefile),
+        "classifiers": re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', project)[:1],
+    }
+    assert asked == {checker: [promised[1]] for checker in asked}

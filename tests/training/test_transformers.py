@@ -47,7 +47,7 @@ def _tiny_bert(transformers: Any) -> Any:
 def _tokens(count: int) -> list[dict[str, torch.Tensor]]:
     """The label is whether the first token is below 32."""
     tokens = torch.randint(1, 64, (count, 8), generator=torch.Generator().manual_seed(4))
-    return [{"input_ids": row, "labels": (row[0] < 32).long()} for row in tokens]
+    return [{"input_ids": row, "labels": (row[0] < 32).long()} for row in tokens]  # novm: a tensor's
 
 
 def _train_bert(batch_size: int, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:

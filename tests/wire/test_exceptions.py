@@ -144,7 +144,7 @@ def test_an_endless_chain_ends() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups and notes are of Python 3.11")
 def test_groups_and_notes() -> None:
-    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("inner", [TypeError("b")])])  # noqa: F821
+    group = ExceptionGroup("two", [ValueError("a"), ExceptionGroup("inner", [TypeError("b")])])  # noqa: F821  # novm
     group.add_note("by the user")
     arrived: Any = there_and_back(group)
     assert [str(e) for e in arrived.exceptions] == ["a", "inner (1 sub-exception)"]
