@@ -139,9 +139,8 @@ class Word(Kind):
     metavar = "NAME"
 
     def convert(self, value: Any) -> str:
-        text = (
-            "no" if value is False else str(value).strip().lower()
-        )  # YAML reads the word no as a truth value
+        # YAML reads the word no as a truth value.
+        text = "no" if value is False else str(value).strip().lower()
         if value is True or not text.replace("_", "").replace("-", "").isalnum():
             raise ValueError("must be a name")
         return text

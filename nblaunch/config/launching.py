@@ -73,26 +73,6 @@ _DEEPSPEED_ARGUMENTS = {
 """Setting -> argument of ``DeepSpeedPlugin``, for those that mean something here."""
 
 
-def spec_from_file(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    config_file: str | os.PathLike[str] | None = None,
-    **options: Any,
-) -> LaunchSpec:
-    """A launch of ``function(*args)`` with the settings of a configuration file.
-
-    Args:
-        function: called in every worker.
-        args: its positional arguments.
-        config_file: written by ``nblaunch config`` or ``accelerate config``; None = the default one, if it exists.
-        options: settings by name that beat the file's, as ``num_processes=2``.
-
-    Raises:
-        ConfigError: the file or an option is wrong; the message is one line.
-    """
-    return spec_of(resolved_settings(config_file, options), function, args)
-
-
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
     """Arguments of a Python call over a file over the defaults; options that are None are left to the file."""
     given = {name: convert(name, value) for name, value in options.items() if value is not None}
@@ -153,13 +133,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     if resolved["debug"]:
         settings["debug"] = True
     if resolved["dynamo_backend"] != "no":
-        chosen = resolved.group("dynamo_config")
-        settings["dynamo_plugin"] = {
-            name.removeprefix("dynamo_").removeprefix("use_"): v for name, v in chosen.items()
-        }
-        if "regional_compilation" in settings["dynamo_plugin"]:
-            plugin = settings["dynamo_plugin"]
-            plugin["use_regional_compilation"] = plugin.pop("regional_compilation")
+        settings["dynamo_plugin"] = _arguments(resolved, "dynamo_config", _DYNAMO_ARGUMENTS)
     if resolved["strategy"] == "fsdp":
         settings["fsdp_plugin"] = _fsdp_arguments(resolved)
     if resolved["strategy"] == "deepspeed":
@@ -167,9 +141,14 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
     return settings
 
 
+def _arguments(resolved: Resolved, group: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a plugin from the settings of a group that somebody set; ``names``: setting -> argument."""
+    chosen = resolved.group(group)
+    return {argument: chosen[name] for name, argument in names.items() if name in chosen}
+
+
 def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
-    chosen = resolved.group("fsdp_config")
-    plugin = {ours: chosen[name] for name, ours in _FSDP_ARGUMENTS.items() if name in chosen}
+    plugin = _arguments(resolved, "fsdp_config", _FSDP_ARGUMENTS)
     if not plugin.get("min_num_params"):
         plugin.pop("min_num_params", None)  # the reference writes 0 where it has no meaning
     names = plugin.get("transformer_cls_names_to_wrap")
@@ -179,8 +158,7 @@ def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
 
 
 def _deepspeed_arguments(resolved: Resolved) -> dict[str, Any]:
-    chosen = resolved.group("deepspeed_config")
-    plugin = {ours: chosen[name] for name, ours in _DEEPSPEED_ARGUMENTS.items() if name in chosen}
+    plugin = _arguments(resolved, "deepspeed_config", _DEEPSPEED_ARGUMENTS)
     if not plugin.get("gradient_clipping"):
         plugin.pop("gradient_clipping", None)  # no norm is no clipping
     return plugin

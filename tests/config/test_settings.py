@@ -12,7 +12,6 @@ from nblaunch.config.launching import (
     accelerator_settings,
     device_choice,
     resolved_settings,
-    spec_from_file,
     spec_of,
 )
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
@@ -206,5 +205,5 @@ def test_a_python_call_leaves_none_to_the_file(tmp_path: Any) -> None:
     file.write_text("num_processes: 3\nmixed_precision: bf16\n")
     resolved = resolved_settings(file, {"num_processes": None, "mixed_precision": "no"})
     assert (resolved["num_processes"], resolved["mixed_precision"]) == (3, "no")
-    spec = spec_from_file(print, ("x",), file)
+    spec = spec_of(resolved_settings(file, {}), print, ("x",))
     assert (spec.num_processes, spec.mixed_precision, spec.args) == (3, "bf16", ("x",))
