@@ -6,15 +6,14 @@ what is in plain sight is found: closures, global names, the object of a bound m
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any
 
 from nblaunch.launch.weights import trainable_bytes
+from nblaunch.wire.captured import captured_variables
 
 
 def sentence(function: Callable[..., Any], name: str) -> str:
@@ -57,12 +56,4 @@ def _reached(function: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if inspect.isfunction(plain):
-        yield from _variables(plain)
-
-
-def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a variable that has no value
-            yield name, cell.cell_contents
-    yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+        yield from captured_variables(plain)

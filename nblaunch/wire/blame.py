@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from nblaunch.wire.captured import captured_variables
 from nblaunch.wire.payload import can_pickle
 
 _MAX_DEPTH = 4
@@ -75,19 +76,7 @@ def _variables(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[
         yield (names[i] if i < len(names) else f"args[{i}]"), arg
     plain = inspect.unwrap(function)
     if inspect.isfunction(plain):
-        yield from _captured(plain)
-
-
-def _captured(function: Any) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:
-            continue  # the closure variable has no value yet
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+        yield from captured_variables(plain)
 
 
 def _pruned(value: Any, depth: int) -> Any:
