@@ -214,6 +214,11 @@ class Accelerator(
         return self._precision.scaler
 
     @property
+    def native_amp(self) -> bool:
+        """Whether forward passes compute in half precision."""
+        return self._precision.name != "no"
+
+    @property
     def distributed_type(self) -> DistributedType:
         """A label for people."""
         return self.state.distributed_type

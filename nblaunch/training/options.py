@@ -114,10 +114,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 f"{str(self.comm_hook)!r}"
             )
 
-    def to_ddp_kwargs(self) -> dict[str, Any]:
-        """What differs from torch's defaults, for DDP's constructor."""
+    def to_kwargs(self) -> dict[str, Any]:
+        """What differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
         own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option", "sync_batchnorm")
-        return {name: value for name, value in self.to_kwargs().items() if name not in own}
+        return {name: value for name, value in super().to_kwargs().items() if name not in own}
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class DataLoaderConfiguration:
         even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
             batches of equal size. ``gather_for_metrics`` drops what was added.
         use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.
-        data_seed: the seed for that; None: drawn once from torch's global generator on rank 0.
+        data_seed: the seed for that; None: what torch was last seeded with on rank 0, as by ``set_seed``.
         non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.
         use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, so that ``state_dict`` of a loader says
             where in an epoch it is.

@@ -292,20 +292,20 @@ class ProcessControl(ABC):
         return self._only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: call ``function`` on one rank of the job only. With or without arguments."""
-        index = self._check_index("process_index", process_index, self.num_processes)
+        """Decorator: call ``function`` on one rank of the job only, nowhere where there are fewer ranks."""
+        index = self._check_index("process_index", process_index)
         return self._maybe_later(function, lambda: self.process_index == index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: call ``function`` on one rank of each machine only. With or without arguments."""
-        size = self._member.topology.local_world_size
-        index = self._check_index("local_process_index", local_process_index, size)
+        """Decorator: as :meth:`on_process`, for one rank of each machine."""
+        index = self._check_index("local_process_index", local_process_index)
         return self._maybe_later(function, lambda: self.local_process_index == index)
 
     @staticmethod
-    def _check_index(name: str, index: int | None, size: int) -> int:
-        if index is None or not 0 <= index < size:
-            raise ValueError(f"{name}={index!r} is not a rank; valid are 0 to {size - 1}")
+    def _check_index(name: str, index: int | None) -> int:
+        # What is for rank 3 must not keep the script from running on two ranks.
+        if index is None or index < 0:
+            raise ValueError(f"{name}={index!r} is not a rank; ranks count from 0")
         return index
 
     def _maybe_later(self, function: Any, is_here: Callable[[], bool]) -> Any:

@@ -387,6 +387,14 @@ class GradientState(View):
             session.gradients = GradientSync()
             session.attributes.pop(GradientState, None)
 
+    def __repr__(self) -> str:
+        return (
+            f"Sync gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Real rows of its last batch: {self.remainder}\n"
+            f"Gradient accumulation: {self.plugin_kwargs}\n"
+        )
+
 
 def wait_for_everyone() -> None:
     """Wait until every process has come here."""

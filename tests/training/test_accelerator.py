@@ -20,6 +20,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedSchedul
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -83,6 +84,8 @@ def test_options_that_are_not_supported_are_refused() -> None:
 def test_handlers_pass_on_what_differs_from_the_defaults() -> None:
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     assert DistributedDataParallelKwargs(bucket_cap_mb=1).to_kwargs() == {"bucket_cap_mb": 1}
+    hooked = DistributedDataParallelKwargs(static_graph=True, comm_hook=DDPCommunicationHookType.FP16)
+    assert hooked.to_kwargs() == {"static_graph": True}  # as DistributedDataParallel takes them
 
 
 def test_where_mixed_precision_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +105,7 @@ def test_accelerators_of_one_process_share_their_place() -> None:
     first = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     second = Accelerator(gradient_accumulation_steps=3)
     assert second.mixed_precision == "bf16"
+    assert second.native_amp
     assert first.gradient_accumulation_steps == 3
     with pytest.raises(ValueError, match="an earlier Accelerator of this process uses 'bf16'"):
         Accelerator(mixed_precision="no")
@@ -119,9 +123,11 @@ def test_state_views() -> None:
     assert accelerator.distributed_type is DistributedType.NO
     assert accelerator.distributed_type == "NO"
     assert accelerator.state.mixed_precision == AcceleratorState().mixed_precision == "no"
+    assert not accelerator.native_amp
     with pytest.raises(ValueError, match="mixed_precision='bf16', but the Accelerator"):
         AcceleratorState(mixed_precision="bf16")
     state = GradientState()
+    assert "'num_steps': " in repr(state)
     assert state.plugin_kwargs["num_steps"] == state.num_steps == 4
     assert (state.sync_gradients, state.adjust_scheduler, state.sync_with_dataloader) == (True, True, True)
     assert (state.remainder, state.in_dataloader, state.dataloader_references) == (-1, False, [None])
@@ -495,8 +501,10 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
         assert decorated(4) == 8
         assert decorated.__doc__ == "Doubles."
     assert accelerator.on_process(answer, process_index=0)(1) == 2
-    with pytest.raises(ValueError, match="process_index=3 is not a rank; valid are 0 to 0"):
-        accelerator.on_process(process_index=3)
+    assert accelerator.on_process(process_index=3)(answer)(1) is None  # there is no such rank in this job
+    assert accelerator.on_local_process(answer, 3)(1) is None
+    with pytest.raises(ValueError, match="process_index=None is not a rank; ranks count from 0"):
+        accelerator.on_process(answer)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         accelerator.print("once")
     assert capsys.readouterr().out == "once\n"

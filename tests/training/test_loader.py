@@ -21,7 +21,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from nblaunch import Accelerator, context
+from nblaunch import Accelerator, context, set_seed
 from nblaunch.events import WorkerState
 from nblaunch.training import nested
 from nblaunch.training.data.loader import PreparedLoader
@@ -170,6 +170,19 @@ def test_a_seedable_sampler_replaces_a_random_one() -> None:
         orders.append([[row.item() for (row,) in loader] for _epoch in range(2)])
     assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
+
+
+def test_a_seedable_order_follows_set_seed_whatever_was_drawn_since() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    orders = []
+    for num_drawn in (0, 3):
+        set_seed(11)
+        torch.rand(num_drawn)
+        loader = accelerator.prepare(DataLoader(_rows(12), shuffle=True))
+        orders.append([row.item() for (row,) in loader])
+    assert orders[0] == orders[1]
+    expected = torch.randperm(12, generator=torch.Generator().manual_seed(11)).tolist()
+    assert orders[0] == expected
 
 
 def test_a_batch_sampler_given_as_sampler_is_shared_as_one() -> None:

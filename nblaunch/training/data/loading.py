@@ -271,7 +271,8 @@ def _draw_seed() -> int:
 def _agree_on_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
-    return int(collectives.broadcast(torch.tensor(_draw_seed() % 2**62)).item())
+    # Not drawn: the order shall not depend on what was drawn before, such as a model's first weights.
+    return int(collectives.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())
 
 
 # --- beginning further on --------------------------------------------------------------------------------------------

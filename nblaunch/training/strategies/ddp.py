@@ -54,7 +54,7 @@ class DdpStrategy(Strategy):
             # torch 2.13 deprecates the name of an option that it tells people to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_ddp_kwargs())
+            spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
         _register_comm_hook(spread, self.options)
         return spread
 
