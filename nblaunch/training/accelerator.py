@@ -135,11 +135,8 @@ class Accelerator(
         settings.refuse(unsupported)
         handlers = settings.sort_handlers(kwargs_handlers or ())
         accumulation = settings.accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self.dataloader_config = settings.data(split_batches, dataloader_config)
-        self.rng_types = settings.rng_types(rng_types)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-
+        data = settings.data(split_batches, dataloader_config)
+        generators = settings.rng_types(rng_types)
         settings.prepare_device(strategy, downcast_bf16)
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
         fsdp_plugin, plugins = settings.sharding(
@@ -150,14 +147,16 @@ class Accelerator(
         self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))
         self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
-        self._strategy = self._choose_strategy(handlers.get(DistributedDataParallelKwargs), fsdp_plugin)
+        self._strategy = self._choose_strategy(
+            handlers.get(DistributedDataParallelKwargs), fsdp_plugin, data.split_batches
+        )
         self._precision = self._strategy.precision(self._precision)
         self._preparer = Preparer(
             self._session,
             self._precision,
             self._strategy,
-            self.dataloader_config,
-            self.rng_types,
+            data,
+            generators,
             device_placement,
             step_scheduler_with_optimizer,
             self._dynamo,
@@ -168,7 +167,10 @@ class Accelerator(
         self.flag_tensor = None
 
     def _choose_strategy(
-        self, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
+        self,
+        ddp: DistributedDataParallelKwargs | None,
+        fsdp: FullyShardedDataParallelPlugin | None,
+        splits_batches: bool,
     ) -> strategies.Strategy:
         is_trained_by_deepspeed = self._session.deepspeed is not None and fsdp is None
         chosen = strategies.choose(
@@ -177,7 +179,7 @@ class Accelerator(
             fsdp=settings.fsdp(fsdp),
             dtype=self._precision.dtype,
             deepspeed=self._session if is_trained_by_deepspeed else None,
-            splits_batches=self.dataloader_config.split_batches,
+            splits_batches=splits_batches,
         )
         self._session.strategy = chosen.name if chosen.holds_parts else ""
         self.state.fsdp_plugin = fsdp
@@ -185,6 +187,7 @@ class Accelerator(
 
     @property
     def _member(self) -> Member:
+        self._session.check_home()
         return self._session.member
 
     @property
@@ -264,7 +267,9 @@ class Accelerator(
 
         Raises:
             ValueError: ``device_placement`` is not as long as ``args``.
+            RuntimeError: the Accelerator was made in the notebook, and this is a worker.
         """
+        self._session.check_home()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placements) != len(args):
             raise ValueError(

@@ -1,19 +1,56 @@
-"""How loaders share data, as properties of the ``Accelerator``."""
+"""What ``prepare`` goes by, as properties of the ``Accelerator``: setting one counts for what is prepared later."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC
+from collections.abc import Sequence
 
+from nblaunch.training import settings
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.prepare import Preparer
 
 
 class DataSettings(ABC):
-    """The fields of ``dataloader_config``. The final class gives it its parts."""
+    """Settings of loaders, placement and schedulers. The final class gives it its parts."""
 
-    dataloader_config: DataLoaderConfiguration
     _preparer: Preparer
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How prepared loaders share their data among ranks; may be set."""
+        return self._preparer.data
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._preparer.data = config
+
+    @property
+    def rng_types(self) -> Sequence[str]:
+        """Generators that loaders make equal over ranks at the start of every epoch; may be set."""
+        return self._preparer.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str] | None) -> None:
+        self._preparer.rng_types = settings.rng_types(rng_types)
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches go to the device of this process; may be set."""
+        return self._preparer.device_placement
+
+    @device_placement.setter
+    def device_placement(self, device_placement: bool) -> None:
+        self._preparer.device_placement = device_placement
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers step where their optimizer does, once per process; may be set."""
+        return self._preparer.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, is_wanted: bool) -> None:
+        self._preparer.step_scheduler_with_optimizer = is_wanted
 
     @property
     def split_batches(self) -> bool:
@@ -32,9 +69,7 @@ class DataSettings(ABC):
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
-        # For loaders that are prepared from now on.
         self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=even_batches)
-        self._preparer.data = self.dataloader_config
 
     @property
     def use_seedable_sampler(self) -> bool:

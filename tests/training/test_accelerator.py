@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.data.sharding import SeedableRandomSampler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -79,6 +80,27 @@ def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message
 def test_options_that_are_not_supported_are_refused() -> None:
     with pytest.raises(ValueError, match="data_seed=-3 is negative"):
         DataLoaderConfiguration(data_seed=-3)
+
+
+def test_settings_may_be_changed_for_what_is_prepared_later() -> None:
+    accelerator = Accelerator()
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+    accelerator.rng_types = ["torch"]
+    accelerator.device_placement = False
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4)), shuffle=True))
+    assert accelerator.use_seedable_sampler
+    assert isinstance(loader.sampler, SeedableRandomSampler)
+    assert (loader.device, loader.rng_types) == (None, ("torch",))
+    with pytest.raises(ValueError, match="rng_types item"):
+        accelerator.rng_types = ["dice"]
+    accelerator.step_scheduler_with_optimizer = False
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = accelerator.prepare(StepLR(optimizer, 1, gamma=0.5))
+    accelerator.sync_gradients = False
+    optimizer.step()
+    scheduler.step()  # on its own, wherever gradients sync
+    assert scheduler.get_last_lr() == [0.5]
 
 
 def test_handlers_pass_on_what_differs_from_the_defaults() -> None:
