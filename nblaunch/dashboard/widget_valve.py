@@ -18,7 +18,7 @@ from typing import Any
 MESSAGE_BYTES = 650
 """What a message weighs without its values: headers with ids, dates and session names."""
 
-RATE_BYTES_S = 15_000.0
+RATE_BYTES_S = 18_000.0
 """Bytes a second over longer times."""
 
 BURST_BYTES = 20_000.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,11 +17,11 @@ from nblaunch.dashboard.base import Controls
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.logbook import NUM_LINES, LogBook
 from nblaunch.dashboard.output import Bundle
-from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view import JobView, fold, fold_samples
 from nblaunch.dashboard.widget_valve import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
 from nblaunch.dashboard.widgets import WidgetsDashboard
-from nblaunch.events import Displayed, LogLines, Note
-from tests.dashboard.scenes import START_S, Clock, ended, sample, started
+from nblaunch.events import Displayed, LogLines, Note, StatusLine
+from tests.dashboard.scenes import START_S, Clock, ended, sample, started, view_of
 
 
 class Publications:
@@ -145,6 +147,51 @@ def test_the_book_is_plain_text() -> None:
     book.add(Note(0, 3.0, text="bf16 is emulated"))
     book.add(Note(-1, 4.0, text="of the launcher"))
     assert book.of_rank(0) == ["red", "displayed: <Figure>", "bf16 is emulated"]
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_ranks", "longest_s"), [(2, 0.45), (4, 0.55), (8, 0.75)])
+def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: int, longest_s: float) -> None:
+    from nblaunch.dashboard.widget_panel import Panel
+
+    clock, book, num_bytes = Clock(), LogBook(), 0
+    panel = Panel(book, clock)
+    view = view_of(started(num_ranks))
+    moved_s: dict[Any, list[float]] = {}
+    is_measured = False
+
+    def watch(widget: Any) -> None:
+        def changed(change: dict[str, Any]) -> None:
+            nonlocal num_bytes
+            if is_measured:
+                num_bytes += MESSAGE_BYTES + len(str(change["new"]))
+                moved_s.setdefault(widget, []).append(clock.now_s)
+
+        widget.observe(changed, "value")
+
+    for tick in range(200):
+        clock.now_s += 0.2
+        samples = [sample(rank, 7 * tick, 1400, loss=1 / (tick + 1)) for rank in range(num_ranks)]
+        view = fold_samples(view, samples, START_S + tick / 5)
+        view = fold(
+            view, StatusLine(0, START_S, text=f"epoch 1: {tick / 2:.0f}%|#| {tick}/200 [00:01<00:02]")
+        )
+        for rank in range(num_ranks):
+            book.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
+        panel.show(view)
+        if tick == 0:
+            for widget in dict.fromkeys(panel._all()):
+                if widget.has_trait("value"):
+                    watch(widget)
+        is_measured = tick >= 40  # what may be sent at once at the beginning is spent
+    assert num_bytes / 32 < RATE_BYTES_S * 1.05
+    bars = [times for widget, times in moved_s.items() if type(widget).__name__ == "IntProgress"]
+    assert len(bars) == num_ranks
+    assert all(times == bars[0] for times in bars)  # ranks in step are seen in step
+    assert statistics.fmean(later - earlier for earlier, later in pairwise(bars[0])) < longest_s
+    panel.close("")
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------
