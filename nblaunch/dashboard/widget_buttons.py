@@ -1,8 +1,8 @@
 """Buttons of a job that runs in the background: where its ranks are, stop it, kill it.
 
 A click may arrive in any thread of the kernel (the main one, a subshell's), and late: only when no cell runs, on most
-kernels. So a click asks the job, which wakes its own thread, and notes what was asked; the panel draws that at its
-next tick.
+kernels. So while one runs, nothing can be clicked, and a tooltip says why. A click asks the job, which wakes its own
+thread, and notes what was asked; the panel draws that at its next tick.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from time import monotonic
 from typing import Any
 
 import ipywidgets as widgets
+from IPython import get_ipython
 
 from nblaunch.dashboard.base import Controls
+from nblaunch.dashboard.cell_watch import CellWatch
 from nblaunch.dashboard.widget_valve import Valve
 
 _SURE_S = 5.0
@@ -24,6 +26,7 @@ STOP_ASKED = (
 )
 INTERRUPT_ASKED = "interrupted: finally blocks run, then the workers end"
 KILL_ASKED = "killed"
+BUSY = "a cell is running, and clicks reach the kernel only when it has ended"
 
 
 class Buttons:
@@ -38,6 +41,8 @@ class Buttons:
         self._valve = valve
         self._clock = clock
         self._controls: Controls | None = None
+        self._cells = CellWatch(None)
+        self._tooltips: dict[Any, str] = {}
         self._has_asked_to_stop = False
         self._kill_clicked_s = float("-inf")
         self.message = ""
@@ -57,8 +62,14 @@ class Buttons:
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
-        """From now on a click does something, so the buttons may be shown."""
+        """From now on a click does something, so the buttons may be shown. Called in the thread of a cell."""
         self._controls = controls
+        self._cells.close()
+        self._cells = CellWatch(get_ipython(), self._clock)
+
+    def close(self) -> None:
+        """Nothing can be clicked any more."""
+        self._cells.close()
 
     def show(self, *, is_running: bool) -> None:
         """Draw what was clicked; sent at the valve's next flush."""
@@ -67,6 +78,9 @@ class Buttons:
         stop = "Interrupt" if self._has_asked_to_stop else "Stop"
         kill = "Kill: sure?" if is_sure else "Kill"
         style = "danger" if is_sure else ""
+        for button, tooltip in self._tooltips.items():
+            is_busy = self._cells.is_busy
+            self._valve.want(button, disabled=is_busy, tooltip=BUSY if is_busy else tooltip, is_urgent=True)
         self._valve.want(self._stacks, layout=layout, is_urgent=True)
         self._valve.want(self._stop, layout=layout, description=stop, is_urgent=True)
         self._valve.want(self._kill, layout=layout, description=kill, button_style=style, is_urgent=True)
@@ -74,6 +88,7 @@ class Buttons:
     def _button(self, name: str, tooltip: str, on_click: Callable[[Any], None]) -> Any:
         button = widgets.Button(description=name, tooltip=tooltip, layout=self._hidden)
         button.on_click(on_click)
+        self._tooltips[button] = tooltip
         return button
 
     def _on_stacks(self, button: Any) -> None:

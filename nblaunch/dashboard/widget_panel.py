@@ -128,6 +128,7 @@ class Panel:
         Unless a page was opened anew meanwhile: there, where the output can't be replaced, the widgets turn into
         ``lasting`` (HTML).
         """
+        self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
         if self.root.num_states_told > self._num_states_told:
             parts = [part for part in parts if part not in (self.root, self.root.layout)]
