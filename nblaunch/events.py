@@ -218,6 +218,7 @@ class JobStarted(Event):
         backend: computing on what.
         start_method: started how.
         reason: why so.
+        detour: a sentence about it where the usual one was not possible; harmless.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: its number, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
@@ -230,6 +231,7 @@ class JobStarted(Event):
     backend: str = ""
     start_method: str = ""
     reason: str = ""
+    detour: str = ""
     log_dir: str = ""
     attempt: int = 0
     label_template: str | None = None
@@ -284,8 +286,10 @@ class JobFinished(Event):
     """``rank`` is -1. ``outcome`` is ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
 
     ``failed_rank`` is the rank with the root cause (None where there is none), ``message`` one line about it.
+    ``is_early``: done, and before its time, because somebody asked for that.
     """
 
     outcome: str = "done"
     failed_rank: int | None = None
     message: str = ""
+    is_early: bool = False

@@ -228,7 +228,7 @@ def _variables() -> dict[str, str]:
 
 
 def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
-    yield from plan.warnings
+    yield from filter(None, (plan.detour, *plan.warnings))
     # Asked for fp16 only: whether a GPU has bf16 can't be told without a CUDA context.
     refusal = plan.backend.supports_precision("fp16")
     if refusal is not None:

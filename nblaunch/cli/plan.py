@@ -34,8 +34,8 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
             f"{'process' if plan.num_processes == 1 else 'processes'} of {plan.num_threads} CPU "
             f"thread{'' if plan.num_threads == 1 else 's'}, started by {plan.start_method}"
         )
-        for warning in plan.warnings:
-            print(f"note: {warning}")
+        for text in filter(None, (plan.detour, *plan.warnings)):
+            print(f"note: {text}")
     for note in resolved.notes:
         print(f"note: {note}")
     return 0

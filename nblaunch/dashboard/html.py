@@ -65,11 +65,13 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
 
 
 def title(view: JobView, table: Table) -> str:
-    """One line: what runs, how it is doing, on what."""
+    """What runs, how it is doing, on what; another line where it had to be started in another way than usual."""
     colour = colours.of_outcome(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
-    setting = f' <span style="{_MUTED}">on {escape(table.setting)}</span>' if view.is_started else ""
-    return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>"
+    why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
+    setting = f' <span style="{_MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
+    detour = line(table.detour) if table.detour else ""
+    return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>{detour}"
 
 
 def remarks(table: Table) -> str:

@@ -81,6 +81,7 @@ class Table:
         name: the function that runs.
         headline: how the job is doing, in words.
         setting: number of processes, backend, start method.
+        detour: why the start method is not the usual one; empty where it is.
         columns: names of the columns between the state and the detail; only those with something in them.
         rows: one per shown rank, perhaps one that sums up the others.
         grid: the ranks without a row, by rank; in lines of :data:`GRID_COLUMNS`.
@@ -96,6 +97,7 @@ class Table:
     name: str
     headline: str
     setting: str
+    detour: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     grid: tuple[GridCell, ...]
@@ -121,6 +123,7 @@ def tabulate(view: JobView) -> Table:
         name=view.function_name or "job",
         headline=headline(view),
         setting=_setting(view),
+        detour=view.detour,
         columns=tuple(columns[index] for index in used),
         rows=tuple(_keep(row, used) for row in rows),
         grid=tuple(_grid_cell(rank) for rank in others),
@@ -144,6 +147,8 @@ def headline(view: JobView) -> str:
     if not view.is_started:
         return "starting" if not view.is_over else "not started"
     if view.is_over:
+        if view.outcome == "done" and view.is_early:
+            return f"stopped early, as asked, after {duration(view.elapsed_s)}"
         is_of_rank = view.outcome == "failed" and view.failed_rank is not None
         words = (
             f"failed in rank {view.failed_rank} after"

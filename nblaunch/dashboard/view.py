@@ -177,6 +177,7 @@ class JobView:
         backend: device family.
         start_method: how they were started.
         reason: why so.
+        detour: a sentence about it where the usual way was not possible; empty otherwise.
         strategy: how the model is spread, if that was told; may be empty.
         mixed_precision: ``"fp16"`` or ``"bf16"`` if that was told; empty otherwise.
         facts: what workers told of the whole job, by name: ``"precision"``, ``"compilations"``.
@@ -185,6 +186,7 @@ class JobView:
         started_s: when the job started; 0.0 before.
         now_s: the last moment that was looked at.
         outcome: as in :class:`nblaunch.events.JobFinished`; empty while the job runs.
+        is_early: it was done before its time, because somebody asked for that.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
@@ -203,6 +205,7 @@ class JobView:
     backend: str = ""
     start_method: str = ""
     reason: str = ""
+    detour: str = ""
     strategy: str = ""
     mixed_precision: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -211,6 +214,7 @@ class JobView:
     started_s: float = 0.0
     now_s: float = 0.0
     outcome: str = ""
+    is_early: bool = False
     failed_rank: int | None = None
     message: str = ""
     notes: tuple[tuple[int, str], ...] = ()
@@ -277,6 +281,7 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         backend=event.backend,
         start_method=event.start_method,
         reason=event.reason,
+        detour=clean(event.detour),
         strategy="" if event.strategy == "auto" else clean(event.strategy),
         mixed_precision="" if event.mixed_precision == "no" else clean(event.mixed_precision),
         log_dir=event.log_dir,
@@ -298,6 +303,7 @@ def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
     view = replace(
         view,
         outcome=event.outcome,
+        is_early=event.is_early,
         failed_rank=event.failed_rank,
         message=event.message,
         now_s=max(event.time_s, view.started_s),

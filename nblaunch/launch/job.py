@@ -384,6 +384,7 @@ class Job:
                 backend=self.plan.backend.name,
                 start_method=self.plan.start_method,
                 reason=self.plan.reason,
+                detour=self.plan.detour,
                 log_dir=str(self._log.attempt_path(self.attempt)),
                 attempt=self.attempt,
                 label_template=self.spec.log_line_prefix_template,
@@ -406,7 +407,7 @@ class Job:
         else:
             self._take_weights(outcomes)
             self._tell_of_left_weights(report)
-            self._conclude("done", self._result_error(report, outcomes))
+            self._conclude("done", self._result_error(report, outcomes), is_early=report.stopped_early)
 
     def _take_weights(self, outcomes: dict[int, Outcome]) -> None:
         if self.ranks[0] not in outcomes:
@@ -453,6 +454,8 @@ class Job:
         error: BaseException | None = None,
         failed_rank: int | None = None,
         headline: str = "",
+        *,
+        is_early: bool = False,
     ) -> None:
         self._status = status
         self._error = error
@@ -460,7 +463,14 @@ class Job:
         self._traceback = without_own_frames(error.__traceback__) if error is not None else None
         message = headline or (f"{type(error).__name__}: {error}" if error is not None else "")
         self._tell(
-            JobFinished(rank=-1, time_s=time.time(), outcome=status, failed_rank=failed_rank, message=message)
+            JobFinished(
+                rank=-1,
+                time_s=time.time(),
+                outcome=status,
+                failed_rank=failed_rank,
+                message=message,
+                is_early=is_early,
+            )
         )
         for listener in self._listeners:
             listener.close()

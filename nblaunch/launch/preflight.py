@@ -34,6 +34,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         weights_of: positions of the modules in ``args`` whose weights come back.
+        detour: a sentence that says why workers are not forked, where nobody asked for that; empty otherwise.
         warnings: what may go wrong, a sentence each.
     """
 
@@ -43,6 +44,7 @@ class LaunchPlan:
     reason: str
     num_threads: int
     weights_of: tuple[int, ...]
+    detour: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -74,8 +76,8 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
+        detour=_detour(spec, start_method, reason),
         warnings=(
-            *_start_method_notes(spec, start_method, reason),
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *_memory_warnings(spec, backend, num_processes),
@@ -157,13 +159,11 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     return "fork", "shares the model with the kernel, nothing is pickled"
 
 
-def _start_method_notes(spec: LaunchSpec, start_method: str, reason: str) -> tuple[str, ...]:
+def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
     """A word where the choice is not the usual one: fresh processes start slower and need the call pickled."""
     is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
-    if not is_detour:
-        return ()
     return (
-        f"workers start through a {start_method}: {reason}. That does not matter: nothing has to be restarted",
+        f"workers start through a {start_method}: {reason}; nothing has to be restarted" if is_detour else ""
     )
 
 

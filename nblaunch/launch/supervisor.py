@@ -288,6 +288,7 @@ class Supervisor:
                 answer(self._where_ranks_are(dump))
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self.report.finished.keys(), time.monotonic())
+            self.report.stopped_early = self._agreement.is_settled
 
     def _dump_stacks(self, answer: Callable[[list[str]], None]) -> None:
         self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))

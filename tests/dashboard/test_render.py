@@ -202,6 +202,29 @@ def test_memory_that_counts_shared_pages_for_each_rank_says_so() -> None:
     assert "host 2.00 GB together, shared pages counted for each" in render_text(view_of(told, trained(2)))
 
 
+def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
+    detour = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
+    events = started(2, start_method="forkserver", reason="fork is not possible", detour=detour)
+    for view in (view_of(events), view_of([*events, *ended(2)])):
+        html = render_html(view)
+        assert detour in render_text(view).splitlines()
+        assert detour in Reader(html).text
+        assert "CUDA is &lt;in use&gt;" in html.partition("<table")[0]
+        assert colours.CAUTION not in html
+    assert 'title="fork: nothing is pickled"' in render_html(view_of(started(2, reason="nothing is pickled")))
+
+
+def test_every_end_has_its_words() -> None:
+    def told(**fields: object) -> str:
+        return tabulate(view_of([*started(2), JobFinished(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
+
+    assert told() == "done in 12 s"
+    assert told(is_early=True) == "stopped early, as asked, after 12 s"
+    assert told(outcome="interrupted") == "interrupted after 12 s"
+    assert told(outcome="cancelled") == "cancelled after 12 s"
+    assert told(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"
+
+
 def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
     warning = Note(-1, START_S, text="memory may run out", kind="warning")
     view = view_of([*started(2), warning, warning, *ended(2)])

@@ -162,6 +162,8 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, method: str, function:
     begun_s = time.monotonic()
     cell = shared.run("job.stop()\njob.result(), job.status")
     assert time.monotonic() - begun_s < 5
+    shown = shared.run("job").displays[0].data["text/plain"]
+    assert f"{function}: stopped early, as asked, after " in shown
     steps, status = ast.literal_eval(cell.result or "")
     assert status == "done"
     assert len(set(steps)) == 1

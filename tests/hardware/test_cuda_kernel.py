@@ -142,7 +142,7 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     kernel = start()
     kernel.run("model = build()\nmodel.to('cuda')")
     cell = kernel.run("found = notebook_launcher(train, (model,), return_all=True)", timeout_s=200)
-    told = " ".join(cell.stdout.split())
+    told = " ".join(cell.displays[0].data["text/plain"].split())
     assert "this process has used CUDA through torch" in told
     assert "Cell In[2], line 2: `model.to('cuda')`" in told
     assert "nothing has to be restarted" in told

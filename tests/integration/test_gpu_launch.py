@@ -64,7 +64,8 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
     kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
     cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
     assert ast.literal_eval(cell.result or "") == (False, "forkserver")
-    told = " ".join(cell.stdout.split())
+    told = " ".join(cell.displays[0].data["text/plain"].split())
+    assert "warning" not in told
     assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in told
     assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in told
     assert "nothing has to be restarted" in told

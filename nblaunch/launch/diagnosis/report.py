@@ -21,6 +21,7 @@ class AttemptReport:
         signalled: rank -> when it was first sent a signal by the launcher, for those that were.
         interrupted: a person interrupted the job.
         cancelled: a person cancelled it.
+        stopped_early: all ranks were told, at the same step, to leave their loops, because somebody asked for that.
         last_samples: the last sample of the board.
         memory: of host and workers while it ran.
         hang: where every rank was when the job was stopped because it hung; empty otherwise.
@@ -33,6 +34,7 @@ class AttemptReport:
     signalled: dict[int, float] = field(default_factory=dict)
     interrupted: bool = False
     cancelled: bool = False
+    stopped_early: bool = False
     last_samples: list[Sample] = field(default_factory=list)
     memory: MemoryRecord | None = None
     hang: tuple[str, ...] = ()
