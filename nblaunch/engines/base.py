@@ -7,14 +7,11 @@ this folder.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from nblaunch.events import ExitStatus
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class WorkerGroup(ABC):

@@ -20,9 +20,7 @@ Two things of torch's are not used. Workers do not share the agents' store: each
 from __future__ import annotations
 
 import os
-import pickle
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,15 +29,12 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group
+from nblaunch.engines.interpreter import start_program
 from nblaunch.engines.spawn import disown
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.wire import descriptors
-from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.channel import EventReceiver, EventSender
-from nblaunch.worker import guard
-
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from nblaunch.engines.agent import main; main(sys.argv[1:])"
 
 LINGER_S = 4.0
 """How long an agent stays at most so that the others hear its last news."""
@@ -174,29 +169,23 @@ def _wait_for_end(pidfd: int | None) -> None:
 
 
 def _start(orders: Orders, inherited: list[int]) -> int:
-    orders_fd = create_memory_file("nblaunch-orders")
-    os.write(orders_fd, pickle.dumps(orders))
-    os.lseek(orders_fd, 0, os.SEEK_SET)
     changes = {
         "OMP_NUM_THREADS": "1",
         # Or torch's handler would open a store on all interfaces, for workers that have one of their own.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     try:
-        # The agent keeps them blocked: a batch system signals all processes of a job, and what follows from that is
-        # the launcher's to decide.
-        with guard.signals_held_back():
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(orders_fd)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=sorted({orders_fd, *inherited}),
-                start_new_session=True,
-                env={**env.snapshot(), **changes},
+        # The agent keeps the signals blocked that are held back at its start: a batch system signals all processes of
+        # a job, and what follows from that is the launcher's to decide.
+        return disown(
+            start_program(
+                "nblaunch.engines.agent",
+                orders,
+                inherited=inherited,
+                environment={**env.snapshot(), **changes},
             )
+        )
     except OSError as error:
         raise LaunchError(
             f"the process that meets the other nodes could not be started ({sys.executable}): {error}"
         ) from error
-    finally:
-        os.close(orders_fd)
-    return disown(process)

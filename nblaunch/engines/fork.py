@@ -21,11 +21,11 @@ from dataclasses import replace
 
 from nblaunch import backends
 from nblaunch.backends.base import Backend
-from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.openmp import pause_pools
 from nblaunch.errors import LaunchError
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 from nblaunch.worker import bootstrap, guard
 

@@ -11,14 +11,14 @@ import os
 import signal
 from collections.abc import Sequence
 
-from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
 from nblaunch.engines.fresh import REPORT, STARTED
 from nblaunch.engines.interpreter import start_interpreter, write_call
 from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus
 from nblaunch.wire import descriptors
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 
 

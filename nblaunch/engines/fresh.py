@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from nblaunch import backends, env
-from nblaunch.engines.base import Call
 from nblaunch.engines.boot import Boot, restore_random_states
 from nblaunch.engines.children import Children
 from nblaunch.engines.fork import fork_workers
@@ -27,6 +26,7 @@ from nblaunch.engines.spawn import spawn_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.wire import exceptions, payload
+from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import bootstrap, guard, shell, stdio

@@ -13,9 +13,9 @@ from nblaunch import context, env
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
-from nblaunch.engines.base import Call
 from nblaunch.events import Event
 from nblaunch.topology import Topology
+from nblaunch.wire.assignment import Call
 
 
 def run_inline(

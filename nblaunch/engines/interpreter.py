@@ -1,4 +1,4 @@
-"""Starting fresh interpreters from the kernel: what spawn and forkserver share."""
+"""Starting fresh interpreters from the kernel: what spawn, forkserver and the agents of nodes share."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from nblaunch.engines.base import Call
 from nblaunch.engines.boot import Boot, capture_random_states
 from nblaunch.errors import LaunchError, PayloadError
 from nblaunch.wire import blame, payload
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import guard
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from nblaunch.engines.fresh import main; main(sys.argv[1:])"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
 
 
 def write_call(call: Call) -> int:
@@ -46,7 +45,6 @@ def start_interpreter(
         LaunchError: the system refused the process.
     """
     parent_pid = os.getpid()
-    boot_fd = create_memory_file("nblaunch-boot")
     boot = Boot(
         assignments=tuple(replace(assignment, parent_pid=parent_pid) for assignment in assignments),
         report_fd=report_fd,
@@ -54,29 +52,55 @@ def start_interpreter(
         random_states=pickle.dumps(capture_random_states()),
         log_path=assignments[0].log_path + ".forkserver",
     )
-    os.write(boot_fd, pickle.dumps(boot))
-    os.lseek(boot_fd, 0, os.SEEK_SET)
-    inherited = {boot_fd, call_fd, assignments[0].board_fd}
+    inherited = {call_fd, assignments[0].board_fd}
     inherited.update(fd for assignment in assignments for fd in assignment.own_fds)
     if report_fd >= 0:
         inherited.add(report_fd)
     try:
-        # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with guard.signals_held_back():
-            return subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(path=sys.path), str(boot_fd), str(call_fd)],
-                stdin=subprocess.DEVNULL,
-                cwd=_folder_instead(),
-                pass_fds=sorted(inherited),
-                start_new_session=True,
-            )
+        return start_program("nblaunch.engines.fresh", boot, [call_fd], inherited)
     except OSError as error:
         raise LaunchError(
             f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
             "out (ulimit -n, ulimit -u), close some or use fewer workers."
         ) from error
+
+
+def start_program(
+    module: str,
+    orders: object,
+    further_fds: Sequence[int] = (),
+    inherited: Iterable[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a Python process that calls ``main`` of a module, in a session of its own.
+
+    Args:
+        module: its name.
+        orders: pickled into a memory file, whose number is the first of ``main``'s arguments.
+        further_fds: what follows it.
+        inherited: descriptors that the process gets besides the memory file.
+        environment: all of its variables; None = those of this process.
+
+    Raises:
+        OSError: the system refused the process.
+    """
+    orders_fd = create_memory_file("nblaunch-orders")
+    os.write(orders_fd, pickle.dumps(orders))
+    os.lseek(orders_fd, 0, os.SEEK_SET)
+    program = _PROGRAM.format(path=sys.path, module=module)
+    try:
+        # Or an interrupt would print the traceback of an unfinished import into the cell.
+        with guard.signals_held_back():
+            return subprocess.Popen(
+                [sys.executable, "-c", program, *map(str, (orders_fd, *further_fds))],
+                stdin=subprocess.DEVNULL,
+                cwd=_folder_instead(),
+                env=environment,
+                pass_fds=sorted({orders_fd, *inherited}),
+                start_new_session=True,
+            )
     finally:
-        os.close(boot_fd)
+        os.close(orders_fd)
 
 
 def _folder_instead() -> str | None:

@@ -6,11 +6,11 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-from nblaunch.engines.base import Call, Engine, WorkerGroup
+from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.interpreter import start_interpreter, write_call
 from nblaunch.errors import LaunchError
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 
 

@@ -1,13 +1,16 @@
-"""What one worker is told when it starts: a single plain value, the same for every start method."""
+"""What a worker gets when it starts, the same for every start method: a call, and its orders as one plain value."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.topology import Topology
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""The person's function and its positional arguments."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a worker for its Python stacks. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
@@ -49,7 +52,7 @@ class Assignment:
     returns_value: bool = True
     sends_weights_of: tuple[int, ...] = ()
     restricts_threads: bool = False
-    parent_pid: int = field(default=0)
+    parent_pid: int = 0
 
     @property
     def rank(self) -> int:

@@ -1,9 +1,9 @@
-"""Events on their way from a worker to its launcher: frames of one length and one pickled event, through a pipe.
+"""Events on their way from one process to another: frames of one length and one pickled event, through a pipe.
 
     worker ── EventSender ──> pipe ──> EventReceiver ── launcher's wait loop
 
-Only workers send; the launcher answers with signals alone. The receiving end never blocks, so that one silent worker
-can't hold up the others.
+Workers only send; the launcher answers them with signals alone. With the agent of its node it talks both ways, through
+a pipe each (``wire/nodes.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     launcher ── Hosting, Summary, Ended, Leave ──> agent ── NodeNews, pickled, a key of its own ──> store
              <── Formed, StopWorkers, News, Over ──      <────────── NodeNews of all others ────────
 
-Launcher and agent are two processes of one machine with a socket pair between them (``wire/channel.py``); the store
+Launcher and agent are two processes of one machine with a pipe each way between them (``wire/channel.py``); the store
 lies on one of the nodes. Who can write to the store can run code here, as with torch's own rendezvous and its
 collectives of objects: it belongs on a network of one's own.
 """

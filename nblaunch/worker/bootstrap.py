@@ -31,15 +31,13 @@ from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Contents, Fact, Finished, Note, Started, WorkerState
 from nblaunch.wire import outbox
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, inherited, shell, stdio
 from nblaunch.worker.construction import Construction
 from nblaunch.worker.failure import tell_failure
-
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None = None) -> NoReturn:
@@ -86,7 +84,7 @@ class _Worker:
             shell.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
             with self.interrupts.held_back():
-                self._deliver(value, args, left_by_exit=exit_code == 0 and value is _LEFT)
+                self._deliver(value, args, left_by_exit=value is _LEFT)
         except BaseException as error:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
