@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nblaunch.backends import cgroup
+from nblaunch.backends import cgroup, system_files
 
 
 def limit_and_available() -> tuple[int | None, int | None]:
@@ -12,9 +13,20 @@ def limit_and_available() -> tuple[int | None, int | None]:
 
     None where the system does not tell. Reads a handful of small files.
     """
-    host = _host_memory()
+    return within(_host_memory(), cgroup.folders("memory"))
+
+
+def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None, int | None]:
+    """The same by given facts.
+
+    Args:
+        host: ``MemTotal`` and ``MemAvailable`` in bytes, as far as they are known.
+        folders: of the control groups that may hold limits.
+
+    Source: kernel documentation, admin-guide/cgroup-v2 ("memory.max") and cgroup-v1/memory ("memory.limit_in_bytes").
+    """
     limit, available = host.get("MemTotal"), host.get("MemAvailable")
-    for folder in cgroup.folders("memory"):
+    for folder in folders:
         bound = _number(folder, "memory.max", "memory.limit_in_bytes")
         if bound is None or limit is None or bound >= limit:
             continue  # no limit of its own; version 1 writes that as a huge number
@@ -27,7 +39,7 @@ def limit_and_available() -> tuple[int | None, int | None]:
 def _host_memory() -> dict[str, int]:
     """Source: proc_meminfo(5); values are in KiB."""
     values = {}
-    for line in cgroup.read(Path("/proc/meminfo")).splitlines()[:5]:
+    for line in system_files.read(Path("/proc/meminfo")).splitlines()[:5]:
         name, _, value = line.partition(":")
         values[name] = int(value.split()[0]) * 1024
     return values
@@ -35,7 +47,7 @@ def _host_memory() -> dict[str, int]:
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that the group would give up before anything is killed."""
-    for line in cgroup.read(folder / "memory.stat").splitlines():
+    for line in system_files.read(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
             return int(value)
@@ -44,7 +56,7 @@ def _reclaimable(folder: Path) -> int:
 
 def _number(folder: Path, *names: str) -> int | None:
     for name in names:
-        text = cgroup.read(folder / name)
+        text = system_files.read(folder / name)
         if text.isdigit():
             return int(text)
     return None

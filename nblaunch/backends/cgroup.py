@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from nblaunch.backends import system_files
+
 ROOT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -15,7 +17,7 @@ def folders(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -
     Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
     the root of each hierarchy is always among them.
     """
-    return list(_folders(controller, root, read(own_groups)))
+    return list(_folders(controller, root, system_files.read(own_groups)))
 
 
 @lru_cache(maxsize=16)
@@ -32,11 +34,3 @@ def _folders(controller: str, root: Path, groups: str) -> tuple[Path, ...]:
         folder = base / path.lstrip("/")
         found += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
     return tuple(dict.fromkeys(found))
-
-
-def read(path: Path) -> str:
-    """A small file's text without its line end; empty where it can't be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

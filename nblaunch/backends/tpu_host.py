@@ -1,7 +1,7 @@
 """What a TPU host tells without anybody touching its chips, and what its worker processes have to be told.
 
-Standard library only, and nothing here opens a device: chips are counted on the PCI bus, and a lock file is asked for
-its owner. Values are those of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares with it.
+Nothing here opens a device: chips are counted on the PCI bus, and a lock file is asked for its owner. Values are those
+of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+
+from nblaunch.backends import system_files
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 DEV = Path("/dev")
@@ -63,7 +65,9 @@ def chips_on(pci: Path) -> Counter[str]:
     """The TPU chips on a PCI bus by their kind."""
     found: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
-        if _text(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(_text(device / "device"))):
+        if system_files.read(device / "vendor") == _GOOGLE and (
+            kind := _CHIPS.get(system_files.read(device / "device"))
+        ):
             found[kind] += 1
     return found
 
@@ -142,7 +146,7 @@ def lock_holder(path: Path = LOCK_FILE, proc: Path = PROC) -> int | None:
 
 def command_of(pid: int, proc: Path = PROC) -> str:
     """The command line of a process, shortened; ``"?"`` where it can't be read."""
-    words = _text(proc / str(pid) / "cmdline").replace("\0", " ").strip()
+    words = system_files.read(proc / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
 
 
@@ -154,10 +158,3 @@ def _targets(descriptors: Path) -> list[str]:
     except OSError:
         return targets  # it ended meanwhile, or is somebody else's
     return targets
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

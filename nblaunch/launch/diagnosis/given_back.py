@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from nblaunch.backends import system_files
 from nblaunch.backends.base import Backend
 from nblaunch.backends.meter import DeviceReading
 from nblaunch.launch.diagnosis.memory import size
@@ -69,8 +70,7 @@ def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[
 
 
 def _name(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
+    command = system_files.read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    if not command:
         return f"process {pid} of the host"  # this is a container, which sees its own processes only
-    return f"process {pid} ({' '.join(words).strip():.60})"
+    return f"process {pid} ({command:.60})"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nblaunch.backends import available_memory, cgroup
+from nblaunch.backends import available_memory, cgroup, system_files
 
 _SCARCE_SHARE = 0.05
 _OUT_OF_MEMORY = re.compile(
@@ -143,7 +143,7 @@ def _oom_kills() -> int:
     """Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill)."""
     for folder in cgroup.folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
-            for line in cgroup.read(folder / name).splitlines():
+            for line in system_files.read(folder / name).splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0
