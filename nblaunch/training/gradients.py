@@ -71,6 +71,7 @@ class GradientControl(ABC):
         The value is shown on the dashboard, at most twice a second and at the end of a pass: reading it makes the
         process wait for the device.
         """
+        self._session.check_home()
         divisor = self._session.gradients.divisor
         self._session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)

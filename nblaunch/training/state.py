@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nblaunch import context
+from nblaunch.context import WorkerContext
 from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DeepSpeedPlugins
@@ -57,6 +58,7 @@ class Session:
         strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what people set on ``PartialState()`` and the other views, by class.
+        home: the context that it was opened in.
     """
 
     member: Member
@@ -70,12 +72,27 @@ class Session:
     deepspeed: DeepSpeedPlugins | None = None
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
+    home: WorkerContext | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
             open_session,
             (),
         )  # what is pickled with it takes part in the job of the process that it arrives in
+
+    def check_home(self) -> None:
+        """Refuse the use of a notebook's own session in a worker: there it would go on alone, and nobody would notice.
+
+        Raises:
+            RuntimeError: this worker was forked from the process that the session describes.
+        """
+        here = context.current()
+        if here.is_launched and here is not self.home:
+            raise RuntimeError(
+                "this Accelerator was made in the notebook, outside of the function that was launched, and knows "
+                "nothing of the other processes; make it inside the function, and call its prepare there: "
+                "accelerator = Accelerator()"
+            )
 
     def take_resuming(self) -> bool:
         """Whether the middle of an epoch was loaded that now begins to be read; True once."""
@@ -102,7 +119,9 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     if ctx.training is None:
         member = process.join(cpu, init)
         losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))
-        ctx.training = Session(member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot))
+        ctx.training = Session(
+            member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot), home=ctx
+        )
     session: Session = ctx.training
     if cpu and session.member.device.type != "cpu":
         raise ValueError(
@@ -394,6 +413,11 @@ class GradientState(View):
             f"Real rows of its last batch: {self.remainder}\n"
             f"Gradient accumulation: {self.plugin_kwargs}\n"
         )
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator was built in this process, so that there is an ``AcceleratorState``."""
+    return bool(AcceleratorState._shared_state)
 
 
 def wait_for_everyone() -> None:
