@@ -262,10 +262,11 @@ def _check_runs_when_called(function: Any) -> None:
 
 
 def _name_of(function: Any) -> str:
-    """The function's own name, also in a :func:`functools.partial`; of other callable objects, that of their class."""
+    """The function's own name, also in a :func:`functools.partial`; of other objects, what they or their class say."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+    has_words = type(function).__repr__ is not object.__repr__
+    return getattr(function, "__qualname__", None) or (repr(function) if has_words else type(function).__qualname__)
 
 
 def _check_choices(spec: LaunchSpec) -> None:

@@ -18,6 +18,7 @@ from nblaunch.backends.cpu import CpuBackend
 from nblaunch.context import WorkerContext
 from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.topology import Topology
+from nblaunch.worker.script import Script
 
 
 def train(model: object, epochs: int = 1) -> None:
@@ -209,6 +210,7 @@ def test_what_is_good_is_taken() -> None:
     assert LaunchSpec(dict, ()).args == ()
     assert LaunchSpec(functools.partial(functools.partial(train, 1))).function_name == "train"
     assert LaunchSpec(Trainer(), (1,)).function_name == "Trainer"
+    assert LaunchSpec(Script("train.py")).function_name == "train.py"
     assert [parse_port(port) for port in (None, "", 0, "0", 80, "29500")] == [
         None,
         None,
