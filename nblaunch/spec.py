@@ -266,7 +266,9 @@ def _name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     has_words = type(function).__repr__ is not object.__repr__
-    return getattr(function, "__qualname__", None) or (repr(function) if has_words else type(function).__qualname__)
+    return getattr(function, "__qualname__", None) or (
+        repr(function) if has_words else type(function).__qualname__
+    )
 
 
 def _check_choices(spec: LaunchSpec) -> None:
