@@ -32,7 +32,7 @@ def fork_failure(attempt: Callable[[], None] | None = None, timeout_s: float = _
     if attempt is None:
         if "torch" not in sys.modules:
             return None
-        attempt = _small_backward
+        attempt = small_backward
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         # Python warns about forking with threads; this child touches nothing that threads may hold, and ends at once.
@@ -70,7 +70,8 @@ def _be_probe(attempt: Callable[[], None], writer: int) -> None:
         os._exit(0)
 
 
-def _small_backward() -> None:
+def small_backward() -> None:
+    """The least that shows it. Called in a probing child."""
     import torch
 
     # One number: too small for OpenMP, whose threads a fork does not copy either.

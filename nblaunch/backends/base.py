@@ -29,9 +29,6 @@ class Backend(ABC):
     name: str
     """As in ``notebook_launcher(..., backend=name)``."""
 
-    device_noun: str
-    """What one worker gets, for messages: "CPU core", "GPU"."""
-
     process_group: str
     """The torch.distributed backend that its workers join: "gloo", "nccl"."""
 
@@ -54,6 +51,11 @@ class Backend(ABC):
     """Whether workers move their models one after the other: all at once would need too much host memory."""
 
     # --- launcher's half: must not create a device context -------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def device_noun(self) -> str:
+        """What one worker gets, for messages: "CPU core", "GPU"."""
 
     @abstractmethod
     def affinity(self) -> int:

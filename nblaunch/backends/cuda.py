@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import env
 from nblaunch.backends import cuda_host, cuda_in_kernel, cuda_memory, process_group
 from nblaunch.backends.base import Backend
+from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.backends.meter import DeviceMeter
 from nblaunch.topology import Topology
 
@@ -92,7 +93,7 @@ class CudaBackend(Backend):
             changes |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
         if topology.num_nodes == 1:
             # Rendezvous of one machine's processes only; their data goes through NVLink, PCIe or shared memory.
-            changes |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+            changes |= {"NCCL_SOCKET_IFNAME": LOOPBACK, "GLOO_SOCKET_IFNAME": LOOPBACK}
         return changes
 
     # --- worker's half -------------------------------------------------------------------------------------------

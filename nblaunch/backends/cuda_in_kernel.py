@@ -122,8 +122,5 @@ def _ask_whether_poisoned() -> None:
 
 def _try_torch() -> None:
     """In a probing child: what a worker does first. Raises where torch would refuse it."""
-    import torch
-
     _ask_whether_poisoned()
-    # One number: too small for OpenMP, whose threads a fork does not copy either.
-    torch.ones((), requires_grad=True).backward()
+    autograd_probe.small_backward()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # source: mallopt(3), <malloc.h>
@@ -60,12 +59,6 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
         return None
     found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
-
-
-def total_bytes(pids: Iterable[int]) -> int | None:
-    """Memory of several processes together; None where one of them can't be read."""
-    sizes = [proportional_bytes(pid) for pid in pids]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def is_shared(address: int, num_bytes: int) -> bool:

@@ -78,7 +78,7 @@ class XlaBackend(Backend):
     # --- launcher's half -----------------------------------------------------------------------------------------
 
     @property
-    def device_noun(self) -> str:  # type: ignore[override]
+    def device_noun(self) -> str:
         """A chip or a core."""
         return "TPU chip" if _kind() == "TPU" else "CPU core"
 
@@ -461,9 +461,10 @@ def _round_trip() -> tuple[float, float]:
     """1/3 as float and as double, to the device and back."""
     import torch
 
-    return tuple(  # type: ignore[return-value]
+    single, double = (
         torch.tensor([_THIRD], dtype=dtype).to("xla").cpu().item() for dtype in (torch.float32, torch.float64)
     )
+    return single, double
 
 
 def _average_on_host(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -42,17 +42,18 @@ _CONSEQUENCE_WORDS = (
 )
 
 
-def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
-    """The event that tells the launcher about ``error``, with what the device has to say about it."""
-    return replace(_described(rank, error, evidence), exception=exceptions.dump(error))
+def describe_failure(rank: int, error: BaseException) -> Failed:
+    """The event that tells the launcher about ``error``."""
+    return replace(_described(rank, error, ()), exception=exceptions.dump(error))
 
 
 def tell_failure(
     send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...]
 ) -> None:
-    """Send what :func:`describe_failure` makes; of an exception that takes for ever to be pickled, send its text.
+    """Send what :func:`describe_failure` makes, with what the device has to say about ``error``.
 
-    Its own code may wait for a lock that nobody releases any more, and the other ranks would wait for this one.
+    Of an exception that takes for ever to be pickled, only the text is sent: its own code may wait for a lock that
+    nobody releases any more, and the other ranks would wait for this one.
     """
     told = _described(rank, error, evidence)
     timer = threading.Timer(_PATIENCE_S, send, (told,))
