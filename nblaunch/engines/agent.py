@@ -90,7 +90,10 @@ class NodeAgent:
         self.id = f"{orders.host_name}-{os.getpid()}-{secrets.token_hex(4)}"
         self.launcher = EventSender(orders.writing_fd)
         self.changed = threading.Condition()
-        self.news = NodeNews(self.id, 0, orders.meeting.node_rank, orders.host_name, nodes.JOINING)
+        meeting = orders.meeting
+        self.news = NodeNews(
+            self.id, 0, meeting.node_rank, orders.host_name, nodes.JOINING, terms=meeting.terms
+        )
         self.others: tuple[NodeNews, ...] = ()
         self.members: tuple[Member, ...] = ()
         self.hosting: Hosting | None = None

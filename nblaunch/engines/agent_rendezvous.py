@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from nblaunch.engines.elastic import Meeting
 
 _READ_TIMEOUT_S = 60.0
+_LAST_CALL_S = 30.0
 _LOOK_S = 0.2
 """Between looks for nodes that have not arrived."""
 
@@ -70,6 +71,8 @@ def make_handler(meeting: Meeting, store: TCPStore, id: str, host_name: str) -> 
         return StaticRendezvous(meeting, store, id)
     known = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
     conf = {name: math.ceil(meeting.conf[name]) for name in known if name in meeting.conf}
+    # How long enough nodes wait for more: torch's 30 s, which a shorter time to meet in would never come to.
+    conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, meeting.timeout_s / 2)))
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=meeting.where,

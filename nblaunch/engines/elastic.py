@@ -71,6 +71,13 @@ class Meeting:
     conf: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def terms(self) -> str:
+        """What nodes that differ in it could never agree on: each would wait for others than those that come."""
+        is_fixed = self.min_nodes == self.max_nodes
+        num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
+        return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
+
+    @property
     def where(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"

@@ -95,6 +95,7 @@ class NodeLink:
         self._formed: Formed | None = None
         self._over: Over | None = None
         self._news: tuple[NodeNews, ...] = ()
+        self._first_beats: dict[str, int] = {}
         self._samples: list[Sample] = []
         self._last_summary_s = 0.0
         self._stopping = Stopping()
@@ -180,6 +181,7 @@ class NodeLink:
             if self._over is not None and not self._try_again(self._over):
                 self._end(self._over)
                 return None
+            self._check_terms()
             self._heed_requests()
             if self._is_finished and not self._neighbours.is_anybody_expected:
                 self.leave(nodes.FINISHED)
@@ -256,6 +258,20 @@ class NodeLink:
         if (self._requests.interrupts or self._requests.terminations) and not self._is_finished:
             self.leave("was interrupted")
             raise KeyboardInterrupt
+
+    def _check_terms(self) -> None:
+        """Nodes that were launched for different rendezvous would wait for each other until the time is up."""
+        if self._has_met:
+            return
+        for page in self._news:
+            # The page of a node that has gone, and was launched anew with other settings, does not change any more.
+            is_alive = page.beat > self._first_beats.setdefault(page.id, page.beat)
+            if is_alive and page.terms != self._meeting.terms:
+                self.leave("was launched with other settings")
+                raise LaunchError(
+                    f"node {page.node_rank} (host {page.host}) was launched with {page.terms}, but this one (node "
+                    f"{self._spec.node_rank}) with {self._meeting.terms}: launch all nodes with the same"
+                )
 
     def _say_who_is_here(self, said: str) -> str:
         here = [

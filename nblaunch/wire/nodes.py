@@ -167,6 +167,7 @@ class NodeNews:
         summary: of its workers.
         heard: id -> the last beat that it has heard of each other node.
         clock_s: ``time.monotonic()`` of that machine, by which the samples' times go.
+        terms: what all nodes must have been launched with alike.
     """
 
     id: str
@@ -179,6 +180,7 @@ class NodeNews:
     summary: Summary = field(default_factory=lambda: Summary(-1, 0.0))
     heard: Mapping[str, int] = field(default_factory=dict)
     clock_s: float = 0.0
+    terms: str = ""
 
 
 @dataclass(frozen=True)

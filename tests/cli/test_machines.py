@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from tests.benchmarks.bench import free_port
 from tests.cli.conftest import Running, labelled, script
 
@@ -45,3 +47,41 @@ def test_a_machine_that_does_not_come_is_named(start: Callable[..., Running]) ->
     ended = start("--num_machines", "2", *meeting, "--dashboard", "none", name).end()
     assert ended.code == 2
     assert "node 1 did not come" in ended.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [["--num_processes", "3", "--num_machines", "3"], ["--num_machines", "2", "--rdzv_backend", "c10d"]],
+    ids=["number", "backend"],
+)
+def test_machines_that_were_launched_differently_say_so_at_once(
+    start: Callable[..., Running], others: list[str]
+) -> None:
+    """Rather than wait for each other until the time is up, which is ten minutes by default."""
+    name = script("raise AssertionError('must not run')\n")
+    meeting = [
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+        "--dashboard",
+        "none",
+    ]
+    first = start("--num_machines", "2", *meeting, name)
+    first.wait_for("waiting at", 1)
+    ended = [start(*others, *meeting, "--machine_rank", "1", name).end(), first.end()]
+    assert [one.code for one in ended] == [2, 2], ended
+    for one in ended:
+        assert "launch all nodes with the same" in one.out.splitlines()[-1], one.out
+    assert f"{others[2].strip('-')}={others[3]}" in ended[1].out
+
+
+def test_a_machine_may_begin_alone_also_where_there_is_little_time_to_meet(
+    start: Callable[..., Running],
+) -> None:
+    name = script("import os\nprint('of', os.environ['WORLD_SIZE'])\n")
+    meeting = ["--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_timeout_s", "4", "--dashboard", "none"]
+    machines = ["--num_machines", "1:2", "--rdzv_backend", "c10d", "--num_processes", "2"]
+    ended = start(*machines, *meeting, name).end()
+    assert ended.code == 0, ended.out
+    assert "of 1" in ended.out
