@@ -146,7 +146,10 @@ def _has_own_deepspeed(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    return lambda answers: _has_own_deepspeed(answers) and answers["zero_stage"] >= stage
+    """For what can be moved off the devices: on CPUs it lies in the host's memory anyway."""
+    return lambda answers: (
+        _has_own_deepspeed(answers) and answers["backend"] != "cpu" and answers["zero_stage"] >= stage
+    )
 
 
 def _fixed(value: Any) -> Callable[[Answers, Machine], Any]:
@@ -179,6 +182,16 @@ def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
     choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
     return choices
+
+
+def _compilers(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    inductor = ("inductor", "inductor (torch's own compiler)")
+    by_backend = {
+        "cpu": [inductor],
+        "cuda": [inductor, ("cudagraphs", "cudagraphs")],
+        "xla": [("openxla", "openxla")],
+    }
+    return [("no", "no"), *by_backend[answers["backend"]]]
 
 
 def _total(answers: Answers, machine: Machine) -> int:
@@ -249,9 +262,7 @@ QUESTIONS = (
              _fixed("/nvme")),
     Question("gradient_clipping", "Greatest norm of the gradients? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, _fixed(1)),
-    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"),
-             _listed(("no", "no"), ("inductor", "inductor (torch's own compiler)"),
-                     ("cudagraphs", "cudagraphs"), ("openxla", "openxla"))),
+    Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"), _compilers),
     Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", _fixed("default"),
              _listed(("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
                      ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
