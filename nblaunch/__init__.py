@@ -52,6 +52,8 @@ _PUBLIC = {
     "WorkerFailed": "nblaunch.errors",
     "debug_launcher": "nblaunch.notebook",
     "find_executable_batch_size": "nblaunch.training.memory",
+    "init_empty_weights": "nblaunch.training.initialization",
+    "init_on_device": "nblaunch.training.initialization",
     "last_job": "nblaunch.launch.job",
     "launch": "nblaunch.scripts",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
@@ -111,6 +113,8 @@ __all__ = [
     "__version__",
     "debug_launcher",
     "find_executable_batch_size",
+    "init_empty_weights",
+    "init_on_device",
     "last_job",
     "launch",
     "load_checkpoint_in_model",
@@ -144,6 +148,7 @@ if TYPE_CHECKING:
     from nblaunch.training.data.loading import skip_first_batches
     from nblaunch.training.deepspeed_options import DeepSpeedPlugin
     from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
+    from nblaunch.training.initialization import init_empty_weights, init_on_device
     from nblaunch.training.local_sgd import LocalSGD
     from nblaunch.training.memory import find_executable_batch_size
     from nblaunch.training.options import (

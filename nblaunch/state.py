@@ -5,11 +5,18 @@ This module only hands on objects that live in ``nblaunch.training``; it defines
 
 from __future__ import annotations
 
-from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+from nblaunch.training.state import (
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    PartialState,
+    is_initialized,
+)
 
 __all__ = [
     "AcceleratorState",
     "DistributedType",
     "GradientState",
     "PartialState",
+    "is_initialized",
 ]

@@ -18,14 +18,19 @@ from nblaunch.training.availability import (
     is_deepspeed_available,
     is_dvclive_available,
     is_fp16_available,
+    is_hpu_available,
     is_matplotlib_available,
     is_mlflow_available,
+    is_mlu_available,
     is_mps_available,
+    is_musa_available,
+    is_npu_available,
     is_pandas_available,
     is_peft_available,
     is_pytest_available,
     is_rich_available,
     is_schedulefree_available,
+    is_sdaa_available,
     is_swanlab_available,
     is_tensorboard_available,
     is_timm_available,
@@ -40,7 +45,7 @@ from nblaunch.training.availability import (
     is_xpu_available,
 )
 from nblaunch.training.bars import tqdm
-from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
+from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model, save
 from nblaunch.training.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
@@ -92,7 +97,7 @@ from nblaunch.training.options import (
     RNGType,
     TorchDynamoPlugin,
 )
-from nblaunch.training.prepare import extract_model_from_parallel
+from nblaunch.training.prepare import extract_model_from_parallel, is_peft_model
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 from nblaunch.training.state import DistributedType, wait_for_everyone
@@ -148,15 +153,21 @@ __all__ = [
     "is_deepspeed_available",
     "is_dvclive_available",
     "is_fp16_available",
+    "is_hpu_available",
     "is_matplotlib_available",
     "is_mlflow_available",
+    "is_mlu_available",
     "is_mps_available",
+    "is_musa_available",
     "is_namedtuple",
+    "is_npu_available",
     "is_pandas_available",
     "is_peft_available",
+    "is_peft_model",
     "is_pytest_available",
     "is_rich_available",
     "is_schedulefree_available",
+    "is_sdaa_available",
     "is_swanlab_available",
     "is_tensor_information",
     "is_tensorboard_available",
@@ -180,6 +191,7 @@ __all__ = [
     "recursively_apply",
     "reduce",
     "release_memory",
+    "save",
     "send_to_device",
     "set_seed",
     "should_reduce_batch_size",

@@ -76,6 +76,28 @@ def is_xpu_available(check_device: bool = False) -> bool:
     return torch.xpu.is_available()
 
 
+def _no_backend(name: str) -> Callable[..., bool]:
+    def is_available(check_device: bool = False) -> bool:
+        return False
+
+    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__doc__ = (
+        f"Whether jobs can compute on {name.upper()} devices: no, there is no backend for them."
+    )
+    return is_available
+
+
+is_mlu_available = _no_backend("mlu")
+is_musa_available = _no_backend("musa")
+is_npu_available = _no_backend("npu")
+is_sdaa_available = _no_backend("sdaa")
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether jobs can compute on HPU devices: no, there is no backend for them."""
+    return False
+
+
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the device of this process can compute in bf16; with ``ignore_tpu``, an XLA device counts as unable."""
     backend = context.current().backend

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -244,3 +245,11 @@ def extract_model_from_parallel(
         for one in (wrapped, module):
             precision.restore_forward(one)
     return compiling.around(compiled, module) if keep_torch_compile and compiled is not None else module
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether the user's own module inside ``model`` is one of the ``peft`` library."""
+    peft = sys.modules.get("peft")  # where it was not imported, nothing can be one
+    return peft is not None and isinstance(
+        extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
+    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, UserDict, namedtuple
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from nblaunch import utils
+from nblaunch import Accelerator, utils
+from nblaunch.state import is_initialized
 from nblaunch.training.state import PartialState
 
 Pair = namedtuple("Pair", "x y")
@@ -90,6 +95,8 @@ def test_what_is_there() -> None:
     assert not utils.is_torch_xla_available(check_is_gpu=True)
     assert isinstance(utils.is_mps_available(), bool)
     assert isinstance(utils.is_xpu_available(), bool)
+    for name in ("hpu", "mlu", "musa", "npu", "sdaa"):  # there is no backend for them
+        assert getattr(utils, f"is_{name}_available")() is False
 
 
 def test_the_bar_of_the_main_process(
@@ -119,3 +126,31 @@ def test_kwargs_as_dictionaries() -> None:
     assert options.to_dict()["sync_each_batch"] is False
     assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp16", "bf16"]
     assert str(utils.RNGType.TORCH) == "torch"
+
+
+def test_models_of_peft_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PeftModel(torch.nn.Linear):
+        pass
+
+    assert not utils.is_peft_model(
+        PeftModel(1, 1)
+    )  # the library was not imported: nothing can be one of its models
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=PeftModel))
+    assert utils.is_peft_model(Accelerator().prepare(PeftModel(1, 1)))
+    assert not utils.is_peft_model(torch.nn.Linear(1, 1))
+
+
+def test_objects_are_saved_without_an_accelerator(tmp_path: Path) -> None:
+    utils.save({"step": 3}, tmp_path / "object.bin")
+    utils.save({"row": torch.ones(2)}, tmp_path / "row.safetensors", safe_serialization=True)
+    assert torch.load(tmp_path / "object.bin") == {"step": 3}
+    assert load_file(tmp_path / "row.safetensors")["row"].tolist() == [1.0, 1.0]
+
+
+def test_a_state_exists_once_there_is_an_accelerator() -> None:
+    PartialState._reset_state()
+    assert not is_initialized()
+    PartialState()
+    assert not is_initialized()
+    Accelerator()
+    assert is_initialized()

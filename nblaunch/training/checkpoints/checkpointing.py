@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nblaunch.training.checkpoints import model_files, safe_save
+from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.project import ProjectConfiguration
 
@@ -217,14 +217,8 @@ class Checkpointing(ABC):
             f: a path, or a binary file that is open.
             safe_serialization: safetensors' format, for a dict of tensors.
         """
-        if not self._writes:
-            return
-        if hasattr(f, "write"):
-            torch.save(obj, f)
-        elif safe_serialization:
-            safe_save.replace_file(Path(f), lambda path: model_files.write_weights(obj, path))
-        else:
-            safe_save.replace_file(Path(f), lambda path: torch.save(obj, path))
+        if self._writes:
+            model_files.write_object(obj, f, safe_serialization)
 
     @property
     def _writes(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from nblaunch import context
 from nblaunch.errors import CheckpointError
 from nblaunch.training import parts
-from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
+from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.strategies import unwrap
 
 SAFE_NAME = "model.safetensors"
@@ -38,6 +39,30 @@ def bare_module(model: torch.nn.Module) -> torch.nn.Module:
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """``torch.save`` on the main process, without an Accelerator; the others do nothing.
+
+    Args:
+        obj: what to save.
+        f: a path, or a binary file that is open.
+        save_on_each_node: on the main process of each machine.
+        safe_serialization: safetensors' format, for a dict of tensors.
+    """
+    topology = context.current().topology
+    if (topology.local_rank if save_on_each_node else topology.rank) == 0:
+        write_object(obj, f, safe_serialization)
+
+
+def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    """Write to a path or an open binary file; at a path, a failure leaves the file that was there."""
+    if hasattr(f, "write"):
+        torch.save(obj, f)
+    elif safe_serialization:
+        replace_file(Path(f), lambda path: write_weights(obj, path))
+    else:
+        replace_file(Path(f), lambda path: torch.save(obj, path))
 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
@@ -245,7 +270,8 @@ def load_checkpoint_in_model(
     """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
 
     Args:
-        model: a module, wrapped or not. It is filled in place.
+        model: a module, wrapped or not. It is filled in place; what has no memory yet (``init_empty_weights``) gets
+            its memory on the CPU.
         checkpoint: a file of weights, an index, or a folder with one of them.
         strict: raise where names of the file and the model differ.
         device: where weights are read to, before they are copied into the model.
@@ -254,9 +280,12 @@ def load_checkpoint_in_model(
         CheckpointError: there are no weights, they are damaged, or they don't fit.
     """
     path = _weights_in(Path(checkpoint))
-    if not path.name.endswith(".index.json"):
-        load_weights(model, read_weights(path, device), path, strict)
-        return
+    weights = _read_shards(path, device) if path.name.endswith(".index.json") else read_weights(path, device)
+    _materialize(bare_module(model), weights)
+    load_weights(model, weights, path, strict)
+
+
+def _read_shards(path: Path, device: str | torch.device) -> dict[str, Any]:
     try:
         files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -264,7 +293,29 @@ def load_checkpoint_in_model(
     weights: dict[str, Any] = {}
     for name in files:
         weights.update(read_weights(path.with_name(name), device))
-    load_weights(model, weights, path, strict)
+    return weights
+
+
+def _materialize(module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Give memory, on the CPU, to what is on the meta device and in the file; tied parameters stay tied."""
+    found = {name.removeprefix("module.") for name in names}
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    wanted = {id(tensor) for name, tensor in tensors if tensor.is_meta and name in found}
+    made: dict[int, Any] = {}
+    for owner in module.modules():
+        for held in (owner._parameters, owner._buffers):
+            for name, tensor in held.items():
+                if id(tensor) in wanted and tensor is not None:
+                    held[name] = made.setdefault(id(tensor), _with_memory(tensor))
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
 
 
 def _weights_in(checkpoint: Path) -> Path:

@@ -1,0 +1,90 @@
+"""Models that are built without memory, or on another device, and filled afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch import (
+    Accelerator,
+    CheckpointError,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_in_model,
+)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm.weight.requires_grad_(False)
+
+
+def test_parameters_have_no_memory_and_buffers_do() -> None:
+    with init_empty_weights():
+        model = _Tied()
+        model.register_parameter("nothing", None)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert model.head.weight is model.embedding.weight
+    assert not model.norm.weight.requires_grad
+    assert not nn.Linear(1, 1).weight.is_meta  # behind the block, everything is as before
+
+
+def test_buffers_may_have_none_either() -> None:
+    with init_empty_weights(include_buffers=True):
+        model = nn.BatchNorm1d(3)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_what_is_on_the_device_already_stays_the_same_parameter() -> None:
+    with init_on_device(torch.device("cpu")):
+        model = _Tied()
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.device.type == "cpu"
+
+
+def test_the_end_of_the_block_is_its_end_also_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), init_empty_weights():
+        _ = 1 / 0
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+@pytest.mark.parametrize("max_shard_size", ["10GB", "100B"])
+def test_a_checkpoint_gives_an_empty_model_its_weights(
+    tmp_path: Path, include_buffers: bool, max_shard_size: str
+) -> None:
+    accelerator, trained = Accelerator(), _Tied()
+    trained.norm(torch.randn(5, 4))
+    accelerator.save_model(trained, tmp_path, max_shard_size=max_shard_size)
+    with init_empty_weights(include_buffers):
+        model = _Tied()
+    load_checkpoint_in_model(model, tmp_path)
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in trained.state_dict().items()
+    }
+    assert model.head.weight is model.embedding.weight
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in trained.parameters()]
+    model = accelerator.prepare(model)
+    accelerator.backward(model.head(torch.ones(2, 4)).sum())
+    assert model.embedding.weight.grad is not None
+
+
+def test_what_a_checkpoint_does_not_have_stays_without_memory(tmp_path: Path) -> None:
+    """Zeros in its place would train, and nobody would know."""
+    accelerator = Accelerator()
+    accelerator.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    load_checkpoint_in_model(model, tmp_path)
+    assert [parameter.is_meta for parameter in model.parameters()] == [False, False, True, True]
+    with pytest.raises(CheckpointError, match=r"1\.weight"):
+        load_checkpoint_in_model(model, tmp_path, strict=True)
