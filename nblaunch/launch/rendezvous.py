@@ -75,8 +75,11 @@ class RendezvousHost:
         """
         if self._socket is None:
             return
+        import torch
         from torch.distributed import TCPStore
 
+        # Until torch 2.7 the store's newer server, the default, refuses a socket that is open (pytorch/pytorch#150215).
+        takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
         descriptors.check_room(_STORE_DESCRIPTORS)
         try:
             # The store would leak its descriptors if its thread were refused: ask for one first.
@@ -85,8 +88,9 @@ class RendezvousHost:
             self._socket = None
             _running.add(self.port)
             self._store = TCPStore(
-                self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd
-            )
+                self.address, self.port, None, True, wait_for_workers=False, master_listen_fd=fd,
+                use_libuv=takes_sockets,
+            )  # fmt: skip
         except RuntimeError as error:  # a thread was refused, most likely
             raise LaunchError(
                 f"the rendezvous store could not be started: {error}. If a limit on processes is reached (ulimit -u, "

@@ -6,7 +6,9 @@ import socket
 
 import psutil
 import pytest
+import torch
 from torch.distributed import TCPStore
+from torch.torch_version import TorchVersion
 
 from nblaunch.errors import LaunchError
 from nblaunch.launch.rendezvous import RendezvousHost
@@ -26,13 +28,19 @@ def listening() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_client_that_comes_before_the_store_is_served() -> None:
+@pytest.mark.parametrize("version", [torch.__version__, TorchVersion("2.7.1")])
+def test_a_client_that_comes_before_the_store_is_served(
+    version: TorchVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
     before = listening()
     host = RendezvousHost("127.0.0.1", None)
     assert listening() - before == {("127.0.0.1", host.port)}
     early = socket.create_connection(("127.0.0.1", host.port))
     host.host()
     assert host.fileno() == -1
+    assert isinstance(host._store, TCPStore)
+    assert host._store.libuvBackend == (version >= "2.8"), "up to torch 2.7 that server takes no open socket"
     client = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
     client.set("key", "value")
     assert client.get("key") == b"value"
