@@ -1,7 +1,8 @@
 """Curves as inline SVG: sparklines for table rows, charts of losses and of logged metrics.
 
-Lines take the colour of the text around them. Every picture says in words what it shows, in its label and, for charts,
-in a caption of plain HTML: where SVG is dropped (GitHub, untrusted notebooks), the caption stays.
+Lines take the colour of the text around them; the one that the words are about has a colour of its own. Every picture
+says in words what it shows, in its label and, for charts, in a caption of plain HTML: where SVG is dropped (GitHub,
+untrusted notebooks), the caption stays.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
+from nblaunch.dashboard import colours
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.view import JobView, clean
 from nblaunch.dashboard.wording import count, loss, who
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 _SPARK_POINTS = 24  # a point for 3 pixels
-_WIDTH, _HEIGHT, _MARGIN = 300, 90, 4
+_WIDTH, _HEIGHT, _MARGIN = 286, 90, 4  # three of them side by side in the cell of a laptop
+_GAP = 20
 _MAX_LINES = 8
 _MAX_CHARTS = 6
 _LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a logarithmic scale
@@ -68,31 +71,33 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     lines = [curve.points() for curve in curves.values()]
     ys = [y for line in lines for _, y in line]
     is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-    whose = f" ({next(iter(curves))})" if len(curves) > 1 else ""
-    caption = _caption(name, lines[0], whose, is_log=is_log)
+    told = _in_words(lines[0])
+    whose = f", {next(iter(curves))} in colour" if len(curves) > 1 else ""
+    about = f"{whose}{', logarithmic' if is_log else ''}"
     drawn = "".join(
-        _polyline(points, opacity=1.0 if index == 0 else 0.4)
+        _polyline(points, is_main=index == 0)
         for index, points in reversed(list(enumerate(_scaled(lines, is_log=is_log))))
     )
     axes = "border-left:1px solid rgba(128,128,128,.4);border-bottom:1px solid rgba(128,128,128,.4)"
     return (
-        '<div style="display:inline-block;vertical-align:bottom;margin:6px 24px 6px 0">'
-        f'<div style="font-size:12px;opacity:.75;max-width:{_WIDTH}px">{escape(caption)}</div>'
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(caption)}" '
+        f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
+        f'<div style="max-width:{_WIDTH}px;overflow-wrap:anywhere">{escape(name)}'
+        f'<span style="opacity:.65">{escape(about)}</span></div>'
+        f'<div style="max-width:{_WIDTH}px;opacity:.65">{escape(told)}</div>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(f"{name}: {told}")}" '
         f'style="display:block;{axes}">{drawn}</svg></div>'
     )
 
 
-def _caption(name: str, line: Sequence[Point], whose: str, *, is_log: bool) -> str:
-    """``loss of ranks 0-3: 0.6931 to 0.0120 (rank 0) in 1,000 steps, lowest 0.0110``."""
+def _in_words(line: Sequence[Point]) -> str:
+    """``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{name}: {loss(first[1])} to {loss(last[1])}{whose} in {count(round(last[0] - first[0]), 'step')}"
-    if min(ys) < min(ys[0], ys[-1]):
-        text += f", lowest {loss(min(ys))}"
-    if max(ys) > max(ys[0], ys[-1]):
-        text += f", highest {loss(max(ys))}"
-    return text + (", logarithmic" if is_log else "")
+    text = f"{loss(first[1])} to {loss(last[1])} in {count(round(last[0] - first[0]), 'step')}"
+    # Of what falls, one wants to know how low it was, and of what rises, how high: a line has no room for more.
+    if ys[-1] <= ys[0]:
+        return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
+    return text + (f", highest {loss(max(ys))}" if max(ys) > ys[-1] else "")
 
 
 def _scaled(lines: Sequence[Sequence[Point]], *, is_log: bool) -> list[list[Point]]:
@@ -112,10 +117,11 @@ def _scaled(lines: Sequence[Sequence[Point]], *, is_log: bool) -> list[list[Poin
     ]
 
 
-def _polyline(points: Sequence[Point], *, opacity: float) -> str:
+def _polyline(points: Sequence[Point], *, is_main: bool) -> str:
     drawn = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
+    colour, width, opacity = (colours.LIVE, 1.6, 1.0) if is_main else ("currentColor", 1.0, 0.35)
     return (
-        f'<polyline points="{drawn}" fill="none" stroke="currentColor" stroke-width="1.4" '
+        f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
         f'stroke-linejoin="round" opacity="{opacity:g}"></polyline>'
     )
 

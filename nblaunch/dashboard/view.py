@@ -38,6 +38,7 @@ LINE_STAYS_S = 2.0
 """Seconds for which a line that a worker redraws is shown after it printed another: mostly it comes back at once."""
 
 _MARK_SPACING_S = 0.5
+_SAME_LOSS_S = 2.0  # a loss that is the same for longer stands still
 _LINE_LENGTH = 400  # characters of an output line that a view keeps
 _NUM_NOTES = 20
 _NUM_CURVES = 12  # logged metrics that are kept for charts
@@ -591,4 +592,7 @@ def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) 
         return rank
     if not isfinite(loss):
         return replace(rank, loss=loss)
+    latest = rank.losses.latest
+    if loss == rank.loss and latest and steps_done - latest[0] < (rank.steps_per_s or 0.0) * _SAME_LOSS_S:
+        return rank  # losses are told twice a second, whatever the number of steps: it is most likely the one of before
     return replace(rank, loss=loss, losses=rank.losses.extended(float(steps_done), loss, HISTORY_LENGTH))

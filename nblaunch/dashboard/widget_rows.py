@@ -34,12 +34,12 @@ _LINE = f"height:{_LINE_PX}px;white-space:pre;overflow:hidden;text-overflow:elli
 _GAP_PX = 14
 _COLUMNS = "minmax(9em,max-content) 110px max-content max-content minmax(8em,1fr)"
 
-# How often the parts are worth a message, in seconds; where the budget is short, bars get most of it.
-_BARS_S, _NUMBERS_S, _DETAILS_S, _TREND_S = 0.25, 0.6, 0.8, 4.0
+# How often the parts are worth a message, in seconds; where the budget is short, bars and numbers get most of it.
+_NUMBERS_S, _DETAILS_S, _TREND_S = 0.3, 0.8, 4.0
 _TREND_LENGTH = 5  # losses that make a line worth drawing
 
 # Between two messages a bar moves on in the front end. Where style sheets are dropped, it moves at each message.
-_MOVE_S = 0.5
+_MOVE_S = 0.35
 _BAR_CLASS = "nblaunch-bar"
 _SMOOTH = (
     f"<style>.{_BAR_CLASS} .progress-bar{{transition:width {_MOVE_S:g}s linear}}"
@@ -99,7 +99,11 @@ class RowGrid:
         # Where columns come or grow, they do at once.
         has_moved = self._fit(table)
         self._valve.want(
-            self._numbers, every_s=_NUMBERS_S, is_urgent=has_moved, value=self._numbers_of(table)
+            self._numbers,
+            every_s=_NUMBERS_S,
+            group="numbers",
+            is_urgent=has_moved,
+            value=self._numbers_of(table),
         )
         self._show_trend(table.rows)
         self._show_details(table.rows)
@@ -123,8 +127,8 @@ class RowGrid:
         for bar, row in zip(self._bars, rows, strict=False):
             self._valve.want(
                 bar,
-                every_s=_BARS_S,
-                group="bars",  # ranks in step must be seen in step
+                every_s=_NUMBERS_S,
+                group="numbers",  # ranks in step must be seen in step, and bars where the numbers say
                 value=round(BAR_STEPS * (row.fraction or 0.0)),
                 style=self._styles[colours.OF_STATE[row.state]],
                 layout=self._bar_unknown if row.fraction is None else self._bar_shown,

@@ -262,12 +262,13 @@ def test_charts_stand_in_the_summary_only() -> None:
     view = view_of(
         [Metric(0, START_S, step, {"accuracy": step / 10, "name": "x"}) for step in range(9)], trained(2)
     )
-    assert "accuracy: 0.0000 to 0.8000 in 8 steps" not in render_html(view)
+    assert "0.0000 to 0.8000 in 8 steps" not in render_html(view)
     html = render_html(view_of(ended(2), view))
     text = Reader(html).text
-    assert "accuracy: 0.0000 to 0.8000 in 8 steps" in text
-    assert "loss of ranks 0-1: 1.0000 to 0.0099 (rank 0) in 100 steps, logarithmic" in text
-    assert "name:" not in text
+    assert "accuracy0.0000 to 0.8000 in 8 steps" in text
+    assert "loss of ranks 0-1, rank 0 in colour, logarithmic1.0000 to 0.0099 in 100 steps" in text
+    assert 'aria-label="accuracy: 0.0000 to 0.8000 in 8 steps"' in html
+    assert 'aria-label="name' not in html
     assert html.count("<polyline") == 2 + 2 + 1
 
 
@@ -277,8 +278,10 @@ def test_a_chart_stays_in_its_frame() -> None:
         curve = curve.extended(step, value, 10)
     html = chart("x", {"": curve})
     points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', html)[1].split()]  # type: ignore[index]
-    assert points == [(4, 4), (101, 86), (199, 24.5), (296, 14.2)]
-    assert "x: 3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
+    assert points == [(4, 4), (97, 86), (189, 24.5), (282, 14.2)]
+    assert "x3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
+    width, gap = re.search(r'margin:6px (\d+)px .* width="(\d+)"', html).groups()  # type: ignore[union-attr]
+    assert 3 * (int(width) + int(gap)) <= 932  # three fit into the cell of a laptop
     assert "vertical-align:bottom" in html  # frames stand side by side below captions of one line and of two
 
 

@@ -263,6 +263,19 @@ def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
     assert all(map(math.isfinite, view.ranks[0].loss_history))
 
 
+def test_a_loss_that_was_not_told_anew_is_no_point_of_its_curve() -> None:
+    view = view_of(started(1))
+    for look in range(100):  # ten a second; the loss is told twice a second
+        told = sample(0, 10 * look, 10_000, loss=1 / (1 + look // 5), step_time_s=100 + look / 10)
+        view = fold_samples(view, [told], START_S + look / 10)
+    history = view.ranks[0].loss_history
+    assert len(history[2:]) == len(set(history[2:])) >= 18
+    for look in range(100, 200):
+        told = sample(0, 10 * look, 10_000, loss=0.5, step_time_s=100 + look / 10)
+        view = fold_samples(view, [told], START_S + look / 10)
+    assert 4 <= view.ranks[0].loss_history.count(0.5) <= 8  # it stands still, and that is seen
+
+
 def test_a_long_loss_history_is_thinned_and_covers_the_whole_job() -> None:
     view = view_of(started(1))
     for step in range(3000):
