@@ -72,6 +72,8 @@ class GradientControl(ABC):
         process wait for the device.
         """
         self._session.check_home()
+        if not self._session.has_begun:
+            self._session.begin()
         divisor = self._session.gradients.divisor
         self._session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)

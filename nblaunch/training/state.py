@@ -59,6 +59,7 @@ class Session:
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what people set on ``PartialState()`` and the other views, by class.
         home: the context that it was opened in.
+        has_begun: a backward pass was asked for.
     """
 
     member: Member
@@ -73,6 +74,7 @@ class Session:
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     home: WorkerContext | None = field(default=None, compare=False, repr=False)
+    has_begun: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -92,6 +94,17 @@ class Session:
                 "this Accelerator was made in the notebook, outside of the function that was launched, and knows "
                 "nothing of the other processes; make it inside the function, and call its prepare there: "
                 "accelerator = Accelerator()"
+            )
+
+    def begin(self) -> None:
+        """The first backward pass: say so once if its gradients will stay on their rank."""
+        self.has_begun = True
+        topology = self.member.topology
+        if topology.world_size > 1 and topology.rank == 0 and not self.models:
+            advice.warn(
+                "no model was prepared, so each rank trains one of its own, by its own gradients. Pass the model to "
+                "prepare, too: model, optimizer = accelerator.prepare(model, optimizer). (One that was wrapped in "
+                "DistributedDataParallel by hand is in no need of it.)"
             )
 
     def take_resuming(self) -> bool:

@@ -411,3 +411,28 @@ def _accumulate(sync_each_batch: bool) -> list[bool]:
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 def test_gradients_are_reduced_where_the_window_ends(sync_each_batch: bool) -> None:
     assert ranks.run(_accumulate, 2, sync_each_batch) == [[sync_each_batch, True]] * 2
+
+
+def _warnings_of_backward(is_prepared: bool) -> list[str]:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = accelerator.prepare(optimizer)
+    if is_prepared:
+        model = accelerator.prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+    return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
+
+
+def test_training_a_model_that_was_not_prepared_is_told_once() -> None:
+    (told,), others = ranks.run(_warnings_of_backward, 2, False)
+    assert told.startswith("test_distributed.py: no model was prepared, so each rank trains one of its own")
+    assert others == []
+
+
+def test_training_a_prepared_model_or_alone_is_not_told() -> None:
+    assert ranks.run(_warnings_of_backward, 2, True) == [[], []]
+    assert ranks.run(_warnings_of_backward, 1, False) == [[]]
