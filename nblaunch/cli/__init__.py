@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _stand_in_for_closed_streams()
     asked = next((word for word in argv if not word.startswith("-")), "")
     command = asked if asked in COMMANDS else ""
-    module = importlib.import_module(COMMANDS[command][0]) if command else None
     try:
+        module = importlib.import_module(COMMANDS[command][0]) if command else None
         arguments = _parse(argv, command, module)
         _check_folder()
         return int(module.run(arguments)) if module is not None else USAGE_EXIT_CODE

@@ -3,7 +3,8 @@
     python launch_files.py script.py first.yaml second.yaml ...
     ──> for each file ``=== first.yaml``, the script's output, and ``=== code 0``
 
-The workers are forked from it, so that torch and DeepSpeed are imported once and not in each of many launches.
+The workers are forked from it, so that torch, its compiler and DeepSpeed are imported once and not in each of many
+launches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import sys
 
 import deepspeed  # noqa: F401
+import torch._dynamo.utils
+import torch._inductor.compile_fx
 import torch.distributed.fsdp  # noqa: F401
 
 from nblaunch import cli
