@@ -265,7 +265,7 @@ def _name_of(function: Any) -> str:
     """The function's own name, also in a :func:`functools.partial`; of other objects, what they or their class say."""
     while isinstance(function, functools.partial):
         function = function.func
-    has_words = type(function).__repr__ is not object.__repr__
+    has_words = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
     return getattr(function, "__qualname__", None) or (
         repr(function) if has_words else type(function).__qualname__
     )
