@@ -8,9 +8,11 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from nblaunch.backends.batches import shapes_in_words, tensors
 
 WARM_UP_STEPS = 2
 """Steps that compile in any case: the optimizer's state appears in the first, and is an input of the second."""
@@ -184,17 +186,4 @@ def _first(shapes: str) -> str:
 
 def describe(batch: Any) -> str:
     """The shapes of a batch's tensors, as ``"32x64, 32"``."""
-    shapes = ["x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors(batch)]
-    return ", ".join(shapes) or "no tensors"
-
-
-def tensors(data: Any) -> Iterator[Any]:
-    """The tensors in nested lists, tuples and mappings."""
-    if hasattr(data, "shape") and hasattr(data, "dtype"):
-        yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from tensors(value)
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            yield from tensors(item)
+    return shapes_in_words(tensor.shape for tensor in tensors(batch)) or "no tensors"

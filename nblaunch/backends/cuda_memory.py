@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from nblaunch.backends.batches import shapes_in_words, tensors
 
 _GIB = 1 << 30
 _FRAGMENTED_SHARE = 0.2
@@ -35,14 +36,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _nested_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    shape = getattr(batch, "shape", None)
-    if shape is not None:
-        return (tuple(shape),)
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, (list, tuple)):
-        return ()
-    return tuple(shape for item in batch for shape in _nested_shapes(item))
+    return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -65,9 +59,10 @@ def explain(error: BaseException, step: Step) -> tuple[str, ...]:
         return ()
     lines = [memory.describe()]
     if step.shapes:
-        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in step.shapes[:6])
         size = f" of {step.shapes[0][0]}" if step.shapes[0] else ""
-        lines.append(f"It happened in {step.phase}, on a batch{size}: tensors {shapes}.")
+        lines.append(
+            f"It happened in {step.phase}, on a batch{size}: tensors {shapes_in_words(step.shapes[:6])}."
+        )
     return (*lines, _advice(memory, step))
 
 

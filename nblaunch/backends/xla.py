@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import env
 from nblaunch.backends import autograd_probe, cell_history, host_memory, process_group, tpu_host
 from nblaunch.backends.base import Backend
-from nblaunch.backends.compile_watch import CompileWatch, Counters, tensors
+from nblaunch.backends.batches import tensors
+from nblaunch.backends.compile_watch import CompileWatch, Counters
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.topology import Topology
 
