@@ -125,8 +125,11 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         page.wait_until(lambda: have_advanced(page, launch, samples), "each bar at four values", 60)
         assert page.is_running(launch), f"the training was too short to be seen: {samples}"
         page.screenshot("quickstart_live.png", page.output(launch))
+        bar = page.output(launch).locator(".progress-bar").first
+        assert bar.evaluate("bar => getComputedStyle(bar).transitionProperty") == "width"  # it glides
         page.wait_for_text(launch, "done in", 120)
-        page.screenshot("quickstart_done.png", page.output(launch))
+        page.cell(launch).scroll_into_view_if_needed()
+        page.screenshot("quickstart_done.png")
         # The static table, the lines of the ranks, the result; no widget is left.
         assert num_widgets(page, launch) == 0
         assert len(re.findall(r"^\d\s+● done", page.text(launch), re.MULTILINE)) == 4
@@ -191,7 +194,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     button(page, AGAIN, "Stop").click()
     # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
     for cell in (TWO, AGAIN):
-        page.wait_for_text(cell, "done in")
+        page.wait_for_text(cell, "stopped early, as asked, after")
         assert "● done" in page.text(cell)
         assert len(bars(page, cell)) == 0
     assert num_widgets(page, AGAIN) == 0
