@@ -9,6 +9,7 @@ from nblaunch.launch import job as jobs
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
 from nblaunch.spec import LaunchSpec
+from nblaunch.wire import descriptors
 
 
 def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
@@ -18,6 +19,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         BaseException: as :func:`nblaunch.notebook_launcher` describes.
     """
     __tracebackhide__ = True
+    descriptors.occupy_standard_ones()
     plan = plan_launch(spec)
     listeners = dashboards.choose(dashboard, background=background)
     job = Job(spec, plan, listeners)

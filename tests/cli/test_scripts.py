@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,21 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
         "ConfigError num_processes: 'x' must be a whole number",
         "ConfigError none.yaml: there is no such file; `nblaunch config` writes one",
     ], ended.stderr
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_program_without_any_streams_launches(method: str) -> None:
+    """A daemon has closed them: the numbers 0 to 2 must not go to pipes between launcher and workers."""
+    name = script(f"""
+        import pathlib
+        import nblaunch
+        def train():
+            print("into the log")
+            return 42
+        if __name__ == "__main__":
+            result = nblaunch.launch(train, num_processes=2, backend="cpu", start_method={method!r})
+            pathlib.Path("result").write_text(f"{{result}} {{nblaunch.last_job().logs(1)}}")
+    """)
+    line = shlex.join([sys.executable, name])
+    subprocess.run(["/bin/sh", "-c", f"{line} <&- >&- 2>&-"], timeout=100, check=True)
+    assert Path("result").read_text().split() == ["42", "into", "the", "log"]
