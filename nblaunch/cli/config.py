@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    path = Path(arguments.config_file).expanduser() if arguments.config_file else files.default_path()
+    given = arguments.config_file
+    path = files.default_path() if given is None else Path(given).expanduser()
     try:
         if arguments.action == "show":
             return _show(path)

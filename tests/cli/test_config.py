@@ -206,6 +206,13 @@ def test_the_default_file_is_written_once(command: Command) -> None:
     assert "not overwritten" in again.err
 
 
+def test_an_empty_name_is_not_the_default_file(command: Command) -> None:
+    """As from a variable of the shell that was not set."""
+    ended = command("config", "default", "--config_file", "")
+    assert ended.code == 2
+    assert not files.default_path().exists()
+
+
 def terminal(*words: str, columns: int = 120) -> pexpect.spawn[str]:
     return pexpect.spawn(
         PROGRAM[0], [*PROGRAM[1:], *words], encoding="utf-8", timeout=60, dimensions=(40, columns)
