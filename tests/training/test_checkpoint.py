@@ -27,7 +27,7 @@ from nblaunch import (
     context,
     set_seed,
 )
-from nblaunch.training.checkpoints import checkpointer, model_files, safe_save
+from nblaunch.training.checkpoints import checkpointer, files, model_files, safe_save
 from tests.training import ranks
 
 ROWS = 44
@@ -741,3 +741,15 @@ def test_an_asynchronous_failure_is_told_to_the_launcher(
         f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 0: OSError: no room"
     ]
     accelerator.wait_for_checkpoint()
+
+
+def test_numpy_values_are_read_with_a_numpy_that_has_not_loaded_all_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy 1.26 gives ``numpy._core`` no attribute ``multiarray`` before somebody imports it."""
+    values = {"array": np.arange(3.0), "number": np.float32(0.5)}
+    torch.save(values, tmp_path / "state.bin")
+    monkeypatch.delattr(np._core, "multiarray")
+    read = files.read_object(tmp_path / "state.bin")
+    assert (read["array"] == values["array"]).all()
+    assert read["number"] == values["number"]

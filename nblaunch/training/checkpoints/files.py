@@ -7,6 +7,7 @@ anything of it is loaded. Checkpoints of other tools with the same file names ha
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -206,10 +207,9 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
 
 def _numpy_types() -> list[Any]:
     """What a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
-    try:
-        import numpy
-    except ImportError:
-        return []
-    core: Any = getattr(numpy, "_core", None) or numpy.core
+    import numpy
+
+    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
+    multiarray: Any = importlib.import_module("numpy._core.multiarray")
     dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
-    return [core.multiarray._reconstruct, core.multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]
+    return [multiarray._reconstruct, multiarray.scalar, numpy.ndarray, numpy.dtype, *dtypes]
