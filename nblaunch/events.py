@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,6 +144,11 @@ class Note(Event):
 
     text: str = ""
     kind: str = "note"
+
+    @classmethod
+    def of_job(cls, text: str, kind: str = "note") -> Note:
+        """About the job as a whole rather than about one rank; told now."""
+        return cls(rank=-1, time_s=time.time(), text=text, kind=kind)
 
 
 @dataclass(frozen=True)

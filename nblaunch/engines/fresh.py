@@ -97,7 +97,7 @@ def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
         f"every worker loads the function by itself, and the model is not shared: when a fresh process had loaded it, "
         f"{hazard}. Importing inside the function what uses the device would share it"
     )
-    EventSender(first.event_fd).send(Note(rank=-1, time_s=time.time(), text=text))
+    EventSender(first.event_fd).send(Note.of_job(text))
     pids = spawn_workers(boot.assignments, call_fd)
     os.close(call_fd)
     return pids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ class Attempt:
                 "(ulimit -n), close some or use fewer processes."
             ) from error
         for line in balance.lines():
-            self.tell(Note(rank=-1, time_s=time.time(), text=line, kind="warning"))
+            self.tell(Note.of_job(line, "warning"))
         return result
 
     def _run(self, stack: ExitStack) -> tuple[AttemptReport, dict[int, Outcome]]:
@@ -124,9 +123,8 @@ class Attempt:
         """Listen for workers that want the store; None where another machine does."""
         if self.place.master_port:
             return None
-        port = (
-            self.spec.master_port if self.nodes is None else None
-        )  # with others, that is where the agents meet
+        # Among nodes, that port is where the agents meet.
+        port = self.spec.master_port if self.nodes is None else None
         rendezvous = RendezvousHost(self.place.master_addr, port)
         stack.callback(rendezvous.close)
         if self.nodes is not None:
@@ -163,10 +161,10 @@ class Attempt:
             worker_ends.callback(os.close, writing)
             # Of weights, any rank may hold a part.
             wants_outcome = self._returns_value(topology) or bool(self.weights_of)
-            outbox = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
+            outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
             if wants_outcome:
-                stack.callback(os.close, outbox)
-            assignments.append(self._assignment(topology, board.fd, writing, outbox))
+                stack.callback(os.close, outbox_fd)
+            assignments.append(self._assignment(topology, board.fd, writing, outbox_fd))
         return assignments, receivers
 
     def _returns_value(self, topology: Topology) -> bool:

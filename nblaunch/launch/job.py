@@ -279,7 +279,7 @@ class Job:
         if not self.spec.is_elastic:
             self._announce()
         for warning in self.plan.warnings:
-            self._tell(Note(rank=-1, time_s=time.time(), text=warning, kind="warning"))
+            self._tell(Note.of_job(warning, "warning"))
         if self.plan.start_method == "inline":
             self._run_inline()
             return
@@ -319,7 +319,7 @@ class Job:
         failed = not (report.is_success or self._was_stopped(report) or is_change)
         if failed and self.spec.max_restarts:
             self._keep_failure(report)
-            self._tell(Note(rank=-1, time_s=time.time(), text=self._past_failures[-1], kind="warning"))
+            self._tell(Note.of_job(self._past_failures[-1], "warning"))
         return report, outcomes
 
     def _was_stopped(self, report: AttemptReport) -> bool:
@@ -337,7 +337,7 @@ class Job:
             f"{self._past_failures[-1]}; starting all ranks again "
             f"(restart {self.attempt} of at most {self.spec.max_restarts})"
         )
-        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="warning"))
+        self._tell(Note.of_job(text, "warning"))
         self.pids = {}
         self._announce()
 
@@ -421,7 +421,7 @@ class Job:
         }
         for position, line in zip(sorted({*back, *errors}), lines, strict=False):
             kind = "note" if position in loaded and position not in errors else "warning"
-            self._tell(Note(rank=-1, time_s=time.time(), text=line, kind=kind))
+            self._tell(Note.of_job(line, kind))
 
     def _tell_of_left_weights(self, report: AttemptReport) -> None:
         """A job that trained, and was given no module: its weights may be wanted all the same."""
@@ -429,7 +429,7 @@ class Job:
         if has_trained and self.spec.sync_weights and not self.plan.weights_of:
             text = left_behind.sentence(self.spec.function, self.spec.function_name)
             if text:
-                self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="note"))
+                self._tell(Note.of_job(text))
 
     def _result_error(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
         """What to raise when a return value could not travel whole; the parts that could are kept in the error."""

@@ -103,9 +103,8 @@ def _root(folder: str | None) -> Path:
 def _prune(root: Path, keep: int, current: str) -> None:
     """Remove the oldest jobs beyond ``keep``, but none that still runs, and none of another process that does."""
     names = [name for name in os.listdir(root) if name != current and _pid_of(name) is not None]
-    jobs = sorted(
-        names, key=lambda name: [int(part) for part in name.split("-")]
-    )  # job 10 is younger than job 9
+    # By numbers: job 10 is younger than job 9.
+    jobs = sorted(names, key=lambda name: [int(part) for part in name.split("-")])
     for name in jobs[: max(0, len(jobs) - (keep - 1))]:
         pid = _pid_of(name)
         is_over = root / name not in _in_use if pid == os.getpid() else not _is_alive(pid or 0)

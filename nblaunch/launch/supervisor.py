@@ -15,6 +15,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import Termination
+from nblaunch.topology import ranks_in_words
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
@@ -244,7 +246,7 @@ class Supervisor:
             )
         while requests.stack_queries:
             query = requests.stack_queries.popleft()
-            self._dump_stacks(lambda lines, query=query: query.set_result("\n".join(lines)))  # type: ignore[misc]
+            self._dump_stacks(partial(_answer, query))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
@@ -253,7 +255,7 @@ class Supervisor:
         self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
 
     def _note(self, text: str) -> None:
-        self._tell(Note(rank=-1, time_s=time.time(), text=text))
+        self._tell(Note.of_job(text))
 
     def _heed_other_nodes(self) -> None:
         if self._nodes is None:
@@ -305,7 +307,7 @@ class Supervisor:
     def _on_hang(self, lines: list[str]) -> None:
         timeout_s = self._inspector.hang_timeout_s
         text = "\n".join([f"no progress for {timeout_s:g} s:", *(f"    {line}" for line in lines)])
-        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind="hang"))
+        self._tell(Note.of_job(text, "hang"))
         if self._stops_on_hang and self._ladder is None:
             self.report.hang = tuple(lines)
             self._begin_stop_after_failure()
@@ -351,12 +353,11 @@ class Supervisor:
         if self._lingering_since is None:
             self._lingering_since = now
         elif now - self._lingering_since > _LINGER_S:
-            ranks = ", ".join(map(str, sorted(self._alive)))
             text = (
-                f"rank {ranks}: the function returned {_LINGER_S:.0f} s ago, but an exit handler or a thread of it "
-                "still runs; it is ended now. Its result is kept."
+                f"{ranks_in_words(sorted(self._alive))}: the function returned {_LINGER_S:.0f} s ago, but an exit "
+                "handler or a thread of it still runs; it is ended now. Its result is kept."
             )
-            self._tell(Note(rank=-1, time_s=time.time(), text=text))
+            self._note(text)
             self._begin_stop_after_failure()
 
     def _drain(self) -> None:
@@ -367,6 +368,10 @@ class Supervisor:
                 self._tell(event)
         self.report.last_samples = self._sample()
         self._show(self.report.last_samples)
+
+
+def _answer(query: Future[str], lines: list[str]) -> None:
+    query.set_result("\n".join(lines))
 
 
 def _nothing() -> None:

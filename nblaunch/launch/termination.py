@@ -46,10 +46,9 @@ class Termination:
         self._is_over = False
         self._handling = [pid for pid in pids.values() if processes.catches(pid, signal.SIGTERM)]
         for pid in self._handling:
+            # Not its group: the processes of its data loaders have no handler.
             with suppress(ProcessLookupError):
-                os.kill(
-                    pid, signal.SIGTERM
-                )  # not its group: the processes of its data loaders have no handler
+                os.kill(pid, signal.SIGTERM)
         requests.stop()
 
     def poll(self, now_s: float) -> str:

@@ -36,9 +36,8 @@ class PayloadWriter:
         self._fd = fd
         self._writer = _FileWriter(fd)
         self._regions: dict[Any, int] = {}
-        self._picklers: list[
-            _Pickler
-        ] = []  # they keep tensors alive, so that no region of memory is used anew
+        # They keep tensors alive, so that no region of memory is used anew.
+        self._picklers: list[_Pickler] = []
 
     def append(self, value: Any, *, main_by_reference: bool = False) -> int:
         """Write ``value``; ``main_by_reference`` as in ``wire/pickling.py``. Returns where it is, for :func:`load`.

@@ -125,9 +125,7 @@ class _Worker:
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
-            self.sender.send(
-                Note(rank=-1, time_s=time.time(), text=_ONE_THREAD.format(assignment.num_threads))
-            )
+            self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _watch_construction(self, backend: Backend) -> Construction:
         assignment = self.assignment
@@ -151,7 +149,7 @@ class _Worker:
     def _note(self, text: str) -> None:
         """What happens on all ranks alike is told by the first."""
         if self.assignment.rank == 0:
-            self.sender.send(Note(rank=-1, time_s=time.time(), text=text))
+            self.sender.send(Note.of_job(text))
 
     def _state(self, name: str, text: str) -> None:
         """Likewise for the head of the table."""
@@ -178,6 +176,7 @@ class _Worker:
     def _farewell(self, exit_code: int) -> int:
         """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""
         try:
+            # What the interpreter calls at its own end, which os._exit leaves out; none of it has a public name.
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()

@@ -96,7 +96,7 @@ ended = {}
 for how in ("interrupt", "cancel"):
     job = notebook_launcher(wait, (gate(how),), 1, background=True)
     while "waits" not in job.logs(0):
-        job.wait_a_moment = time.sleep(0.01)
+        time.sleep(0.01)
     getattr(job, how)()
     try:
         job.result(20)

@@ -12,6 +12,12 @@ from nblaunch.launch.diagnosis.reraise import rebuild
 Story = tuple[BaseException, int, str]
 """What to raise, the rank that it is about, and a few words."""
 
+SAME_COLLECTIVES = (
+    "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
+    "the rank."
+)
+"""What to do where a rank returned, here or elsewhere, while others still needed it."""
+
 
 @dataclass
 class Elsewhere:
@@ -62,10 +68,7 @@ def left_early(
     for rank, finished in sorted(elsewhere.finished.items()):
         if finished.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
-            text = (
-                f"rank {rank} on {elsewhere.places[rank]} {headline}. Every rank must take part in the same "
-                "collectives: look for a branch, a loop length or a return that depends on the rank."
-            )
+            text = f"rank {rank} on {elsewhere.places[rank]} {headline}. {SAME_COLLECTIVES}"
             return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
     return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nblaunch.launch.diagnosis import stacks
 from nblaunch.launch.diagnosis.stacks import StackFrame, ThreadStack
+from nblaunch.topology import ranks_in_words
 
 _IDLE_SHARE = 0.02
 """Share of one core below which a rank counts as idle: threads that only wake to look around use less."""
@@ -132,7 +133,7 @@ def describe_hang(
         gone: ranks that have returned already.
     """
     merged = stacks.merge({rank: str(position) for rank, position in positions.items()})
-    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in merged.items()]
+    lines = [f"{ranks_in_words(ranks)}: {text}" for text, ranks in merged.items()]
     reading = _reading(positions, steps, gone)
     return [*lines, reading] if reading else lines
 
@@ -143,11 +144,15 @@ def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: 
     if not waiting:
         return ""
     if gone:
-        return f"{_ranks(gone)} returned already, so the others wait for ever: do all ranks see equally many batches?"
+        return (
+            f"{ranks_in_words(gone)} returned already, so the others wait for ever: do all ranks see equally many "
+            "batches?"
+        )
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"
         return (
-            f"{_ranks(sorted(waiting))} {wait} for {_ranks(absent)}, which {has} not entered the collective."
+            f"{ranks_in_words(sorted(waiting))} {wait} for {ranks_in_words(absent)}, which {has} not entered the "
+            "collective."
         )
     taken = {rank: steps[rank] for rank in waiting if rank in steps}
     if len(set(taken.values())) > 1:
@@ -156,7 +161,3 @@ def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: 
     if len({(position.waiting_in, position.where) for position in waiting.values()}) > 1:
         return "The ranks are in different collectives: every rank must call the same ones in the same order."
     return ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -6,7 +6,9 @@ import signal
 from dataclasses import dataclass
 
 from nblaunch.events import ExitStatus, Failed
+from nblaunch.launch.diagnosis.elsewhere import SAME_COLLECTIVES
 from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.topology import ranks_in_words
 
 _MEANINGS = {
     "SIGKILL": "Somebody killed it, most often the system because memory ran out",
@@ -91,8 +93,8 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
             if report.finished[cause.rank].left_by_exit
             else "returned from the function"
         )
-        waiting = ", ".join(str(rank) for rank in sorted(report.failed))
-        return f"{left} while rank {waiting} still needed it in a collective operation"
+        waiting = ranks_in_words(sorted(report.failed))
+        return f"{left} while {waiting} still needed it in a collective operation"
     if status.signal_name:
         return f"was killed by {status.signal_name}"
     return f"ended with exit code {status.code} before the function returned"
@@ -102,10 +104,7 @@ def what_it_means(cause: RootCause) -> str:
     """A sentence of explanation, without evidence."""
     status = cause.status or ExitStatus(0)
     if cause.left_early:
-        return (
-            "Every rank must take part in the same collectives: look for a branch, a loop length or a return that "
-            "depends on the rank."
-        )
+        return SAME_COLLECTIVES
     if status.signal_name:
         return _MEANINGS.get(status.signal_name, _signal_text(status)) + "."
     return f"Something called sys.exit({status.code}) or os._exit({status.code})."
@@ -121,10 +120,7 @@ def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
     for rank in sorted(report.exits):
         if rank != root.rank:
             groups.setdefault(_fate(report, rank), []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {fate}"
-        for fate, ranks in groups.items()
-    )
+    return "; ".join(f"{ranks_in_words(ranks)}: {fate}" for fate, ranks in groups.items())
 
 
 def _fate(report: AttemptReport, rank: int) -> str:
