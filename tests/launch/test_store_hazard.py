@@ -31,8 +31,8 @@ def test_a_second_job_starts_through_a_forkserver_while_a_store_runs(kernel: Ker
         "while not all('joined' in job.logs(rank) for rank in range(2)): time.sleep(0.01)"
     )
     cell = kernel.run("print(notebook_launcher(parent, num_processes=2) == os.getpid())")
-    assert "another job of this process is running" in cell.stdout
-    assert cell.stdout.splitlines()[-1] == "False"
+    assert "another job of this process is running" in cell.displays[-1].data["text/plain"]
+    assert cell.stdout == "False\n"
 
     kernel.run("open(release, 'w').close(); assert job.result(30) == os.getpid()")
     cell = kernel.run("print(notebook_launcher(parent, num_processes=2) == os.getpid())")
