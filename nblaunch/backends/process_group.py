@@ -68,6 +68,7 @@ def forget_inherited() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return
+    # torch has no public way to forget a group without ending it.
     _abandoned.append((c10d._world, c10d.GroupMember.WORLD, dict(vars(c10d._world))))
     c10d._world = c10d._World()
     c10d._unregister_all_process_groups()

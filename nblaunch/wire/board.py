@@ -188,6 +188,11 @@ class Slot:
             own_steps=ints[_OWN_STEPS],
         )
 
+    def release(self) -> None:
+        """Let go of the memory; the slot can't be used any more."""
+        self._ints.release()
+        self._doubles.release()
+
 
 def private_slot() -> Slot:
     """A slot that nobody reads, for processes without a launcher: one code path for all."""
@@ -221,18 +226,15 @@ class Board:
     def sample(self) -> list[Sample]:
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 
-    def close(self) -> list[Sample]:
-        """Release the memory and its descriptor; returns the last sample of each rank."""
-        last = self.sample()
+    def close(self) -> None:
+        """Release the memory and its descriptor."""
         for slot in self._slots:
-            slot._ints.release()
-            slot._doubles.release()
+            slot.release()
         self._slots = []
         self._view.release()
         self._map.close()  # it holds a descriptor of its own
         os.close(self.fd)
         self.fd = -1
-        return last
 
 
 def create_memory_file(name: str) -> int:

@@ -24,7 +24,7 @@ _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 def forget(kernel_streams: Iterable[Any]) -> None:
     """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr``, ``kernel_streams``, were replaced."""
-    atexit._clear()
+    atexit._clear()  # there is no public way to undo what others have registered
     _become_main_thread()
     _leave_interactive_mode()
     _refuse_input()
@@ -115,6 +115,7 @@ def _send_nothing(*args: object, **kwargs: object) -> None:
 def _kernel() -> Any:
     """The kernel that this worker was forked from; None where there was none."""
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
+    # Not instance(), which would make one where there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance
 
 
