@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
@@ -155,7 +156,8 @@ def parse_count(option: str, text: str) -> int:
         UsageError: it is none.
     """
     found = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
-    count = round(float(found[1].replace("_", "")) * _MULTIPLES[found[2]]) if found else 0
+    amount = float(found[1].replace("_", "")) * _MULTIPLES[found[2]] if found else 0.0
+    count = round(amount) if math.isfinite(amount) else 0
     if count < 1:
         raise UsageError(
             f"{option} {text!r} is not a number of parameters; valid are 7e9, 7B, 350M, 125_000_000"
@@ -196,7 +198,7 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
             model = _from_module(name, arguments) if ":" in name else _from_transformers(name, arguments)
     except UsageError:
         raise
-    except Exception as error:  # the person's own code, and whatever it raises
+    except (Exception, SystemExit) as error:  # the person's own code, and whatever it raises
         raise UsageError(
             f"{name} can't be built on the meta device: {type(error).__name__}: {_first_line(error)}. Arguments are "
             "given by --set name=value; --parameters COUNT works without a model"

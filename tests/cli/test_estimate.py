@@ -173,6 +173,7 @@ def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
         (["models:Tied", "--parameters", "7B"], "one of the two"),
         (["--parameters", "seven"], "'seven' is not a number"),
         (["--parameters", "0"], "'0' is not a number"),
+        (["--parameters", "1e400"], "'1e400' is not a number"),
         (["--parameters", "7B", "--trainable", "8B"], "more than the model's"),
         (["--parameters", "7B", "--num_devices", "12", "--devices_per_host", "8"], "not a multiple"),
         (["--parameters", "7B", "--num_devices", "0"], "--num_devices 0"),
@@ -184,11 +185,13 @@ def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
         (["models:number"], "of type int"),
         (["models:moody"], "OSError: no weights today. Arguments"),
         (["models.py"], "models:build_model"),
+        (["program:Model"], "SystemExit: 7"),
     ],
 )
 def test_wrong_use_is_one_line(
     folder: Path, words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    Path(folder, "program.py").write_text("raise SystemExit(7)\n")
     assert cli.main(["estimate-memory", *words]) == 2
     shown = capfd.readouterr()
     assert not shown.out
