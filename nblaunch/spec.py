@@ -36,6 +36,8 @@ DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 """Where machines meet unless told otherwise; the numbers that ``torchrun`` has."""
 
 DEFAULT_RDZV_TIMEOUT_S = 600.0
+DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
+DEFAULT_KEEP_ALIVE_MAX_ATTEMPT = 3
 ON_HANG = ("report", "stop")
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
@@ -111,6 +113,7 @@ class LaunchSpec:
     strategy: str = "auto"
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
+    """All that an ``Accelerator()`` in a worker takes where its own argument is not given, by the argument's name."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixed_precision", str(self.mixed_precision).lower())

@@ -307,9 +307,8 @@ class NodeAgent:
         if self._is_store_lost or not self.others:
             return True
         if self.orders.meeting.listen_fd < 0:
-            return (
-                self._published > beat
-            )  # and whoever hosts the store has been told that this one heard of it
+            # By then whoever hosts the store has been told, too, that this one heard of it.
+            return self._published > beat
         return self._published >= beat and all(self._has_heard(other, beat) for other in self.others)
 
     def _has_heard(self, other: NodeNews, beat: int) -> bool:
@@ -347,7 +346,7 @@ class NodeAgent:
         with self.changed:
             now = time.monotonic()
             here = sorted(
-                f"node {news.node_rank} (host {news.host})"
+                str(news)
                 for news in (self.news, *self.others)
                 if news.state == nodes.JOINING
                 and (news.id == self.id or now - self._last_changes[news.id][1] < _GONE_S)

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nblaunch.engines.elastic import Meeting
+from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 
 _READ_TIMEOUT_S = 60.0
 _LAST_CALL_S = 30.0
@@ -82,8 +83,10 @@ def make_handler(meeting: Meeting, store: TCPStore, id: str, host_name: str) -> 
         # The rendezvous ranks nodes in the order of these names: those that were asked for come first.
         local_addr=f"{meeting.node_rank:06d}.{host_name}",
         join_timeout=math.ceil(meeting.timeout_s),
-        keep_alive_interval=math.ceil(meeting.conf.get("keep_alive_interval", 5)),
-        keep_alive_max_attempt=math.ceil(meeting.conf.get("keep_alive_max_attempt", 3)),
+        keep_alive_interval=math.ceil(meeting.conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S)),
+        keep_alive_max_attempt=math.ceil(
+            meeting.conf.get("keep_alive_max_attempt", DEFAULT_KEEP_ALIVE_MAX_ATTEMPT)
+        ),
         **conf,
     )
     return create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)

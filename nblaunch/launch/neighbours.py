@@ -55,11 +55,7 @@ class Neighbours:
         self._told: set[tuple[str, int]] = set()
         self.stopping: dict[int, Stopping] = {}
         self.elsewhere = Elsewhere(
-            places={
-                rank: f"node {n.member.node_rank} (host {n.member.host})"
-                for n in self._by_id.values()
-                for rank in n.member.ranks
-            }
+            places={rank: n.member.place for n in self._by_id.values() for rank in n.member.ranks}
         )
 
     # --- what they say -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.errors import LaunchError
-from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.launch.rendezvous import RendezvousHost, family_of
 
 
 def resolve(host: str, port: int) -> str:
@@ -34,7 +34,7 @@ def address_towards(address: str, port: int) -> str:
     Raises:
         LaunchError: there is no way there.
     """
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError as error:
@@ -93,10 +93,6 @@ def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | No
                 f"({', '.join(own)}); give one that the other nodes reach as master_addr or rdzv_endpoint"
             ) from error
         raise
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class _Interface(ctypes.Structure):

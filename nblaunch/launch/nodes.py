@@ -28,7 +28,7 @@ from nblaunch.launch.diagnosis.root_cause import own_failures
 from nblaunch.launch.neighbours import Neighbours
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.spec import LaunchSpec
+from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample, Slot
@@ -89,8 +89,9 @@ class NodeLink:
         self._tell = tell
         self._show = show
         conf = spec.rdzv_conf or {}
-        self._silence_s = float(conf.get("keep_alive_interval", 5))
-        self._patience_s = self._silence_s * float(conf.get("keep_alive_max_attempt", 3))
+        self._silence_s = float(conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S))
+        max_attempt = float(conf.get("keep_alive_max_attempt", DEFAULT_KEEP_ALIVE_MAX_ATTEMPT))
+        self._patience_s = self._silence_s * max_attempt
         self._restarts_left = spec.max_restarts
         self._formed: Formed | None = None
         self._over: Over | None = None
@@ -269,14 +270,12 @@ class NodeLink:
             if is_alive and page.terms != self._meeting.terms:
                 self.leave("was launched with other settings")
                 raise LaunchError(
-                    f"node {page.node_rank} (host {page.host}) was launched with {page.terms}, but this one (node "
+                    f"{page} was launched with {page.terms}, but this one (node "
                     f"{self._spec.node_rank}) with {self._meeting.terms}: launch all nodes with the same"
                 )
 
     def _say_who_is_here(self, said: str) -> str:
-        here = [
-            f"node {news.node_rank} (host {news.host})" for news in self._news if news.state == nodes.JOINING
-        ]
+        here = [str(news) for news in self._news if news.state == nodes.JOINING]
         spec = self._spec
         if len(here) + 1 >= spec.max_nodes:
             return said  # torch's rendezvous takes a second or two to see that all are here
@@ -410,14 +409,18 @@ class NodeLink:
             -1,
             time.time(),
             samples=tuple(sample for sample in samples if sample.rank not in elsewhere),
-            failed={cause.rank: cause.failed for cause in own if cause.failed is not None},
+            failed={
+                cause.rank: nodes.without_large_exception(cause.failed)
+                for cause in own
+                if cause.failed is not None
+            },
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
             finished=dict(report.finished),
             stopping=replace(self._stopping),
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:
-        self._tell(Note(rank=-1, time_s=time.time(), text=text, kind=kind))
+        self._tell(Note.of_job(text, kind))
 
 
 def _orders(

@@ -47,9 +47,7 @@ class RendezvousHost:
     def __init__(self, address: str, port: int | None) -> None:
         self.address = address
         self._store: object | None = None
-        self._socket: socket.socket | None = socket.socket(
-            socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
-        )
+        self._socket: socket.socket | None = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             if port:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,6 +103,11 @@ class RendezvousHost:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv6 for an address with colons."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _refusal(error: OSError, address: str, port: int | None) -> str:

@@ -48,6 +48,11 @@ class Member:
     def ranks(self) -> range:
         return range(self.first_rank, self.first_rank + self.num_workers)
 
+    @property
+    def place(self) -> str:
+        """``node 1 (host b)``."""
+        return _place(self.node_rank, self.host)
+
     def __str__(self) -> str:
         last = self.ranks[-1]
         ranks = f"rank {last}" if self.num_workers == 1 else f"ranks {self.first_rank}-{last}"
@@ -152,6 +157,16 @@ class StopWorkers(Event):
     reason: str = ""
 
 
+MAX_EXCEPTION_BYTES = 1 << 18
+"""Of an exception in news, which are written several times a second to a store that takes 8 MB at a time."""
+
+
+def without_large_exception(failed: Failed) -> Failed:
+    """What other nodes are told of a failure: of an exception that is too large, its text."""
+    is_large = failed.exception is not None and len(failed.exception) > MAX_EXCEPTION_BYTES
+    return replace(failed, exception=None) if is_large else failed
+
+
 @dataclass(frozen=True)
 class NodeNews:
     """What one node tells all others, several times a second.
@@ -182,6 +197,9 @@ class NodeNews:
     clock_s: float = 0.0
     terms: str = ""
 
+    def __str__(self) -> str:
+        return _place(self.node_rank, self.host)
+
 
 @dataclass(frozen=True)
 class News(Event):
@@ -203,3 +221,7 @@ class Over(Event):
     is_success: bool = False
     error: str = ""
     can_retry: bool = False
+
+
+def _place(node_rank: int, host: str) -> str:
+    return f"node {node_rank} (host {host})"
