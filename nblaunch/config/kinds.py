@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +87,10 @@ class Flag(Kind):
     def convert(self, value: Any) -> bool:
         if isinstance(value, bool):
             return value
-        try:
-            return as_flag(value) if isinstance(value, str) and value.strip() else _refuse()
-        except ValueError:
-            raise ValueError("must be true or false") from None
+        with suppress(ValueError):
+            if isinstance(value, str) and value.strip():
+                return as_flag(value)
+        raise ValueError("must be true or false")
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,3 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _refuse() -> bool:
-    raise ValueError

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _PAUSE_HARD = 2  # omp_pause_hard; source: OpenMP 5.0, section 3.2.43
+_OWN_MAPS = Path("/proc/self/maps")
 _LIBRARY = re.compile(r"/lib(?:gomp|omp|iomp5)(?:-[0-9a-f]+)?\.(?:so|dylib)[.0-9]*$")
 
 
-def pause_pools(maps: Path = Path("/proc/self/maps")) -> bool:
+def pause_pools() -> bool:
     """Give up the OpenMP pools of the calling thread in every OpenMP library that this process has loaded.
 
     Returns:
         True if a child may use all its threads: every library was paused, or none is loaded. False if some library
         could not be; then children must keep to one thread.
     """
-    return all(_pause(library) for library in _loaded_libraries(maps))
+    return all(_pause(library) for library in _loaded_libraries(_OWN_MAPS))
 
 
 def _loaded_libraries(maps: Path) -> tuple[str, ...]:
