@@ -11,7 +11,7 @@ collectives of objects: it belongs on a network of one's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nblaunch.events import Event, ExitStatus, Failed, Finished
 from nblaunch.topology import Topology

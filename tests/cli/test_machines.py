@@ -85,3 +85,30 @@ def test_a_machine_may_begin_alone_also_where_there_is_little_time_to_meet(
     ended = start(*machines, *meeting, name).end()
     assert ended.code == 0, ended.out
     assert "of 1" in ended.out
+
+
+def test_a_failure_with_a_huge_message_is_told_on_the_other_machine(start: Callable[..., Running]) -> None:
+    """Where the store between them would not take the exception."""
+    name = script("""
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("too long" * 2_000_000)
+        print("waits", flush=True)
+        time.sleep(60)
+    """)
+    meeting = [
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+        "--dashboard",
+        "none",
+    ]
+    shared = ["--num_machines", "2", "--num_processes", "2", *meeting]
+    machines = [start(*shared, "--machine_rank", str(rank), name) for rank in range(2)]
+    ended = [machine.end() for machine in machines]
+    assert [one.code for one in ended] == [1, 1], ended
+    for one in ended:
+        assert "ValueError: too long" in one.out
+        assert "characters left out" in one.out
+        assert "has not been heard of" not in one.out

@@ -54,7 +54,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 def _load(failed: Failed) -> BaseException:
     """The original, or a :class:`WorkerFailed` with its text where it can't be had here."""
-    why = "its class or contents can't be pickled"
+    why = "its class or contents can't be pickled, or are too large"
     if failed.exception is not None:
         try:
             return _with_text(exceptions.load(failed.exception), failed.info.message)
