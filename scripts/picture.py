@@ -82,9 +82,9 @@ def photograph(page: Page) -> None:
 
 def is_in_seventh_epoch(page: Page) -> bool:
     steps = re.findall(r"(\d+)/113\b", page.text(1))
-    has_charts = "accuracy: " in page.text(1)
+    has_charts = re.search(r"^accuracy$", page.text(1), re.MULTILINE) is not None
     is_seventh = page.text(1).count("epoch 5: loss") == NUM_RANKS
-    return has_charts and is_seventh and len(steps) == NUM_RANKS and min(map(int, steps)) > 20
+    return has_charts and is_seventh and len(steps) == NUM_RANKS and 20 < min(map(int, steps)) < 50
 
 
 if __name__ == "__main__":

@@ -41,8 +41,9 @@ class CellWatch:
     def close(self) -> None:
         """Follow no longer. Calls after the first do nothing."""
         events, self._events, self._since_s = self._events, None, None
-        for name, hook in self._hooks if events is not None else ():
-            events.unregister(name, hook)
+        if events is not None:
+            for name, hook in self._hooks:
+                events.unregister(name, hook)
 
     def _on_begin(self, *info: Any) -> None:
         self._since_s = self._clock()

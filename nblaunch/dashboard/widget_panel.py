@@ -28,7 +28,7 @@ from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_buttons import Buttons
 from nblaunch.dashboard.widget_logs import LogPane
-from nblaunch.dashboard.widget_rows import RowGrid
+from nblaunch.dashboard.widget_rows import NUMBERS, RowGrid
 from nblaunch.dashboard.widget_valve import Valve
 
 _VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
@@ -38,7 +38,7 @@ _PRE = (
     "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "line-height:17px"
 )
-_CHART_S, _GRID_S = 4.0, 1.0
+_TITLE_S, _CHART_S, _GRID_S = 0.8, 4.0, 1.0
 _FIRST_CHART_S = 3.0  # of a curve that just began there is nothing to see
 
 
@@ -99,7 +99,9 @@ class Panel:
         if view.is_started and self._logs is None:
             self._logs = LogPane(self._book, view.num_processes, self._valve)
             self.root.children = [*self._blocks, self._logs.widget]
-        self._valve.want(self._title, value=f'<div style="{_STYLE}">{html.title(view, table)}</div>')
+        title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
+        # It tells of the same rates as the rows, and at the same time.
+        self._valve.want(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_ranks(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)

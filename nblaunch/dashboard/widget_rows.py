@@ -26,6 +26,9 @@ from nblaunch.events import WorkerState
 BAR_STEPS = 200
 """Positions of a progress bar: finer ones can't be seen."""
 
+NUMBERS = "numbers"
+"""What changes together: bars and numbers of all ranks, and what else is told of them."""
+
 _LINE_PX = 22
 _TEXT = f"font-size:13px;line-height:{_LINE_PX}px;font-variant-numeric:tabular-nums;white-space:nowrap"
 _MONO = "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px"
@@ -101,7 +104,7 @@ class RowGrid:
         self._valve.want(
             self._numbers,
             every_s=_NUMBERS_S,
-            group="numbers",
+            group=NUMBERS,
             is_urgent=has_moved,
             value=self._numbers_of(table),
         )
@@ -128,7 +131,7 @@ class RowGrid:
             self._valve.want(
                 bar,
                 every_s=_NUMBERS_S,
-                group="numbers",  # ranks in step must be seen in step, and bars where the numbers say
+                group=NUMBERS,  # ranks in step must be seen in step, and bars where the numbers say
                 value=round(BAR_STEPS * (row.fraction or 0.0)),
                 style=self._styles[colours.OF_STATE[row.state]],
                 layout=self._bar_unknown if row.fraction is None else self._bar_shown,

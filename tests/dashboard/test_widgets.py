@@ -190,6 +190,7 @@ def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: i
     bars = [times for widget, times in moved_s.items() if type(widget).__name__ == "IntProgress"]
     assert len(bars) == num_ranks
     assert all(times == bars[0] for times in bars)  # ranks in step are seen in step
+    assert set(moved_s[panel._title]) <= set(bars[0])  # so are the rates of one and of all
     assert statistics.fmean(later - earlier for earlier, later in pairwise(bars[0])) < longest_s
     panel.close("")
 
