@@ -120,6 +120,8 @@ def _read_stream(count: int, num_workers: int) -> tuple[list[int], list[str]]:
     seen: list[int] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # From Python 3.12 on the fork of torch's workers warns of threads.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for batch in loader:
             seen += accelerator.gather_for_metrics(batch).tolist()
     return seen, [str(warning.message) for warning in caught]
