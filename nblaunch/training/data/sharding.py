@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -130,10 +130,12 @@ class BatchSamplerShard(BatchSampler):
         is_plain = (
             type(self.batch_sampler) is BatchSampler and self.batch_size == self.batch_sampler.batch_size
         )
-        return self._iter_flat(self.batch_sampler.sampler) if is_plain else self._iter_whole()  # type: ignore[attr-defined]
+        if is_plain:
+            return chain.from_iterable(self._cut_flat(self.batch_sampler.sampler))  # type: ignore[attr-defined]
+        return self._iter_whole()
 
-    def _iter_flat(self, sampler: Any) -> Iterator[list[int]]:
-        """As :meth:`_iter_whole`, on indices in place of batches."""
+    def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
+        """As :meth:`_iter_whole`, on indices in place of batches; many of this rank's batches at a time."""
         size = self._global_size
         round_size = size * self.num_processes
         start = self.process_index * size
@@ -142,18 +144,17 @@ class BatchSamplerShard(BatchSampler):
             indices, head = iter(sampler), None
             while len(rows := list(islice(indices, round_size))) == round_size:
                 head = head or rows
-                yield rows[start : start + size]
+                yield [rows[start : start + size]]
         else:
             end = len(order) - len(order) % round_size
             for chunk in _chunks(order, end, round_size):
-                yield from chunk.view(-1, self.num_processes, size)[:, self.process_index].tolist()
+                yield chunk.view(-1, self.num_processes, size)[:, self.process_index].tolist()
             head, rows = _as_tensor(order[:round_size]).tolist(), _as_tensor(order[end:]).tolist()
         if rows and not self.drop_last:
             batches = [rows[first : first + size] for first in range(0, len(rows), size)]
             if self.even_batches:
                 batches = self._complete(batches, self.num_processes, head or rows)
-            if self.process_index < len(batches):
-                yield batches[self.process_index]
+            yield batches[self.process_index : self.process_index + 1]
         if isinstance(order, torch.Tensor):
             # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
             # order that it has without sharing.
