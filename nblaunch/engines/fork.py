@@ -106,13 +106,17 @@ def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
     return load
 
 
+_FROZEN_BY_PYTHON = 2000
+"""Python 3.12 starts with some hundred frozen objects; whoever freezes a heap with torch in it has 200,000."""
+
+
 @contextmanager
 def _frozen_heap() -> Iterator[None]:
     """Keep the collector of the workers away from the objects they share with the kernel.
 
     A collection writes to the header of every object it looks at, which would copy the page it lies on.
     """
-    was_frozen = gc.get_freeze_count() > 0
+    was_frozen = gc.get_freeze_count() > _FROZEN_BY_PYTHON
     gc.freeze()
     try:
         yield

@@ -1,0 +1,31 @@
+"""The heap is frozen for a fork, and afterwards the kernel's collector has it back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from nblaunch.engines import fork
+
+
+@pytest.mark.parametrize("num_before", [0, 375])
+def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 freezes 375 objects at its start, which are nobody's decision to keep the heap frozen."""
+    gc.unfreeze()
+    count = gc.get_freeze_count
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "get_freeze_count", lambda: num_before)
+        with fork._frozen_heap():
+            assert count() > 2000
+    assert count() == 0
+
+
+def test_a_heap_that_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with fork._frozen_heap():
+            pass
+        assert gc.get_freeze_count() > 2000
+    finally:
+        gc.unfreeze()
