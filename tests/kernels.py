@@ -23,6 +23,7 @@ Every process that a kernel starts inherits an environment variable with a token
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import secrets
@@ -143,6 +144,12 @@ class Cell:
     def result(self) -> str | None:
         """The repr of the last expression; None where there is none."""
         return next((d.data.get("text/plain") for d in self.displays if d.is_result), None)
+
+    @property
+    def value(self) -> Any:
+        """The value of the last expression, a literal; fails the test where there is none."""
+        assert self.result is not None, self.describe()
+        return ast.literal_eval(self.result)
 
     @property
     def displays(self) -> list[Display]:

@@ -7,7 +7,6 @@ One GPU is enough: two ranks share it then, over gloo. With two or more, NCCL is
 
 from __future__ import annotations
 
-import ast
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,11 +86,6 @@ def start(tmp_path: Path) -> Iterator[StartKernel]:
         kernel.close()
 
 
-def _value(cell: Cell) -> Any:
-    assert cell.result is not None, cell.describe()
-    return ast.literal_eval(cell.result)
-
-
 def _launch(
     kernel: Kernel, arguments: str = "(build(),)", options: str = ""
 ) -> tuple[list[dict[str, Any]], str]:
@@ -100,7 +94,7 @@ def _launch(
         "found, last_job().plan.start_method",
         timeout_s=200,
     )
-    return _value(cell)
+    return cell.value
 
 
 def _used() -> list[int]:
@@ -128,13 +122,13 @@ def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartK
         assert method == "fork"
         assert [one["device"] for one in found] == [f"cuda:{index}" for index in range(COUNT)]
         assert all(one["parent"] for one in found)
-    assert _value(kernel.run("touches_gpu()")) is False
+    assert kernel.run("touches_gpu()").value is False
 
 
 def test_asking_whether_there_is_a_gpu_does_not_rule_out_a_fork(start: StartKernel) -> None:
     kernel = start()
     cell = kernel.run("torch.cuda.is_available(), torch.cuda.device_count(), touches_gpu()")
-    assert _value(cell) == (True, COUNT, False)
+    assert cell.value == (True, COUNT, False)
     assert _launch(kernel)[1] == "fork"
 
 
@@ -146,15 +140,15 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     assert "this process has used CUDA through torch" in told
     assert "Cell In[2], line 2: `model.to('cuda')`" in told
     assert "nothing has to be restarted" in told
-    method, device, losses = _value(
-        kernel.run("last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']")
-    )
+    method, device, losses = kernel.run(
+        "last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']"
+    ).value
     assert (method, device) == ("forkserver", "cuda:0")
     assert losses[-1] < losses[0] / 2
     # What came back is what was trained, in the module that lies on the GPU.
     trained = "x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1)).to('cuda')\n"
     trained += "nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).item()"
-    assert _value(kernel.run(trained)) < losses[0] / 2
+    assert kernel.run(trained).value < losses[0] / 2
 
 
 def test_a_backward_on_the_cpu_needs_no_restart(start: StartKernel) -> None:
@@ -279,7 +273,7 @@ def test_a_meter_sees_what_torch_takes(start: StartKernel) -> None:
     kernel = start(CUDA_VISIBLE_DEVICES="0")
     before = _used()
     kernel.run("x = torch.ones(1 << 28, device='cuda'); torch.cuda.synchronize()", timeout_s=100)
-    free, total = _value(kernel.run("torch.cuda.mem_get_info()"))
+    free, total = kernel.run("torch.cuda.mem_get_info()").value
     meter = cuda_host.open_meter()
     reading = meter.read()[0]
     meter.close()

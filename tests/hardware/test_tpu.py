@@ -9,7 +9,6 @@ Needs chips that nobody uses: close other notebooks before.
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import platform
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import pytest
 
 from nblaunch.backends import tpu_host
 from nblaunch.backends.xla import BACKEND
-from tests.kernels import Cell, Kernel
+from tests.kernels import Kernel
 
 HAS_TPU = BACKEND.affinity() > 0 and BACKEND.device_noun == "TPU chip"
 
@@ -109,11 +108,6 @@ def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-def _value(cell: Cell) -> Any:
-    assert cell.result is not None, cell.describe()
-    return ast.literal_eval(cell.result)
-
-
 def _launch(
     tpu: Kernel, report: list[str], title: str, arguments: str = "(build(),)", options: str = ""
 ) -> Any:
@@ -123,7 +117,7 @@ def _launch(
         "found, round(time.time() - begun, 1), last_job().plan.start_method",
         timeout_s=500,
     )
-    found, seconds, method = _value(cell)
+    found, seconds, method = cell.value
     report += ["", f"## {title}: {seconds} s, {method}", *map(str, found)]
     report += [line for line in cell.stdout.splitlines() if line.startswith("nblaunch:")]
     return found
@@ -142,7 +136,7 @@ def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> N
 def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
     """The reference runs in a worker too: a backward() in the kernel would change how later workers start."""
     (found, *_) = _launch(tpu, report, "second launch, graphs from the cache")
-    expected = _value(tpu.run("notebook_launcher(reference, num_processes=1, backend='cpu')", timeout_s=120))
+    expected = tpu.run("notebook_launcher(reference, num_processes=1, backend='cpu')", timeout_s=120).value
     report.append(f"sum of weights: TPU {found['weights']}, CPU {expected}")
     # TPUs multiply float32 matrices in bfloat16 passes by default: near, not equal.
     assert found["weights"] == pytest.approx(expected, rel=0.05, abs=0.5)
@@ -215,4 +209,4 @@ def test_a_backward_in_the_kernel_needs_no_restart(tpu: Kernel, report: list[str
     """The last one: from here on this kernel's workers start through the forkserver."""
     tpu.run("reference()", timeout_s=120)
     _launch(tpu, report, "after a backward() in the kernel")
-    assert _value(tpu.run("last_job().plan.start_method")) == "forkserver"
+    assert tpu.run("last_job().plan.start_method").value == "forkserver"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.kernels import Kernel
@@ -49,7 +47,7 @@ told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()]
 """,
         timeout_s=110,
     )
-    told, is_imported, kind = ast.literal_eval(cell.result or "")
+    told, is_imported, kind = cell.value
     assert told == [(True, True, {"torch.float32"})] * 3
     assert not is_imported  # only workers import it
     assert kind == "Parameter"
@@ -78,4 +76,4 @@ told = [notebook_launcher(train, (model, stage), 2)[:2] for stage in (3, 1)]
 """,
         timeout_s=110,
     )
-    assert ast.literal_eval(cell.result or "") == ([True] * 4, True)
+    assert cell.value == ([True] * 4, True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.kernels import Kernel
@@ -55,7 +53,7 @@ notebook_launcher(train, (nn.Linear(1, 1),), 2, start_method={method!r}, return_
 """
     )
     one = (2, "cpu", list(range(20)), "MULTI_CPU")
-    assert ast.literal_eval(cell.result or "") == [one, one]
+    assert cell.value == [one, one]
 
 
 @pytest.mark.parametrize("imported", ["in the kernel", "inside"])
@@ -76,7 +74,7 @@ def train():
 [notebook_launcher(train, num_processes=2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
 """
     )
-    assert ast.literal_eval(cell.result or "") == [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
+    assert cell.value == [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,6 +94,6 @@ def train():
 notebook_launcher(train, num_processes=2, start_method={method!r}, return_all=True)
 """
     )
-    assert ast.literal_eval(cell.result or "") == [[780, 780]] * 2
+    assert cell.value == [[780, 780]] * 2
     assert "Exception" not in cell.stdout
     shared.wait_for_no_processes(5)

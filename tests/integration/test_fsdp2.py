@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,7 @@ model = trained(True, method={method!r})
 largest_difference(model, replicated), type(model).__name__, type(model.blocks[0]).__name__
 """
     )
-    difference, *names = ast.literal_eval(cell.result or "")
+    difference, *names = cell.value
     assert difference < 1e-5
     assert names == ["Net", "Block"]  # the kernel's own are what they were
     assert "Net: 4.6 kB of weights sharded over 2 ranks, 2.1 kB to 2.5 kB each" in cell.stdout
@@ -167,7 +166,7 @@ model = Net(2048)  # 48 MB in its three blocks
 [[round(mb) for mb in grown] for grown in notebook_launcher(hold, (model,), 2, return_all=True, sync_weights=False)]
 """
     )
-    for sharded, trained in ast.literal_eval(cell.result or ""):
+    for sharded, trained in cell.value:
         assert sharded < 5
         assert (
             trained < 24 + 20

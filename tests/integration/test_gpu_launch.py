@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
     assert forked.result == "True"
     kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
     cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
-    assert ast.literal_eval(cell.result or "") == (False, "forkserver")
+    assert cell.value == (False, "forkserver")
     told = " ".join(cell.displays[0].data["text/plain"].split())
     assert "warning" not in told
     assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in told
@@ -83,7 +82,7 @@ def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> No
     assert refused.error is not None
     assert "valid are 1 to 1, or None for all; backend='cpu' lets several share one" in refused.error.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
-    assert len(ast.literal_eval(cell.result or "")) == 2
+    assert len(cell.value) == 2
     assert "workers share a made-up device" in cell.stdout
 
 
@@ -170,7 +169,7 @@ def train(model):
         "len(set(parents)), parents[0] == os.getpid(), sums, set(draws) == {expected}, "
         "model.weight.unique().tolist(), nblaunch.last_job().plan.start_method"
     )
-    assert ast.literal_eval(cell.result or "") == (1, False, (2.0, 2.0), True, [7.0], "forkserver")
+    assert cell.value == (1, False, (2.0, 2.0), True, [7.0], "forkserver")
     told = " ".join(cell.stdout.split())
     assert "every worker loads the function by itself" in told
     assert "this process has used the device, says the module" in told

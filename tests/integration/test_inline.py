@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 from tests.kernels import Kernel
 
 RANK_VARIABLES = (
@@ -29,7 +27,7 @@ value, before == after, dist.is_initialized(), context.is_worker()
 """
     )
     expected = ((shared.pid, "0", "1", True, 1), True, False, False)
-    assert ast.literal_eval(cell.result or "") == expected
+    assert cell.value == expected
 
 
 def test_an_error_shows_the_line_of_the_function_and_leaves_no_trace(shared: Kernel) -> None:
@@ -60,7 +58,7 @@ for _ in range(2):
 {RANK_VARIABLES}, context.is_worker(), dist.is_initialized(), job.status, depths[0] == depths[1]
 """
     )
-    variables, is_worker, is_joined, status, is_stable = ast.literal_eval(cell.result or "")
+    variables, is_worker, is_joined, status, is_stable = cell.value
     assert set(variables.values()) == {None}
     assert (is_worker, is_joined, status, is_stable) == (False, False, "failed", True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 from tests.kernels import Kernel
 
 # A worker waits at a named pipe until the test lets it go; opening one waits for the other side.
@@ -38,11 +36,11 @@ def test_a_background_job_leaves_the_kernel_free(shared: Kernel) -> None:
     assert "0.05" in timed_out.error.value
     cell = shared.run("job.status, job.is_running, nblaunch.last_job() is job, job.logs(0)")
     assert cell.result is not None
-    status, is_running, is_last, logs = ast.literal_eval(cell.result)
+    status, is_running, is_last, logs = cell.value
     assert (status, is_running, is_last) == ("running", True, True)
     assert logs in ("", "waits\n")  # it may just have started
     cell = shared.run("let_go(path); job.result(20), job.results(), job.exception(), job.status, job.logs(0)")
-    assert ast.literal_eval(cell.result or "") == (5, [5], None, "done", "waits\ngoes on\n")
+    assert cell.value == (5, [5], None, "done", "waits\ngoes on\n")
     assert shared.processes() == []
     bad = shared.run("job.logs(1)", raises="ValueError")
     assert bad.error is not None
@@ -79,7 +77,7 @@ for name in ("a0", "a1"):
 states, between, second_value, first_still, first.result(20), nblaunch.last_job() is second
 """
     )
-    assert ast.literal_eval(cell.result or "") == (("running", "running"), "between", 2.0, True, 2.0, False)
+    assert cell.value == (("running", "running"), "between", 2.0, True, 2.0, False)
     assert shared.processes() == []
 
 
@@ -106,7 +104,7 @@ for how in ("interrupt", "cancel"):
 ended
 """
     )
-    assert ast.literal_eval(cell.result or "") == {
+    assert cell.value == {
         "interrupt": ("KeyboardInterrupt", "KeyboardInterrupt", "interrupted", True),
         "cancel": ("JobCancelled", "JobCancelled", "cancelled", False),
     }

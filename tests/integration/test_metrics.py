@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.kernels import Kernel
@@ -31,7 +29,7 @@ frame = job.metrics_frame()
 rows, sorted(frame.columns), frame["loss"].to_dict(), all(row["time_s"] > 1e9 for row in job.metrics)
 """
     )
-    rows, columns, losses, has_times = ast.literal_eval(cell.result or "")
+    rows, columns, losses, has_times = cell.value
     about = {"rank": 0, "attempt": 0}
     assert rows == [
         {"step": step, **about, **values}

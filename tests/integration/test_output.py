@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import stat
 from pathlib import Path
@@ -63,7 +62,7 @@ job = nblaunch.last_job()
 """
     )
     assert cell.result is not None
-    complete, costs, log_dir = ast.literal_eval(cell.result)
+    complete, costs, log_dir = cell.value
     assert complete == [True, True]
     assert max(costs) < 200e-6  # the kernel's own stream: 2 to 4 ms; measured here: 5 to 10 microseconds
     for rank in (0, 1):
@@ -403,7 +402,7 @@ folders, text
 """
     )
     assert cell.result is not None
-    folders, text = ast.literal_eval(cell.result)
+    folders, text = cell.value
     *usual, asked, home = map(Path, folders)
     assert text == "4\n"
     assert [folder.exists() for folder in usual] == [False, False, True, True, True]

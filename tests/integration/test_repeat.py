@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.kernels import Kernel
@@ -41,7 +39,7 @@ before, after, grown, value["total"].item()
 """,
         timeout_s=90,
     )
-    before, after, grown, total = ast.literal_eval(cell.result or "")
+    before, after, grown, total = cell.value
     assert total == 2.0
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
     assert grown < 20 * MB
@@ -99,6 +97,6 @@ size, without, with_model - without
 """,
         timeout_s=100,
     )
-    size, without, grown = ast.literal_eval(cell.result or "")
+    size, without, grown = cell.value
     assert size > 400_000_000
     assert grown < (copies + 0.1) * size, (size, without, grown)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.integration.conftest import START_METHODS
@@ -32,7 +30,7 @@ one, job.results(), every, job.result()
 """
     )
     zero, two = {"rank": 0, "value": 0.0, "none": None}, {"rank": 2, "value": 5.0, "none": None}
-    assert ast.literal_eval(cell.result or "") == (zero, [zero, None, None], [zero, None, two], zero)
+    assert cell.value == (zero, [zero, None, None], [zero, None, two], zero)
 
 
 @pytest.mark.parametrize("method", START_METHODS)
@@ -106,7 +104,7 @@ except CellError as error:
 isinstance(value, Report), value == Report([0.5]), mood is Mood.GOOD, cls is Report, function(1), caught
 """
     )
-    assert ast.literal_eval(cell.result or "") == (True, True, True, True, 2, "from a cell")
+    assert cell.value == (True, True, True, True, 2, "from a cell")
 
 
 def test_a_large_state_dict_comes_back_without_many_copies(shared: Kernel) -> None:
@@ -134,7 +132,7 @@ del state
 mapped, touched, total == sum(range(75)) * (1 << 20)
 """
     )
-    mapped, touched, is_right = ast.literal_eval(cell.result or "")
+    mapped, touched, is_right = cell.value
     assert is_right
     # Nothing is read before it is used; then the pages are those of the file that the worker wrote.
     assert mapped < 60
@@ -180,7 +178,7 @@ partial, type(missing).__name__, "lock" in missing.description, model.weight.uni
 """
     )
     partial = {"accuracy": 0.9, "tensor": [0, 1, 2], "deep": [1, {}], "pair": (2, 3)}
-    assert ast.literal_eval(cell.result or "") == (partial, "Unpicklable", True, [7.0])
+    assert cell.value == (partial, "Unpicklable", True, [7.0])
 
 
 def test_an_unpicklable_result_of_another_rank_is_named_too(shared: Kernel) -> None:
@@ -255,7 +253,7 @@ same = all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in sta
  model.norm.num_batches_tracked.item(), weight.requires_grad, model.training)
 """
     )
-    assert ast.literal_eval(cell.result or "") == (True, False, True, True, 3, True, True)
+    assert cell.value == (True, False, True, True, 3, True, True)
     told = [line for line in cell.stdout.splitlines() if "weights" in line]
     assert len(told) == 2, cell.stdout  # one line for each module
     assert "args[0] (Tied)" in told[0]
@@ -306,7 +304,7 @@ is_untouched = torch.equal(before, model.body.weight)
 value, tuple(weights["head.weight"].shape), weights["body.weight"].unique().tolist(), is_untouched
 """
     )
-    assert ast.literal_eval(cell.result or "") == ("trained", (9, 4), [2.0], True)
+    assert cell.value == ("trained", (9, 4), [2.0], True)
     (line,) = [line for line in cell.stdout.splitlines() if "weights" in line]
     assert "args[0] (Net)" in line
     assert "head.weight" in line
@@ -331,7 +329,7 @@ value = notebook_launcher(train, (model, plain), 2)
 value, model.weight.unique().tolist(), plain.weight.unique().tolist()
 """
     )
-    value, _, plain = ast.literal_eval(cell.result or "")
+    value, _, plain = cell.value
     assert (value, plain) == (42, [5.0])
     assert "args[0]" in cell.stdout
     assert "_extra_state" in cell.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.integration.conftest import START_METHODS
@@ -62,7 +60,7 @@ values, model.weight.unique().tolist(), nblaunch.last_job().plan.start_method
     )
     is_child = method != "forkserver"
     expected = ([(0, is_child, False, 12.0), (1, is_child, False, 24.0)], [2.0], method)
-    assert ast.literal_eval(cell.result or "") == expected
+    assert cell.value == expected
     assert {"[0] hello from 0", "[1] hello from 1"} <= set(cell.stdout.splitlines())
     failing = shared.run(
         f"""
@@ -96,7 +94,7 @@ values = notebook_launcher(train, num_processes={num_processes}, return_all=True
 values
 """
     )
-    values = ast.literal_eval(cell.result or "")
+    values = cell.value
     assert len({pid for pid, *_ in values} | {shared.pid}) == num_processes + 1
     assert [rest for _, *rest in values] == [[True, num_processes, num_processes]] * num_processes
     printed = [line for line in cell.stdout.splitlines() if "reduced by" in line]
@@ -115,7 +113,7 @@ layer(big).square().mean().backward()
 values, torch.get_num_threads(), nblaunch.last_job().plan.start_method
 """
         )
-        values, kernel_threads, method = ast.literal_eval(cell.result or "")
+        values, kernel_threads, method = cell.value
         assert values == [(num_threads, 1, 512, 1 << 20)] * num_processes
         assert (kernel_threads, method) == (2, "fork")
 
@@ -129,7 +127,7 @@ nblaunch.engines.fork.pause_pools = lambda: False
 notebook_launcher(train, num_processes=2, threads_per_process=2, return_all=True)
 """
     )
-    assert ast.literal_eval(cell.result or "") == [(1, 1, 512, 1 << 20)] * 2
+    assert cell.value == [(1, 1, 512, 1 << 20)] * 2
     # A person who asked for two threads and gets one is told.
     assert "one thread" in cell.stdout
 
@@ -158,7 +156,7 @@ value = notebook_launcher(where, num_processes=2)
 value, nblaunch.last_job().plan.start_method
 """
         )
-        parent, method = ast.literal_eval(cell.result or "")
+        parent, method = cell.value
         assert (parent != shared.pid, method) == (True, "forkserver")
         shown = cell.stdout + cell.displays[0].data["text/plain"]
         assert "forkserver" in shown
@@ -190,7 +188,7 @@ thread.start(); thread.join()
 got[0] == os.getpid(), nblaunch.last_job().plan.start_method, nblaunch.last_job().plan.reason
 """
     )
-    is_child, method, reason = ast.literal_eval(cell.result or "")
+    is_child, method, reason = cell.value
     assert (is_child, method) == (False, "forkserver")
     assert "thread" in reason
 
@@ -270,7 +268,7 @@ values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.envi
 """
     )
     one = (2, [0, 1], 2, True, 2)
-    assert ast.literal_eval(cell.result or "") == ([[one, one]] * 2, 1, 1, 1, "5")
+    assert cell.value == ([[one, one]] * 2, 1, 1, 1, "5")
 
 
 def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
@@ -283,5 +281,5 @@ drawn = {method: notebook_launcher(draw, num_processes=2, start_method=method, r
 drawn, draw()
 """
     )
-    drawn, own = ast.literal_eval(cell.result or "")
+    drawn, own = cell.value
     assert drawn == {method: [own, own] for method in START_METHODS}

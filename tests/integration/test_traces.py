@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from tests.kernels import Kernel
@@ -103,7 +101,7 @@ def test_launches_of_every_outcome_leave_nothing(shared: Kernel) -> None:
     shared.run(WATCH + ROUND)  # what is made once per process, as torch's first store, is made here
     cell = shared.run("before = traces()\n" + ROUND + "after = settled(before)\noutcomes")
     assert cell.result is not None
-    *outcomes, refusal, last = ast.literal_eval(cell.result)
+    *outcomes, refusal, last = cell.value
     assert outcomes == [
         {"rank": 0}, "ValueError", "WorkerDied", "ResultError", {"rank": 0}, "ValueError", "WorkerDied",
         "payload",
@@ -150,7 +148,7 @@ for spare in range(1, 60):
 outcomes
 """
     )
-    *refused, last = ast.literal_eval(cell.result or "")
+    *refused, last = cell.value
     assert last is True
     assert len(refused) >= 2
     # OSError as it is: where not even the devices of the machine could be looked at.
@@ -202,7 +200,7 @@ sum(notebook_launcher(train, ([],), 2, start_method={method!r}, return_all=True)
 """
     ).wait()
     assert cell.status == "ok", cell.describe()
-    addresses = {ip for ip, _ in ast.literal_eval(cell.result or "")}
+    addresses = {ip for ip, _ in cell.value}
     assert addresses == {"127.0.0.1"}
 
 
@@ -253,7 +251,7 @@ launched = [notebook_launcher(train, num_processes=2, start_method=method) for m
         "os.path.isdir(folder.name), len(list(batches))",
         timeout_s=30,
     )
-    assert ast.literal_eval(cell.result or "") == ([True, True], [1], [2], 3, True, 63)
+    assert cell.value == ([True, True], [1], [2], 3, True, 63)
     shared.run(
         "del batches, loader\npool.terminate(); pool.join()\nprocesses.shutdown()\nthreads.shutdown()\nfolder.cleanup()"
     )

@@ -5,15 +5,13 @@ Collected only where torch_xla can be imported, which is the environment that ``
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kernels import Cell, Kernel
+from tests.kernels import Kernel
 
 if importlib.util.find_spec("torch_xla") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -81,9 +79,3 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with Kernel.start(env=env) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
-
-
-def value(cell: Cell) -> Any:
-    """The value of a cell's last expression, a literal."""
-    assert cell.result is not None, cell.describe()
-    return ast.literal_eval(cell.result)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import value
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -20,7 +19,7 @@ def run(kernel: Kernel, body: str, num_processes: int = 2) -> list[object]:
         f"notebook_launcher(function, (nn.Linear(3, 2),), {num_processes}, return_all=True)",
         timeout_s=60,
     )
-    found: list[object] = value(cell)
+    found: list[object] = cell.value
     return found
 
 
@@ -178,7 +177,7 @@ weights = load_file({folder!r} + "/model/model.safetensors")
 {{name: str(tensor.device) for name, tensor in weights.items()}}
 """
     )
-    assert value(cell) == {"weight": "cpu", "bias": "cpu"}
+    assert cell.value == {"weight": "cpu", "bias": "cpu"}
 
 
 def test_seeds_reach_the_device(shared: Kernel) -> None:
@@ -235,4 +234,4 @@ notebook_launcher(join_as_on_a_tpu, num_processes=4, return_all=True)
 """,
         timeout_s=60,
     )
-    assert value(cell) == [(rank, 3 - rank, 3 - rank, "gloo", 6.0) for rank in range(4)]
+    assert cell.value == [(rank, 3 - rank, 3 - rank, "gloo", 6.0) for rank in range(4)]

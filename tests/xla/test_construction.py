@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import value
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -57,7 +56,7 @@ def test_big_models_are_built_one_after_the_other_where_memory_is_tight(building
     )
     building.run("available_memory.limit_and_available = real")
     # Weights differ by rank before: rank 0's are on all of them although they were sent after the move.
-    assert value(cell) == (0, 1, {4.0})
+    assert cell.value == (0, 1, {4.0})
     assert "the workers build their models one after the other" in cell.stdout
 
 
@@ -65,7 +64,7 @@ def test_nobody_waits_where_memory_is_plenty(building: Kernel) -> None:
     cell = building.run(
         "notebook_launcher(train, (False,), 2, return_all=True, dashboard='text')[0][1]", timeout_s=60
     )
-    assert value(cell) == 2.0
+    assert cell.value == 2.0
     assert "one after the other" not in cell.stdout
 
 
@@ -85,4 +84,4 @@ overlaps(3)
 """,
         timeout_s=60,
     )
-    assert value(cell) == 0
+    assert cell.value == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import StartKernel, value
+from tests.xla.conftest import StartKernel
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -38,7 +38,7 @@ notebook_launcher(die, (nn.Linear(3, 2),), num_processes=2)
     assert "memory" in cell.error.value
     assert shared.processes() == []
     cell = shared.run("notebook_launcher(lambda: Accelerator().num_processes, num_processes=2)", timeout_s=40)
-    assert value(cell) == 2
+    assert cell.value == 2
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ notebook_launcher(build_in_function, num_processes=8)
         assert "(model,)" in cell.error.value, "the way out: build it once and pass it"
         assert kernel.processes() == []
         cell = kernel.run("1 + 1")
-        assert value(cell) == 2, "the kernel lives on"
+        assert cell.value == 2, "the kernel lives on"
     finally:
         kernel.close()
         kernel.process.wait(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import StartKernel, value
+from tests.xla.conftest import StartKernel
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -49,7 +49,7 @@ def test_what_numbers_are_on_the_device(probing: Kernel, arguments: str) -> None
     cell = probing.run(
         f"notebook_launcher(lambda: probe({arguments}), num_processes=1, dashboard='text')", timeout_s=40
     )
-    *numbers, dtype, kind = value(cell)
+    *numbers, dtype, kind = cell.value
     assert tuple(numbers) == TABLE[arguments]
     assert dtype == "torch.float32"
     says = {
@@ -71,7 +71,7 @@ def test_the_head_of_the_table_says_which_bf16_is_active(probing: Kernel) -> Non
 
 def test_the_launchers_precision_is_the_default(probing: Kernel) -> None:
     cell = probing.run("notebook_launcher(probe, num_processes=1, mixed_precision='bf16')", timeout_s=40)
-    assert value(cell)[:4] == TABLE["'bf16'"]
+    assert cell.value[:4] == TABLE["'bf16'"]
 
 
 def test_settings_that_come_too_late_are_noticed(probing: Kernel) -> None:
@@ -79,7 +79,7 @@ def test_settings_that_come_too_late_are_noticed(probing: Kernel) -> None:
         "notebook_launcher(lambda: probe('bf16', False, True), num_processes=1, dashboard='text')",
         timeout_s=40,
     )
-    name, single, double, _, dtype, kind = value(cell)
+    name, single, double, _, dtype, kind = cell.value
     assert (name, single, double, kind) == ("bf16", F32, F64, "Bf16Precision")
     assert dtype == "torch.float32", "outputs come back in full"
     assert "bf16: autocast, with weights in float32" in cell.stdout
@@ -116,6 +116,6 @@ notebook_launcher(train, (nn.Linear(4, 1),), num_processes=2)
 """,
         timeout_s=60,
     )
-    first, last, is_bf16 = value(cell)
+    first, last, is_bf16 = cell.value
     assert last < first / 2
     assert is_bf16, "weights are stored as bfloat16 too"

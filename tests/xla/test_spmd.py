@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.xla.conftest import StartKernel, value
+from tests.xla.conftest import StartKernel
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -45,7 +45,7 @@ spmd[:2], is_initialised()
 """,
         timeout_s=70,
     )
-    (num_processes, (sharding,)), is_initialised = value(cell)
+    (num_processes, (sharding,)), is_initialised = cell.value
     assert num_processes == 1
     devices = ",".join(map(str, range(num_devices)))
     assert sharding == f"{{devices=[{num_devices},1]{devices}}}", "every device has its own rows"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.xla.conftest import StartKernel, value
+from tests.xla.conftest import StartKernel
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -135,7 +135,7 @@ clean, first[1], hazard, second[1], is_initialised()
 """,
         timeout_s=80,
     )
-    clean, first, hazard, second, is_initialised = value(cell)
+    clean, first, hazard, second, is_initialised = cell.value
     assert clean is None
     assert (first, second) == ("fork", "forkserver")
     assert hazard.startswith("backward() ran in this process, and would fail in every forked worker")
@@ -155,7 +155,7 @@ last_job().plan.start_method, last_job().plan.reason
 """,
         timeout_s=60,
     )
-    method, reason = value(cell)
+    method, reason = cell.value
     assert method == "forkserver"
     assert "this process has initialised the XLA runtime itself (most likely in cell" in reason
     assert "line 2: `device = torch_xla.device()`" in reason
@@ -176,4 +176,4 @@ found
 """,
         timeout_s=60,
     )
-    assert value(cell) == [("cpu", ""), ("xla:0", "CPU"), ("cpu", ""), ("xla:0", "CPU")]
+    assert cell.value == [("cpu", ""), ("xla:0", "CPU"), ("cpu", ""), ("xla:0", "CPU")]

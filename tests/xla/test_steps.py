@@ -7,7 +7,6 @@ import re
 import pytest
 
 from tests.kernels import Cell, Kernel
-from tests.xla.conftest import value
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -67,7 +66,7 @@ def launch(kernel: Kernel, arguments: str, num_processes: int = 1) -> Cell:
 def test_only_the_first_two_steps_compile(stepping: Kernel) -> None:
     """The optimizer's state appears in the first step and is an input of the second. A new rate compiles nothing."""
     cell = launch(stepping, "num_steps=6")
-    counts, total = value(cell)
+    counts, total = cell.value
     assert counts == [1, 1, 0, 0, 0, 0]
     assert total == 2
     assert "nblaunch: training: 2 graphs compiled in" in cell.stdout
@@ -78,19 +77,19 @@ def test_only_the_first_two_steps_compile(stepping: Kernel) -> None:
 
 def test_several_processes_cut_each_step_in_two(stepping: Kernel) -> None:
     """Gradients go through the host here: one graph ends with them, another begins with their averages."""
-    counts, total = value(launch(stepping, "num_steps=4", num_processes=2))
+    counts, total = launch(stepping, "num_steps=4", num_processes=2).value
     assert counts[2:] == [0, 0]
     assert total == sum(counts) <= 4
 
 
 def test_accumulation_compiles_no_more_than_its_window(stepping: Kernel) -> None:
-    counts, _ = value(launch(stepping, "num_steps=8, num_micro=2"))
+    counts, _ = launch(stepping, "num_steps=8, num_micro=2").value
     assert sum(counts[4:]) == 0
 
 
 def test_a_batch_of_another_size_is_named(stepping: Kernel) -> None:
     cell = launch(stepping, "evaluates=[(32, 32, 32, 7, 7, 32)]")
-    _, total = value(cell)
+    _, total = cell.value
     assert total == 2 + 2
     assert "nblaunch: evaluating: 1 graph compiled in" in cell.stdout
     assert "nblaunch: evaluating step 4 compiled a new graph in" in cell.stdout
@@ -112,7 +111,7 @@ def test_the_head_of_the_table_counts_compilations(stepping: Kernel) -> None:
         "notebook_launcher(lambda m: train(m, num_steps=6), (nn.Linear(8, 4),), 1, dashboard='html')",
         timeout_s=60,
     )
-    _, total = value(cell)
+    _, total = cell.value
     head = cell.displays[0].data["text/plain"]
     assert re.search(rf"on 1 process \(xla, fork, {total} graphs compiled in \d+\.\d s\)", head), head
 
@@ -135,7 +134,7 @@ notebook_launcher(count, (nn.Linear(8, 4),), 1)
 """,
         timeout_s=40,
     )
-    assert value(cell) == ([(32, 8)] * 3, 70)
+    assert cell.value == ([(32, 8)] * 3, 70)
 
 
 def test_a_value_read_in_every_step_is_named(stepping: Kernel) -> None:
@@ -203,7 +202,7 @@ notebook_launcher(states, (nn.Linear(8, 4),), 1)
 """,
         timeout_s=40,
     )
-    assert value(cell) == ["COMPILING", "COMPILING", "TRAINING", "TRAINING"]
+    assert cell.value == ["COMPILING", "COMPILING", "TRAINING", "TRAINING"]
 
 
 def test_graphs_are_kept_in_a_folder_that_workers_share(stepping: Kernel) -> None:
@@ -221,4 +220,4 @@ len(os.listdir(folder + "/graphs"))
 """,
         timeout_s=40,
     )
-    assert value(cell) >= 2
+    assert cell.value >= 2

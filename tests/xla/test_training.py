@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
-from tests.xla.conftest import value
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -90,7 +89,7 @@ same = max(difference(weights[0], other) for other in weights[1:])
 """,
         timeout_s=90,
     )
-    results, same, returned, is_initialised, device = value(cell)
+    results, same, returned, is_initialised, device = cell.value
     assert {result[0] for result in results} == {"xla:0"}
     assert {result[1] for result in results} == {8}
     assert {result[2] for result in results} == {360}, "metrics must count every test image once"
@@ -114,7 +113,7 @@ difference(plain, model.state_dict()), difference(plain, untrained)
 """,
         timeout_s=90,
     )
-    error, distance = value(cell)
+    error, distance = cell.value
     # 44 steps of AdamW in float32, gradients summed in another order: the weights have moved by far more.
     assert error < 2e-3
     assert distance > 50 * error
@@ -128,7 +127,7 @@ difference(runs[0][4], runs[1][4]), is_initialised()
 """,
         timeout_s=60,
     )
-    assert value(cell) == (0.0, False)
+    assert cell.value == (0.0, False)
 
 
 def test_after_an_error(digits: Kernel) -> None:
@@ -146,7 +145,7 @@ notebook_launcher(fail, (build(),), num_processes=2)
     assert cell.error is not None
     assert len(cell.error.lines) <= 30, cell.describe()
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
-    assert value(cell) == 360
+    assert cell.value == 360
 
 
 def test_after_an_interrupt(digits: Kernel, tmp_path: Path) -> None:
@@ -171,7 +170,7 @@ notebook_launcher(endless, (build(),), num_processes=2)
     assert cell.error.name == "KeyboardInterrupt"
     assert digits.processes() == []
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=2)[2]", timeout_s=60)
-    assert value(cell) == 360
+    assert cell.value == 360
 
 
 def test_loaders_with_processes_of_their_own(digits: Kernel) -> None:
@@ -192,17 +191,17 @@ notebook_launcher(read, (build(),), num_processes=2)
 """,
         timeout_s=60,
     )
-    assert value(cell) == 720
+    assert cell.value == 720
 
 
 def test_one_worker_still_runs(digits: Kernel) -> None:
     """As on a host with one chip. Its last batch is completed, so that its shape is no new one."""
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]", timeout_s=60)
-    assert value(cell) == ("xla:0", 1, 360)
+    assert cell.value == ("xla:0", 1, 360)
 
 
 def test_the_workers_share_a_start_method_where_the_kernel_cannot_be_forked(digits: Kernel) -> None:
     cell = digits.run(
         'notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]', timeout_s=80
     )
-    assert value(cell) == ("xla:0", 2, 360)
+    assert cell.value == ("xla:0", 2, 360)
