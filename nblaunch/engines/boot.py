@@ -19,9 +19,9 @@ class Boot:
         assignments: one for a worker, all for a zygote.
         report_fd: a zygote's pipe to the kernel; -1 for a worker.
         has_shell: the kernel is an IPython shell, so ``display`` shall work here too.
+        log_path: where a zygote's own output goes.
         random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
             must not be imported before the number of threads is set.
-        log_path: where a zygote's own output goes.
     """
 
     assignments: tuple[Assignment, ...]
@@ -44,6 +44,7 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Put back what :func:`capture_random_states` returned in another process."""
     random.setstate(states["random"])
     if "numpy" in states:
         import numpy

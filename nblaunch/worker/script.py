@@ -80,7 +80,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 def _search_first(folder: str) -> None:
     """The launcher's own first entry gives way, as each program has its own. ``python -P`` has none."""
-    if sys.flags.safe_path if hasattr(sys.flags, "safe_path") else False:  # novm: looked for first
+    if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         return
     sys.path[:1] = [folder]
 
