@@ -13,8 +13,8 @@ from math import log10
 
 from nblaunch.dashboard import colours
 from nblaunch.dashboard.curves import Curve
-from nblaunch.dashboard.view import JobView, clean
-from nblaunch.dashboard.wording import count, loss, who
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.wording import clean, count, loss, who
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 _SPARK_POINTS = 24  # a point for 3 pixels

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from nblaunch.dashboard.view import clean
+from nblaunch.dashboard.wording import clean
 from nblaunch.events import Displayed, Event, LogLines, Note
 
 NUM_LINES = 60

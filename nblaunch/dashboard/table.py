@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import isfinite
 
 from nblaunch.dashboard.notices import Notice, notices
-from nblaunch.dashboard.view import JobView, RankView, clean
-from nblaunch.dashboard.wording import count, duration, loss, percent, rate, size, who, whole_duration
+from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.wording import clean, count, duration, loss, percent, rate, size, who, whole_duration
 from nblaunch.events import WorkerState
 
 MAX_ROWS = 16

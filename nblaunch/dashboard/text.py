@@ -14,7 +14,9 @@ from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.progress import live_line, progress_line
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.terminal import LiveLine
-from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view_events import fold
+from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import Event, JobFinished, JobStarted
 from nblaunch.wire.board import Sample
 

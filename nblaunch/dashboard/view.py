@@ -1,8 +1,8 @@
 """The state of a job as a dashboard sees it: a pure fold over events and board samples.
 
     view = JobView()
-    view = fold(view, event)                      # for every event
-    view = fold_samples(view, samples, now_s)     # for every look at the board
+    view = fold(view, event)                      # for every event, see view_events.py
+    view = fold_samples(view, samples, now_s)     # for every look at the board, see view_samples.py
 
 Owns what is known and derived: states, rates, time left, histories. Never formats, never looks at a clock, never
 changes a view in place. Renderers (text, HTML, widgets) read the same view, so that they can't disagree.
@@ -10,16 +10,13 @@ changes a view in place. Renderers (text, HTML, widgets) read the same view, so 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
-from nblaunch import events
-from nblaunch.dashboard.bars import Bar, read_bar
+from nblaunch.dashboard.bars import Bar
 from nblaunch.dashboard.curves import Curve
-from nblaunch.events import Event, ExitStatus, WorkerState
+from nblaunch.events import ExitStatus, WorkerState
 from nblaunch.wire.board import Sample
 
 HISTORY_LENGTH = 64
@@ -37,17 +34,6 @@ WINDOW_S = 10.0
 LINE_STAYS_S = 2.0
 """Seconds for which a line that a worker redraws is shown after it printed another: mostly it comes back at once."""
 
-_MARK_SPACING_S = 0.5
-_SAME_LOSS_S = 2.0  # a loss that is the same for longer stands still
-_LINE_LENGTH = 400  # characters of an output line that a view keeps
-_NUM_NOTES = 20
-_NUM_CURVES = 12  # logged metrics that are kept for charts
-_STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
-_PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-_BREAKS = re.compile(r"[\n\v\f\r\x85\u2028\u2029]+")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-
 
 @dataclass(frozen=True)
 class Mark:
@@ -58,6 +44,18 @@ class Mark:
     samples: int
     own_time_s: float = 0.0
     own_steps: int = 0
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """How far a rank came with its last pass over training data; terms as in :class:`RankView`."""
+
+    step: int
+    total: int
+    epoch: int
+    steps_per_s: float | None
+    samples_per_s: float | None
+    own_step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,7 @@ class RankView:
         device_peak_bytes: the most so far.
         device_limit_bytes: all there is.
         device_use: share of the last moments in which its device computed, 0 to 1; None where nothing is known.
+        trained: the last pass over training data, which is what the end of a job is told by; None before the first.
         sample: what its slot of the board held at the last look.
     """
 
@@ -136,9 +135,14 @@ class RankView:
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
+    trained: TrainingPass | None = None
     sample: Sample | None = None
     marks: tuple[Mark, ...] = ()
     steps_done: int = 0
+
+    def without_line(self) -> RankView:
+        """With nothing that it was drawing."""
+        return replace(self, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
 
     @property
     def loss_history(self) -> tuple[float, ...]:
@@ -246,353 +250,3 @@ class JobView:
         """Seconds until the slowest rank has ended its present pass; None where that is unknown."""
         known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(known, default=None)
-
-
-def clean(text: str) -> str:
-    """``text`` as one line on paper: without escape sequences, control characters and breaks, and not too long."""
-    if not text.isprintable():
-        text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
-        text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= _LINE_LENGTH else text[: _LINE_LENGTH - 1] + "…"
-
-
-# --- events --------------------------------------------------------------------------------------------------------
-
-
-def fold(view: JobView, event: Event) -> JobView:
-    """The view after ``event``. Events of unknown types or ranks leave it as it is."""
-    on_job = _JOB_FOLDS.get(type(event))
-    if on_job is not None:
-        return on_job(view, event)
-    on_rank = _RANK_FOLDS.get(type(event))
-    if on_rank is None or not 0 <= event.rank < len(view.ranks):
-        return view
-    return _with_rank(view, on_rank(view, view.ranks[event.rank], event))
-
-
-def _with_rank(view: JobView, rank: RankView) -> JobView:
-    return replace(view, ranks=(*view.ranks[: rank.rank], rank, *view.ranks[rank.rank + 1 :]))
-
-
-def _job_started(view: JobView, event: events.JobStarted) -> JobView:
-    return replace(
-        view,
-        function_name=clean(event.function_name),
-        num_processes=event.num_processes,
-        backend=event.backend,
-        start_method=event.start_method,
-        reason=event.reason,
-        detour=clean(event.detour),
-        strategy="" if event.strategy == "auto" else clean(event.strategy),
-        mixed_precision="" if event.mixed_precision == "no" else clean(event.mixed_precision),
-        log_dir=event.log_dir,
-        attempt=event.attempt,
-        # A restart is the same job to the person who waits for it.
-        started_s=view.started_s if event.attempt and view.started_s else event.time_s,
-        now_s=event.time_s,
-        outcome="",
-        failed_rank=None,
-        message="",
-        hang=(),
-        facts={},
-        host_bytes=None,
-        ranks=tuple(RankView(rank) for rank in range(event.num_processes)),
-    )
-
-
-def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
-    view = replace(
-        view,
-        outcome=event.outcome,
-        is_early=event.is_early,
-        failed_rank=event.failed_rank,
-        message=event.message,
-        now_s=max(event.time_s, view.started_s),
-    )
-    return replace(view, ranks=tuple(_settle(view, rank) for rank in view.ranks))
-
-
-def _settle(view: JobView, rank: RankView) -> RankView:
-    """A rank's last state, now that the outcome is known: what was stopped did not fail, and what failed is said."""
-    if view.outcome == "failed" and rank.rank == view.failed_rank:
-        return replace(rank, state=WorkerState.FAILED, failure=rank.failure or _first_line(view.message))
-    was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
-    if rank.state is WorkerState.FAILED and was_stopped and not rank.is_consequence:
-        return replace(rank, state=WorkerState.STOPPED, failure="")
-    if rank.state.is_final:
-        return rank
-    is_done = rank.has_returned or view.outcome == "done"
-    return replace(_without_line(rank), state=WorkerState.DONE if is_done else WorkerState.STOPPED)
-
-
-def _note(view: JobView, event: events.Note) -> JobView:
-    if event.kind == "hang":
-        return replace(view, hang=tuple(clean(line) for line in event.text.splitlines()))
-    note = (event.rank, clean(event.text))
-    if event.kind == "warning" and note not in view.warnings:
-        view = replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
-    return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
-
-
-def _fact(view: JobView, event: events.Fact) -> JobView:
-    return replace(view, facts={**view.facts, clean(event.name): clean(event.text)})
-
-
-def _log_lines(view: JobView, event: events.LogLines) -> JobView:
-    if not event.lines or not 0 <= event.rank < len(view.ranks):
-        return view
-    last = tuple((event.rank, clean(line)) for line in event.lines[-TAIL_LENGTH:])
-    rank = view.ranks[event.rank]
-    rank = replace(
-        rank,
-        last_line=last[-1][1],
-        num_lines=rank.num_lines + len(event.lines),
-        moved_s=max(rank.moved_s, event.time_s),
-    )
-    return replace(_with_rank(view, rank), tail=(*view.tail, *last)[-TAIL_LENGTH:])
-
-
-def _displayed(view: JobView, event: events.Displayed) -> JobView:
-    text = clean(str(event.data.get("text/plain", ""))) or clean(", ".join(event.data))
-    if event.update:
-        return view
-    return replace(view, tail=(*view.tail, (event.rank, f"displayed: {text}"))[-TAIL_LENGTH:])
-
-
-def _started(view: JobView, rank: RankView, event: events.Started) -> RankView:
-    return replace(rank, pid=event.pid, state=max(rank.state, WorkerState.RUNNING))
-
-
-def _metric(view: JobView, event: events.Metric) -> JobView:
-    if not 0 <= event.rank < len(view.ranks):
-        return view
-    rank = view.ranks[event.rank]
-    rank = replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
-    return replace(_with_rank(view, rank), curves=_with_points(view.curves, event))
-
-
-def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[str, Curve]:
-    """``curves`` with the numbers of ``event``; what is no number, or not finite, can't be drawn."""
-    extended = dict(curves)
-    for name, value in event.values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-        if not is_number or (name not in extended and len(extended) >= _NUM_CURVES):
-            continue
-        curve = extended.get(name, Curve())
-        step = curve.num_seen if event.step is None else event.step
-        extended[name] = curve.extended(float(step), float(value), CHART_LENGTH)
-    return extended
-
-
-def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
-    if not 0 <= event.rank < len(view.ranks) or view.ranks[event.rank].state.is_final:
-        return view
-    rank = view.ranks[event.rank]
-    peak = max(event.num_bytes, rank.host_peak_bytes or 0)
-    view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
-    # Of ranks that ended, the memory is free again.
-    total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
-    return replace(
-        view,
-        host_bytes=total,
-        host_peak_bytes=max(total, view.host_peak_bytes or 0),
-        is_host_proportional=event.is_proportional,
-    )
-
-
-def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
-    line = clean(event.text).strip()
-    rank = replace(rank, moved_s=max(rank.moved_s, event.time_s))
-    if not line and (rank.bar is not None or rank.is_redrawn):
-        return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
-    is_redrawn = rank.status_line != "" and line != ""
-    return replace(rank, status_line=line, bar=read_bar(line), is_redrawn=is_redrawn, line_gone_s=0.0)
-
-
-def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankView:
-    return replace(rank, device_use=event.share)
-
-
-def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView:
-    state = rank.state if rank.state.is_final else WorkerState.FINISHING
-    return replace(rank, state=state, has_returned=True)
-
-
-def _failed(view: JobView, rank: RankView, event: events.Failed) -> RankView:
-    if event.info.type_name.rpartition(".")[2] == "KeyboardInterrupt":
-        return replace(_without_line(rank), state=WorkerState.STOPPED)
-    return replace(
-        _without_line(rank),
-        state=WorkerState.FAILED,
-        failure=describe_failure(event.info),
-        is_consequence=event.is_consequence,
-    )
-
-
-def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
-    rank = replace(_without_line(rank), exit_status=event.status)
-    if rank.state.is_final:
-        return rank
-    if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
-        # Perhaps ended by the launcher, because a thread lingered.
-        return replace(rank, state=WorkerState.DONE)
-    others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
-    if others_failed and event.status.code in _STOP_SIGNALS:
-        return replace(rank, state=WorkerState.STOPPED)
-    failure = str(event.status)
-    if not rank.has_returned and event.status.code >= 0:
-        failure += " before the function returned"
-    return replace(rank, state=WorkerState.FAILED, failure=failure)
-
-
-def describe_failure(info: events.ExceptionInfo) -> str:
-    """An exception in one line: type, message, and the last line of the user's own code."""
-    line = f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": ")
-    own = [frame for frame in info.frames if frame.is_user]
-    if own:
-        line += f" (line {own[-1].lineno}: {own[-1].line.strip()})".replace(": )", ")")
-    return clean(line)
-
-
-def _first_line(text: str) -> str:
-    return clean(text.strip().partition("\n")[0])
-
-
-_JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
-    events.JobStarted: _job_started,
-    events.JobFinished: _job_finished,
-    events.Note: _note,
-    events.Fact: _fact,
-    events.LogLines: _log_lines,
-    events.Displayed: _displayed,
-    events.Metric: _metric,
-    events.HostMemory: _host_memory,
-}
-
-_RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
-    events.Started: _started,
-    events.StatusLine: _status_line,
-    events.DeviceUse: _device_use,
-    events.Finished: _finished,
-    events.Failed: _failed,
-    events.Exited: _exited,
-}
-
-
-# --- samples -------------------------------------------------------------------------------------------------------
-
-
-def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobView:
-    """The view after a look at the board at ``now_s`` (``time.time()``). Cheap where nothing moved."""
-    ranks = view.ranks
-    changed = [
-        sample for sample in samples if 0 <= sample.rank < len(ranks) and sample != ranks[sample.rank].sample
-    ]
-    if changed:
-        moved = list(ranks)
-        for sample in changed:
-            moved[sample.rank] = _sampled(moved[sample.rank], sample, now_s)
-        ranks = tuple(moved)
-    if any(_has_lost_line(rank, now_s) for rank in ranks):
-        ranks = tuple(_without_line(rank) if _has_lost_line(rank, now_s) else rank for rank in ranks)
-    return replace(view, ranks=ranks, now_s=view.now_s if view.is_over else max(now_s, view.now_s))
-
-
-def _has_lost_line(rank: RankView, now_s: float) -> bool:
-    return rank.line_gone_s > 0 and now_s - rank.line_gone_s >= LINE_STAYS_S
-
-
-def _without_line(rank: RankView) -> RankView:
-    return replace(rank, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
-
-
-def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
-    last = rank.sample or Sample(rank.rank)
-    is_new_pass = _is_new_pass(last, sample)
-    has_new_state = rank.state_s == 0.0 or sample.state != last.state
-    has_waited = has_new_state and last.state is WorkerState.WAITING
-    steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
-    moved = is_new_pass or sample.step != last.step
-    marks = _marked(() if is_new_pass else rank.marks, sample, steps_done)
-    steps_per_s, samples_per_s = _rates(marks, rank)
-    return replace(
-        _with_loss(rank, sample, steps_done, moved=moved),
-        state=_state(rank, sample.state),
-        step=sample.step,
-        total=sample.total,
-        epoch=sample.epoch,
-        steps_per_s=steps_per_s,
-        samples_per_s=samples_per_s,
-        own_step_s=_own_step_s(marks, rank),
-        stepped_s=now_s if moved else rank.stepped_s,
-        moved_s=now_s,
-        state_s=now_s if has_new_state else rank.state_s,
-        waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
-        num_waits=rank.num_waits + (has_new_state and sample.state is WorkerState.WAITING),
-        device_bytes=sample.device_bytes or rank.device_bytes,
-        device_peak_bytes=sample.device_peak_bytes or rank.device_peak_bytes,
-        device_limit_bytes=sample.device_limit_bytes or rank.device_limit_bytes,
-        sample=sample,
-        marks=marks,
-        steps_done=steps_done,
-    )
-
-
-def _is_new_pass(last: Sample, sample: Sample) -> bool:
-    if sample.step < last.step or (sample.epoch, sample.total) != (last.epoch, last.total):
-        return True
-    return last.state != sample.state and {last.state, sample.state} == _PASSES
-
-
-def _state(rank: RankView, told: WorkerState) -> WorkerState:
-    """Events say when a worker starts and how it ends; in between the board knows better."""
-    if rank.state.is_final:
-        return rank.state
-    if rank.has_returned:
-        return WorkerState.FINISHING
-    if told.is_final:  # its end is near; how it ended is the event's to say
-        return rank.state
-    return max(told, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else told
-
-
-def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[Mark, ...]:
-    """``marks`` with the newest point last, older ones spaced out and dropped beyond the window."""
-    if sample.step_time_s <= 0:
-        return marks
-    newest = Mark(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
-    if marks and newest.time_s <= marks[-1].time_s:
-        return marks
-    # The last point is provisional: it is replaced until it is far enough from the one before.
-    if len(marks) >= 2 and marks[-1].time_s - marks[-2].time_s < _MARK_SPACING_S:
-        marks = marks[:-1]
-    while len(marks) >= 2 and newest.time_s - marks[1].time_s >= WINDOW_S:
-        marks = marks[1:]
-    return (*marks, newest)
-
-
-def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float | None]:
-    """Steps and samples per second over the window; what was known before while a new pass has too few points."""
-    if len(marks) < 2 or marks[-1].steps == marks[0].steps:
-        return rank.steps_per_s, rank.samples_per_s
-    span_s = marks[-1].time_s - marks[0].time_s
-    num_samples = marks[-1].samples - marks[0].samples
-    return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
-
-
-def _own_step_s(marks: tuple[Mark, ...], rank: RankView) -> float | None:
-    num_steps = marks[-1].own_steps - marks[0].own_steps if marks else 0
-    if num_steps <= 0:
-        return rank.own_step_s
-    return max(marks[-1].own_time_s - marks[0].own_time_s, 0.0) / num_steps
-
-
-def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:
-    loss = sample.loss
-    if loss is None or (loss == rank.loss and not moved):
-        return rank
-    if not isfinite(loss):
-        return replace(rank, loss=loss)
-    latest = rank.losses.latest
-    if loss == rank.loss and latest and steps_done - latest[0] < (rank.steps_per_s or 0.0) * _SAME_LOSS_S:
-        return rank  # losses are told twice a second, whatever the number of steps: it is most likely the one of before
-    return replace(rank, loss=loss, losses=rank.losses.extended(float(steps_done), loss, HISTORY_LENGTH))

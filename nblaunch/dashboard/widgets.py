@@ -16,7 +16,9 @@ from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.logbook import LogBook
 from nblaunch.dashboard.output import Bundle, Output, Publish
 from nblaunch.dashboard.text import broken_off
-from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view_events import fold
+from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import Event, JobStarted
 from nblaunch.wire.board import Sample
 

@@ -1,9 +1,15 @@
-"""How numbers and ranks read in a dashboard: short, aligned, the same in every renderer."""
+"""How numbers, ranks and what others wrote read in a dashboard: short, aligned, the same in every renderer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import isfinite
+
+_LINE_LENGTH = 400  # characters of foreign text at most
+_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+_BREAKS = re.compile(r"[\n\v\f\r\x85\u2028\u2029]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def duration(seconds: float) -> str:
@@ -77,3 +83,11 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             found.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def clean(text: str) -> str:
+    """``text`` as one line on paper: without escape sequences, control characters and breaks, and not too long."""
+    if not text.isprintable():
+        text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
+        text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= _LINE_LENGTH else text[: _LINE_LENGTH - 1] + "…"

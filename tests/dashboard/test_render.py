@@ -15,7 +15,9 @@ from nblaunch.dashboard.html import mimebundle, render_html
 from nblaunch.dashboard.progress import live_line, progress_line
 from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import render_text
-from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view_events import fold
+from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.dashboard.wording import count, duration, loss, rate, who
 from nblaunch.events import (
     Event,

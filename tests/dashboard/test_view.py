@@ -11,15 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.dashboard.bars import read_bar
-from nblaunch.dashboard.view import (
-    HISTORY_LENGTH,
-    LINE_STAYS_S,
-    TAIL_LENGTH,
-    JobView,
-    clean,
-    fold,
-    fold_samples,
-)
+from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView
+from nblaunch.dashboard.view_events import fold
+from nblaunch.dashboard.view_samples import fold_samples
+from nblaunch.dashboard.wording import clean
 from nblaunch.events import (
     Displayed,
     Event,
@@ -361,3 +356,37 @@ def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]])
         assert len(rank.loss_history) <= HISTORY_LENGTH
         assert rank.left_s is None or rank.left_s >= 0
         assert rank.fraction is None or 0 <= rank.fraction <= 1
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        # The evaluation at the end has six steps; the last look at the training came before its last step.
+        ([(20, 22, 0, "TRAINING"), (6, 6, 1, "EVALUATING")], (22, 22, 1)),
+        ([(20, 22, 0, "TRAINING"), (6, 6, 1, "EVALUATING"), (6, 6, 1, "FINISHING")], (22, 22, 1)),
+        ([(20, 22, 0, "TRAINING"), (22, 22, 0, "WAITING"), (22, 22, 0, "FINISHING")], (22, 22, 0)),
+        ([(7, 22, 0, "TRAINING"), (6, 6, 0, "EVALUATING")], (7, 22, 0)),  # left by break
+        ([(6, 6, 0, "EVALUATING")], (6, 6, 0)),
+        ([(9, -1, 0, "TRAINING"), (6, 6, 1, "EVALUATING")], (9, -1, 1)),
+    ],
+)
+def test_a_rank_that_is_done_tells_of_its_training(
+    looks: list[tuple[int, int, int, str]], expected: tuple[int, int, int]
+) -> None:
+    view = view_of(started(1))
+    for number, (step, total, epoch, state) in enumerate(looks):
+        seen = sample(0, step, total, epoch=epoch, state=WorkerState[state])
+        view = fold_samples(view, [seen], START_S + number)
+        assert (view.ranks[0].step, view.ranks[0].total) == (
+            step,
+            total,
+        )  # while it runs, of what it does now
+    (rank,) = view_of(ended(1), view).ranks
+    assert (rank.step, rank.total, rank.epoch) == expected
+
+
+def test_a_rank_that_failed_tells_where_it_was() -> None:
+    view = fold_samples(view_of(started(1)), [sample(0, 20, 22, state=WorkerState.TRAINING)], START_S)
+    view = fold_samples(view, [sample(0, 3, 6, epoch=1, state=WorkerState.EVALUATING)], START_S + 1)
+    view = view_of([raised(0), JobFinished(-1, START_S + 4, outcome="failed", failed_rank=0)], view)
+    assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)

@@ -17,7 +17,9 @@ from nblaunch.dashboard.base import Controls
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.logbook import NUM_LINES, LogBook
 from nblaunch.dashboard.output import Bundle
-from nblaunch.dashboard.view import JobView, fold, fold_samples
+from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.view_events import fold
+from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.dashboard.widget_valve import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import Displayed, LogLines, Note, StatusLine
