@@ -73,7 +73,6 @@ TABLE = {
         Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag, False, "compile models in one piece"),
         Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag, None, "compile for changing shapes"),
         Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag, False, "compile repeated blocks only"),
-        Variable("MPLBACKEND", str, "", "matplotlib backend; fresh workers get the kernel's"),
     )
 }  # fmt: skip
 

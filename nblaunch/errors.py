@@ -1,4 +1,4 @@
-"""Every exception that nblaunch raises by its own name.
+"""Every exception that nblaunch raises by its own name, but for those of wrong settings (``config.ConfigError``).
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function

@@ -47,11 +47,9 @@ def _host_memory() -> dict[str, int]:
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that the group would give up before anything is killed."""
-    for line in system_files.read(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
+    values = dict(line.split() for line in system_files.read(folder / "memory.stat").splitlines())
+    # Version 1 tells both, and what is in use there counts groups below this one.
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
 def _number(folder: Path, *names: str) -> int | None:

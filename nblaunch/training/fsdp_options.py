@@ -1,6 +1,6 @@
 """How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with the reference's fields.
 
-Plain data that checks itself. What it means is decided in ``strategies/fsdp2.py``; nothing here touches a device.
+Plain data that checks itself. What it means is decided in ``strategies/fsdp2/``; nothing here touches a device.
 """
 
 from __future__ import annotations

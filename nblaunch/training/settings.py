@@ -41,8 +41,8 @@ HANDLERS = (
 
 # Arguments of the reference's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
-    "megatron_lm_plugin": "models are spread with DistributedDataParallel",
-    "parallelism_config": "models are spread with DistributedDataParallel",
+    "megatron_lm_plugin": "models are spread with DistributedDataParallel, FSDP2 or DeepSpeed",
+    "parallelism_config": "models are spread with DistributedDataParallel, FSDP2 or DeepSpeed",
 }
 
 

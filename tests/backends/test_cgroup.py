@@ -74,7 +74,7 @@ def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota:
             {
                 "memory.limit_in_bytes": "2000",
                 "memory.usage_in_bytes": "1900",
-                "memory.stat": "total_inactive_file 2",
+                "memory.stat": "inactive_file 1\ntotal_inactive_file 2",
             },
             (2_000, 102),
         ),

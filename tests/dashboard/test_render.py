@@ -424,7 +424,10 @@ def test_a_flat_loss_can_be_drawn() -> None:
     view = view_of(started(1))
     for step in range(5):
         view = fold_samples(view, [sample(0, step, loss=0.5)], START_S + step)
-    Reader(render_html(view))
+    (points,) = re.findall(r'<polyline points="([^"]*)"', render_html(view))
+    heights = {float(point.split(",")[1]) for point in points.split()}
+    assert len(heights) == 1
+    assert 0 <= heights.pop() <= 16
 
 
 def test_the_output_of_a_detached_job_is_part_of_its_table() -> None:
