@@ -1,10 +1,11 @@
 """Utilities, under the name that scripts written for Hugging Face Accelerate import them from.
 
-This module only hands on objects that live in ``nblaunch.training``; it defines nothing.
+This module only hands on objects that live elsewhere, most of them in ``nblaunch.training``; it defines nothing.
 """
 
 from __future__ import annotations
 
+from nblaunch.cli.config import write_basic_config
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training.availability import (
     is_aim_available,
@@ -200,4 +201,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]

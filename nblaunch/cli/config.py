@@ -8,6 +8,7 @@ nblaunch config show       show the file
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nblaunch.cli.machine import Machine
 from nblaunch.cli.questions import ask_all, detected
 from nblaunch.cli.usage import UsageError
 from nblaunch.config import files
-from nblaunch.config.resolving import ConfigError, Layer, resolve
+from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 
 _ACTIONS = ("default", "show")
 
@@ -49,6 +50,29 @@ def run(arguments: argparse.Namespace) -> int:
         return _write_default(path) if arguments.action == "default" else _ask(path)
     except ConfigError as error:
         raise UsageError(str(error)) from None
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | bool:
+    """Write what this machine suggests as the defaults of ``nblaunch launch``, as ``nblaunch config default`` does.
+
+    Args:
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        save_location: the file; None = the one that ``nblaunch launch`` reads by itself.
+
+    Returns:
+        The file; False where it was there already and stays as it is.
+
+    Raises:
+        ValueError: the precision is none of those, or can't be had with what this machine suggests.
+    """
+    path = files.default_path() if save_location is None else Path(save_location).expanduser()
+    if path.exists():
+        print(f"{path}: is there already, and is not overwritten")
+        return False
+    _write(path, {**detected(Machine.here()), "mixed_precision": convert("mixed_precision", mixed_precision)})
+    return path
 
 
 def _show(path: Path) -> int:

@@ -15,10 +15,11 @@ import pytest
 
 from nblaunch.cli.asking import Asker, Convert
 from nblaunch.cli.machine import Machine
-from nblaunch.cli.questions import QUESTIONS, ask_all
+from nblaunch.cli.questions import QUESTIONS, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.launching import spec_of
 from nblaunch.config.resolving import resolve
+from nblaunch.utils import write_basic_config
 from tests.cli.conftest import PROGRAM, Ended, launch, script
 
 Command = Callable[..., Ended]
@@ -204,6 +205,21 @@ def test_the_default_file_is_written_once(command: Command) -> None:
     again = command("config", "default")
     assert again.code == 2
     assert "not overwritten" in again.err
+
+
+def test_a_notebook_writes_the_default_file_as_tutorials_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "folder" / "mine.yaml"
+    assert write_basic_config("bf16", path) == path
+    assert files.read(path).values == {**detected(Machine.here()), "mixed_precision": "bf16"}
+    text = path.read_text()
+    assert write_basic_config("no", str(path)) is False
+    assert path.read_text() == text
+    assert "not overwritten" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="fp5"):
+        write_basic_config("fp5", tmp_path / "other.yaml")
+    assert not (tmp_path / "other.yaml").exists()
 
 
 def test_an_empty_name_is_not_the_default_file(command: Command) -> None:

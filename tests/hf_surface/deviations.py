@@ -16,7 +16,7 @@ OTHER_DEVICES = "there is no backend for this device family"
 INTERNAL = "an inner part of the reference that scripts don't call"
 CONSTRUCTED_BY_PREPARE = "the Accelerator makes it; its other arguments are the parts that it is made of"
 KEYWORD_ONLY = "keyword-only behind the first arguments, because the reference inserts new ones in the middle"
-CONFIGURATION_FILES = "the launcher's own business; scripts don't need it"
+CONFIGURATION_FILES = "nblaunch has a default file of its own"
 
 DEVIATIONS: dict[str, list[str]] = {
     FORMS_OF_PARALLELISM: [
@@ -51,10 +51,11 @@ DEVIATIONS: dict[str, list[str]] = {
         "utils.is_xccl_available", "utils.is_rocm_available",
         "utils.is_amdsmi_available", "utils.install_xla",
     ],
+    CONFIGURATION_FILES: ["utils.write_basic_config(save_location)"],
     "only SageMaker, or only the reference's own command line, needs it": [
         "*agemak*", "*SageMaker*", "utils.ComputeEnvironment", "utils.PrepareForLaunch", "utils.prepare_*_env",
         "utils.prepare_sagemager_args_inputs",
-        "utils.prepare_tpu", "utils.write_basic_config", "utils.convert_dict_to_env_variables", "launchers.test_launch",
+        "utils.prepare_tpu", "utils.convert_dict_to_env_variables", "launchers.test_launch",
         "utils.merge_fsdp_weights", "utils.get_cpu_distributed_information", "utils.set_numa_affinity",
         "utils.check_cuda_p2p_ib_support", "utils.check_os_kernel", "utils.is_port_in_use",
         "utils.are_libraries_initialized",
