@@ -49,6 +49,11 @@ def driver_version(program: str) -> str | None:
     return answer[0] if answer else None
 
 
+def descriptions(program: str) -> list[str]:
+    """Name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    return _ask(program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").splitlines()
+
+
 class SmiMeter(DeviceMeter):
     """Reads whole GPUs through nvidia-smi, a process for each reading. It does not tell of MIG instances.
 

@@ -13,15 +13,13 @@ import json
 import os
 import platform as system_platform
 import resource
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 from nblaunch import backends, env, platforms
-from nblaunch.backends import cgroup, cpu, cuda_host, tpu_host
+from nblaunch.backends import cgroup, cpu, cuda_host, nvidia_smi, tpu_host
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
@@ -36,7 +34,6 @@ _PACKAGES = (
 
 _SMALL_SHM_BYTES = 512 << 20
 _FILES_PER_PROCESS = 64  # descriptors that a launcher holds for a worker, generously
-_SMI_QUERY = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -160,16 +157,8 @@ def _devices() -> dict[str, dict[str, Any]]:
 
 def _gpus() -> list[str]:
     """Name, driver and memory of each GPU of the host, as its driver tells; also of those that are hidden."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        answer = subprocess.run(
-            [program, *_SMI_QUERY], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
+    program = nvidia_smi.program()
+    return nvidia_smi.descriptions(program) if program is not None else []
 
 
 def _memory() -> dict[str, int | None]:
