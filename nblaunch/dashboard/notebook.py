@@ -6,23 +6,20 @@ also what a saved notebook keeps, with no widget state. Never prints: lines are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import final
 
-from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.base import Pace
 from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.output import Bundle, Output, Publish
-from nblaunch.dashboard.text import broken_off, render_text
+from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.events import Event, JobStarted
-from nblaunch.wire.board import Sample
+from nblaunch.dashboard.viewing import ViewingDashboard
 
 
 @final
-class NotebookDashboard(Dashboard):
+class NotebookDashboard(ViewingDashboard):
     """The table of a job, shown through one display id.
 
     Args:
@@ -41,39 +38,25 @@ class NotebookDashboard(Dashboard):
         publish: Publish | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        # A short job publishes its final table only.
+        super().__init__(Pace(first_s=0.0 if background else 0.25, clock=clock))
         self._is_background = background
         self._is_html = is_html
         self._output = Output(publish)
-        # A short job publishes its final table only.
-        self._pace = Pace(first_s=0.0 if background else 0.25, clock=clock)
-        self._view = JobView()
         self._looked_at: tuple[JobView, int] | None = None
-        self._is_closed = False
         if background:
             self._show(self._view)
 
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and not self._view.is_started:
-            self._pace.restart()
-        self._view = fold(self._view, event)
-
-    def on_samples(self, samples: Sequence[Sample]) -> None:
-        if self._is_closed or not self._view.is_started:
-            return
-        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
-        # Once the job is over, close() is near and publishes the final table.
-        if not self._view.is_over and self._pace.is_due() and self._may_differ():
-            self._show(self._view)
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._view.is_started or self._output.shown is not None:
-            self._show(broken_off(self._view), is_final=True)
-
     def show_again(self) -> bool:
         return self._output.show_again()
+
+    def _draw(self) -> None:
+        if self._may_differ():
+            self._show(self._view)
+
+    def _draw_last(self, view: JobView) -> None:
+        if view.is_started or self._output.shown is not None:
+            self._show(view, is_final=True)
 
     def _may_differ(self) -> bool:
         """Whether rendering is worth while: something was told, or the clock shows another second."""

@@ -10,15 +10,12 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TextIO, final
 
-from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.base import Pace
 from nblaunch.dashboard.progress import live_line, progress_line
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.events import Event, JobFinished, JobStarted
-from nblaunch.wire.board import Sample
+from nblaunch.dashboard.viewing import ViewingDashboard
 
 _DETAIL_WIDTH = 60
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # a redrawn line: before the first, and between two
@@ -95,7 +92,7 @@ def write(stream: TextIO, text: str) -> None:
 
 
 @final
-class TextDashboard(Dashboard):
+class TextDashboard(ViewingDashboard):
     """A line of progress, and a table at the end.
 
     On a terminal one line is redrawn in place, as tqdm does. Elsewhere (a file, a pipe, a batch job's log) a new line
@@ -121,26 +118,15 @@ class TextDashboard(Dashboard):
         self._stream = stream
         self._live = live if live is not None and live.is_possible else None
         if self._live is not None:
-            self._pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
+            pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
         else:
-            self._pace = Pace(
+            pace = Pace(
                 first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
             )
-        self._view = JobView()
+        super().__init__(pace)
         self._last_line = ""
-        self._is_closed = False
 
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and not self._view.is_started:
-            self._pace.restart()
-        self._view = fold(self._view, event)
-
-    def on_samples(self, samples: Sequence[Sample]) -> None:
-        if self._is_closed or not self._view.is_started:
-            return
-        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
-        if self._view.is_over or not self._pace.is_due():
-            return
+    def _draw(self) -> None:
         self._pace.mark()
         if self._live is not None:
             self._live.show(live_line(self._view, self._live.width, has_blocks=self._live.can_draw_blocks))
@@ -150,21 +136,13 @@ class TextDashboard(Dashboard):
             self._last_line = line
             self._write(line + "\n")
 
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+    def _draw_last(self, view: JobView) -> None:
         if self._live is not None:
             self._live.clear()
-        if self._view.is_started:
-            self._write(render_text(broken_off(self._view)) + "\n")
+        if view.is_started:
+            self._write(render_text(view) + "\n")
 
     def _write(self, text: str) -> None:
         stream = sys.stderr if self._stream is None else self._stream
         write(stream, text)
         stream.flush()
-
-
-def broken_off(view: JobView) -> JobView:
-    """``view``, as cancelled if nobody said how the job ended: closing is then all that is known."""
-    return view if view.is_over else fold(view, JobFinished(-1, view.now_s, outcome="cancelled"))

@@ -7,20 +7,17 @@ made, the HTML table takes their place: the job goes on. Imports nothing of ipyw
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import Protocol, final
 
-from nblaunch.dashboard.base import Controls, Dashboard, Pace
+from nblaunch.dashboard.base import Controls, Pace
 from nblaunch.dashboard.html import mimebundle
 from nblaunch.dashboard.logbook import LogBook
 from nblaunch.dashboard.output import Bundle, Output, Publish
-from nblaunch.dashboard.text import broken_off
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.events import Event, JobStarted
-from nblaunch.wire.board import Sample
+from nblaunch.dashboard.viewing import ViewingDashboard
+from nblaunch.events import Event
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +38,7 @@ class LivePanel(Protocol):
 
 
 @final
-class WidgetsDashboard(Dashboard):
+class WidgetsDashboard(ViewingDashboard):
     """A job as widgets, shown through one display id.
 
     Args:
@@ -60,33 +57,20 @@ class WidgetsDashboard(Dashboard):
         open_panel: Callable[[LogBook], LivePanel] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        first_s = 0.0 if background else 0.25
+        super().__init__(Pace(first_s=first_s, interval_s=INTERVAL_S, slow_s=INTERVAL_S, clock=clock))
         self._is_background = background
         self._output = Output(publish)
         self._open_panel = open_panel or _open_panel
-        self._pace = Pace(
-            first_s=0.0 if background else 0.25, interval_s=INTERVAL_S, slow_s=INTERVAL_S, clock=clock
-        )
-        self._view = JobView()
         self._book = LogBook()
         self._panel: LivePanel | None = None
         self._is_plain = False
-        self._is_closed = False
         if background:
             self._show(self._view)
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and not self._view.is_started:
-            self._pace.restart()
-        self._view = fold(self._view, event)
+        super().on_event(event)
         self._book.add(event)
-
-    def on_samples(self, samples: Sequence[Sample]) -> None:
-        if self._is_closed or not self._view.is_started:
-            return
-        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
-        # Once the job is over, close() is near and publishes the final table.
-        if not self._view.is_over and self._pace.is_due():
-            self._show(self._view)
 
     def control(self, controls: Controls) -> None:
         if self._is_background and self._panel is not None:
@@ -95,12 +79,12 @@ class WidgetsDashboard(Dashboard):
     def show_again(self) -> bool:
         return self._output.show_again()
 
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        lasting = mimebundle(broken_off(self._view), with_output=self._is_background)
-        if self._view.is_started or self._output.shown is not None:
+    def _draw(self) -> None:
+        self._show(self._view)
+
+    def _draw_last(self, view: JobView) -> None:
+        lasting = mimebundle(view, with_output=self._is_background)
+        if view.is_started or self._output.shown is not None:
             self._output.show(lasting, even_if_same=True)
         # Only now: the output is replaced before its widgets vanish.
         if self._panel is not None:
