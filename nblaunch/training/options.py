@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-PRECISIONS = ("no", "fp16", "bf16")
 RNG_TYPES = ("generator", "torch", "cuda", "xla")
 
 

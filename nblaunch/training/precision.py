@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from nblaunch.backends.base import Backend
+from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training import nested
-from nblaunch.training.options import PRECISIONS, AutocastKwargs, GradScalerKwargs, check_choice
+from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
 
 
 class Precision:
@@ -153,7 +154,7 @@ def resolve(name: Any, backend: Backend) -> str:
         ValueError: unknown, or impossible on this device, with the reason.
     """
     name = str(getattr(name, "value", name)).lower()
-    check_choice("mixed_precision", name, PRECISIONS)
+    check_choice("mixed_precision", name, MIXED_PRECISIONS)
     reason = backend.supports_precision(name)
     if reason is not None:
         raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,7 +133,7 @@ class Preparer:
         line = memory_line(inner, self.session.member)
         if line is not None:
             ctx = context.current()
-            ctx.emit(Note(rank=-1, time_s=time.time(), text=line))
+            ctx.emit(Note.of_job(line))
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ def tell(engine: Any, name: str, member: Member) -> None:
     sizes = collectives.gather_object([_part_bytes(engine, stage)])
     if member.topology.rank == 0:
         text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
-        context.current().emit(Note(rank=-1, time_s=time.time(), text=text))
+        context.current().emit(Note.of_job(text))
 
 
 def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:

@@ -7,7 +7,6 @@ What belongs to it: which modules are units (``units``), where their parts come 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -132,7 +131,7 @@ class Fsdp2Strategy(Strategy):
         sizes = collectives.gather_object([own])
         if self._member.topology.rank == 0:
             text = shares_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
-            context.current().emit(Note(rank=-1, time_s=time.time(), text=text))
+            context.current().emit(Note.of_job(text))
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
