@@ -16,7 +16,8 @@ from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.launch.diagnosis.given_back import MemoryBalance
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
-from nblaunch.launch.joblog import JobLog, LogTail
+from nblaunch.launch.joblog import JobLog
+from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests

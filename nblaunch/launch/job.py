@@ -20,7 +20,8 @@ from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.diagnosis.failure import failure_of
 from nblaunch.launch.diagnosis.rendering import hide_launcher
 from nblaunch.launch.diagnosis.report import AttemptReport
-from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.joblog import JobLog
+from nblaunch.launch.logtail import read_log
 from nblaunch.launch.metrics import frame_of, row_of
 from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.preflight import LaunchPlan

@@ -26,8 +26,8 @@ from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.stackdump import StackDump
-from nblaunch.launch.joblog import LogTail
 from nblaunch.launch.ladder import StopLadder
+from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
 from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost

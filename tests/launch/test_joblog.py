@@ -1,114 +1,15 @@
-"""Log files: turned into lines and status while they grow, private, pruned."""
+"""Folders of log files: private, pruned."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nblaunch.errors import LaunchError
-from nblaunch.events import LogLines, StatusLine
 from nblaunch.launch import joblog
-from nblaunch.launch.joblog import JobLog, LogTail, read_log
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rank_0.log"
-
-
-@pytest.fixture
-def tail(path: Path) -> Iterator[LogTail]:
-    tail = LogTail(0, path)
-    yield tail
-    tail.close()
-
-
-def append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
-
-
-def lines(events: object) -> list[str]:
-    return [line for event in events if isinstance(event, LogLines) for line in event.lines]  # type: ignore[attr-defined]
-
-
-def status(events: object) -> list[str]:
-    return [event.text for event in events if isinstance(event, StatusLine)]  # type: ignore[attr-defined]
-
-
-def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) -> None:
-    assert tail.read() == []  # there is no file yet
-    append(path, b"one\ntw")
-    events = tail.read()
-    assert (lines(events), status(events)) == (["one"], ["tw"])
-    assert tail.read() == []
-    append(path, b"o\n\nthree")
-    events = tail.read()
-    assert (lines(events), status(events)) == (["two", ""], ["three"])
-    assert lines(tail.read_rest()) == ["three"]
-    assert list(tail.read_rest()) == []
-
-
-def test_a_bar_is_status_until_its_line_ends(tail: LogTail, path: Path) -> None:
-    append(path, b"\r 10%|#   \r 20%|##  ")
-    assert status(tail.read()) == [" 20%|##"]
-    append(path, b"\r 20%|##  ")
-    assert tail.read() == []  # nothing new to see
-    append(path, b"\r100%|####\nnext\n")
-    events = tail.read()
-    assert (lines(events), status(events)) == (["100%|####", "next"], [""])
-
-
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20), max_size=20),
-       st.integers(1, 7))  # fmt: skip
-def test_however_the_file_is_read_no_line_is_lost(texts: list[str], step: int) -> None:
-    fd = os.memfd_create("log")
-    os.write(fd, "".join(f"{text}\n" for text in texts).encode())
-    tail = LogTail(0, Path(f"/proc/self/fd/{fd}"))
-    got = []
-    for _ in range(3):
-        got += lines(tail.read(max_bytes=step))  # also in the middle of a character
-    got += lines(tail.read_rest())
-    tail.close()
-    os.close(fd)
-    assert got == [text.replace("\x1b[A", "").rstrip() for text in texts]
-
-
-def test_the_rest_is_read_to_its_end_though_parts_of_it_show_nothing(
-    tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(joblog, "_MAX_BYTES_A_TICK", 100)
-    append(path, b"first\n" + b" " * 1000 + b"\n" + b"\r" * 1000 + b"last\nunfinished")
-    assert lines(tail.read_rest()) == ["first", "", "last", "unfinished"]
-
-
-def test_a_rest_larger_than_memory_is_read_a_part_at_a_time(tail: LogTail, path: Path) -> None:
-    append(path, b"")
-    os.truncate(path, 20 << 20)
-    rest = tail.read_rest()
-    next(rest)
-    assert path.stat().st_size == 20 << 20
-    assert os.lseek(tail._fd, 0, os.SEEK_CUR) < 10 << 20
-
-
-def test_a_status_of_many_megabytes_is_cut(tail: LogTail, path: Path) -> None:
-    append(path, b"\r" + b"x" * (3 << 20))
-    (text,) = status(tail.read())
-    assert 100 < len(text) < 10_000
-    (line,) = lines(tail.read_rest())
-    assert len(line) == 3 << 20
-
-
-def test_a_log_reads_as_it_was_seen(path: Path) -> None:
-    append(path, b"start\n\r 10%\r100%\nbad \xff byte\nno end")
-    assert read_log(path) == "start\n100%\nbad � byte\nno end"
-    assert read_log(path.with_name("none")) == ""
-    assert read_log(path, max_bytes=9) == "te\nno end"
+from nblaunch.launch.joblog import JobLog
 
 
 @pytest.fixture

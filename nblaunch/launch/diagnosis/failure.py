@@ -20,7 +20,8 @@ from nblaunch.launch.diagnosis.root_cause import (
     what_happened,
     what_it_means,
 )
-from nblaunch.launch.joblog import JobLog, read_log
+from nblaunch.launch.joblog import JobLog
+from nblaunch.launch.logtail import read_log
 
 _LAST_LINES = 5
 _LAST_BYTES = 1 << 16
