@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)  # of many launches one after the other, o
 BROKEN = """
 import os, signal, subprocess, sys
 from nblaunch.cli import main, selfcheck_jobs, selfcheck_ranks
-from nblaunch.launch import job
+from nblaunch.launch import weights
 from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy
@@ -29,7 +29,7 @@ DdpStrategy.wrap = Fsdp2Strategy.wrap = lambda self, model, member: model
 GatherControl.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
 GatherControl.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Checkpointing.load_state = lambda self, folder: None
-job.weights.load_back = lambda args, state_dicts, errors: ([], set(state_dicts))
+weights.load_back = lambda args, state_dicts, errors: ([], set(state_dicts))
 
 def quiet():
     selfcheck_ranks.Accelerator().wait_for_everyone()

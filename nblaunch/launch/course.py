@@ -1,0 +1,291 @@
+"""The course of a job: attempts, one after the other, until one counts; and what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch import engines
+from nblaunch.engines.inline import run_inline
+from nblaunch.errors import JobCancelled, ResultError
+from nblaunch.events import Event, JobStarted, Note, Started
+from nblaunch.launch import left_behind, weights
+from nblaunch.launch.attempt import Attempt
+from nblaunch.launch.diagnosis.failure import failure_of
+from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.joblog import JobLog
+from nblaunch.launch.nodes import NodeLink
+from nblaunch.launch.preflight import LaunchPlan
+from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.launch.requests import StopRequests
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.board import Sample
+from nblaunch.wire.nodes import Formed
+from nblaunch.wire.outbox import Outcome
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    Args:
+        status: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+        error: what the job's result raises; None if there is one.
+        failed_rank: the rank with the root cause of a failure.
+        headline: one line about the failure; empty = the error's own text.
+        is_early: it was done before its time, because somebody asked for that.
+        values: rank -> what its function returned.
+        weights: position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
+    """
+
+    status: str
+    error: BaseException | None = None
+    failed_rank: int | None = None
+    headline: str = ""
+    is_early: bool = False
+    values: Mapping[int, Any] = field(default_factory=dict)
+    weights: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class Course:
+    """Runs a job's attempts to its end.
+
+    Args:
+        spec: what to run.
+        plan: how.
+        log: where its logs go.
+        requests: what people ask of it.
+        tell: takes every event.
+        show: takes the board's samples.
+        set_free: called when other machines are waited for, which a cell need not do.
+
+    ``place`` is that of this machine's ranks in the world of ``num_processes``; ``attempt`` the number of the present
+    one, from 0; ``pids`` its processes, by rank.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        plan: LaunchPlan,
+        *,
+        log: JobLog,
+        requests: StopRequests,
+        tell: Callable[[Event], None],
+        show: Callable[[Sequence[Sample]], None],
+        set_free: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.num_processes = plan.num_processes
+        self.place = Topology(
+            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
+        )
+        self.attempt = 0
+        self.pids: dict[int, int] = {}
+        self._log = log
+        self._requests = requests
+        self._tell_job = tell
+        self._show = show
+        self._set_free = set_free
+        self._past_failures: list[str] = []
+
+    @property
+    def ranks(self) -> range:
+        """Those that run on this machine."""
+        return range(self.place.rank, self.place.rank + self.place.local_world_size)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the function runs in this very process."""
+        return self.plan.start_method == "inline"
+
+    def open(self) -> None:
+        """Tell what is about to be launched, and what may go wrong. With several machines, their meeting decides."""
+        if not self.spec.is_elastic:
+            self._announce()
+        for warning in self.plan.warnings:
+            self._tell(Note.of_job(warning, "warning"))
+
+    def run(self) -> Ending:
+        """To the end. A failure of workers is part of the ending.
+
+        Raises:
+            LaunchError: the workers could not be started.
+            BaseException: what the function raises, where it runs in this process.
+        """
+        if self.is_inline:
+            return self._run_inline()
+        if self.spec.is_elastic:
+            return self._run_among_nodes()
+        report, outcomes = self._attempt().run()
+        while self._wants_restart(report):
+            self._restart(report)
+            report, outcomes = self._attempt().run()
+        return self._ending(report, outcomes)
+
+    # --- attempts ------------------------------------------------------------------------------------------------
+
+    def _run_among_nodes(self) -> Ending:
+        """Attempts as the agent of this machine wants them: it decides on restarts, with those of the others."""
+        log_path = str(self._log.path / "agent.log")
+        with NodeLink(
+            self.spec, self.plan.num_processes, log_path, self._requests, self._tell, self._show
+        ) as nodes:
+            self._set_free()
+            report, outcomes = self._run_in(nodes.first_world(), nodes)
+            while not self._was_stopped(report) and (formed := nodes.next_world()) is not None:
+                self.attempt += 1
+                self.pids = {}
+                report, outcomes = self._run_in(formed, nodes)
+            if nodes.last_error and not report.is_success:
+                self._past_failures.append(nodes.last_error)
+        return self._ending(report, outcomes)
+
+    def _run_in(self, formed: Formed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
+        self.place = formed.place
+        self.num_processes = formed.place.world_size
+        self._announce()
+        report, outcomes = self._attempt(nodes, formed.restart_count).run()
+        nodes.conclude(report)
+        is_change = report.elsewhere.wants_restart and not report.elsewhere.has_cause
+        failed = not (report.is_success or self._was_stopped(report) or is_change)
+        if failed and self.spec.max_restarts:
+            self._keep_failure(report)
+            self._tell(Note.of_job(self._past_failures[-1], "warning"))
+        return report, outcomes
+
+    def _was_stopped(self, report: AttemptReport) -> bool:
+        return report.interrupted or report.cancelled or self._requests.terminations > 0
+
+    def _wants_restart(self, report: AttemptReport) -> bool:
+        is_over = report.is_success or self._was_stopped(report)
+        return not is_over and self.attempt < self.spec.max_restarts
+
+    def _restart(self, report: AttemptReport) -> None:
+        """Keep what went wrong in words, and number the next attempt."""
+        self._keep_failure(report)
+        self.attempt += 1
+        text = (
+            f"{self._past_failures[-1]}; starting all ranks again "
+            f"(restart {self.attempt} of at most {self.spec.max_restarts})"
+        )
+        self._tell(Note.of_job(text, "warning"))
+        self.pids = {}
+        self._announce()
+
+    def _keep_failure(self, report: AttemptReport) -> None:
+        failure = failure_of(report, self.pids, self._log, self.attempt)
+        self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+
+    def _attempt(self, nodes: NodeLink | None = None, restart_count: int = 0) -> Attempt:
+        return Attempt(
+            spec=self.spec,
+            number=self.attempt,
+            place=self.place,
+            backend=self.plan.backend,
+            engine=engines.local(self.plan.start_method),
+            num_threads=self.plan.num_threads,
+            weights_of=self.plan.weights_of,
+            log=self._log,
+            requests=self._requests,
+            tell=self._tell,
+            show=self._show,
+            nodes=nodes,
+            restart_count=restart_count,
+        )
+
+    def _run_inline(self) -> Ending:
+        rendezvous = RendezvousHost(self.spec.master_addr, self.spec.master_port)
+        try:
+            rendezvous.host()
+            topology = Topology(master_addr=self.spec.master_addr, master_port=rendezvous.port)
+            call = (self.spec.function, self.spec.args)
+            value = run_inline(call, topology, self.plan.backend, self.spec.defaults, self._tell)
+        finally:
+            rendezvous.close()
+        return Ending("done", values={0: value})
+
+    def _announce(self) -> None:
+        self._tell(
+            JobStarted(
+                rank=-1,
+                time_s=time.time(),
+                function_name=self.spec.function_name,
+                num_processes=self.num_processes,
+                backend=self.plan.backend.name,
+                start_method=self.plan.start_method,
+                reason=self.plan.reason,
+                detour=self.plan.detour,
+                log_dir=str(self._log.attempt_path(self.attempt)),
+                attempt=self.attempt,
+                label_template=self.spec.log_line_prefix_template,
+                strategy=self.spec.strategy,
+                mixed_precision=self.spec.mixed_precision,
+            )
+        )
+
+    # --- what is left --------------------------------------------------------------------------------------------
+
+    def _ending(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> Ending:
+        values = {rank: outcome.value for rank, outcome in outcomes.items()}
+        if report.cancelled:
+            error = JobCancelled(f"{self.spec.function_name} was cancelled; logs: {self._log.path}")
+            return Ending("cancelled", error, values=values)
+        if report.interrupted:
+            return Ending("interrupted", KeyboardInterrupt(), values=values)
+        if not report.is_success:
+            failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
+            return Ending("failed", failure.error, failure.rank, failure.headline, values=values)
+        kept = self._take_weights(outcomes)
+        self._tell_of_left_weights(report)
+        lost = _result_error(report, outcomes)
+        return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
+
+    def _take_weights(self, outcomes: dict[int, Outcome]) -> dict[int, dict[str, Any]]:
+        """Load what workers trained into the kernel's modules; returns what did not fit them."""
+        if self.ranks[0] not in outcomes:
+            return {}
+        errors = outcomes[self.ranks[0]].weights_errors
+        back = weights.join([outcomes[rank].weights for rank in self.ranks if rank in outcomes])
+        lines, loaded = weights.load_back(self.spec.args, back, errors)
+        for position, line in zip(sorted({*back, *errors}), lines, strict=False):
+            kind = "note" if position in loaded and position not in errors else "warning"
+            self._tell(Note.of_job(line, kind))
+        # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
+        return {
+            position: weights.assembled(state) for position, state in back.items() if position not in loaded
+        }
+
+    def _tell_of_left_weights(self, report: AttemptReport) -> None:
+        """A job that trained, and was given no module: its weights may be wanted all the same."""
+        has_trained = any(sample.loss is not None for sample in report.last_samples)
+        if has_trained and self.spec.sync_weights and not self.plan.weights_of:
+            text = left_behind.sentence(self.spec.function, self.spec.function_name)
+            if text:
+                self._tell(Note.of_job(text))
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.pids[event.rank] = event.pid
+        self._tell_job(event)
+
+
+def _result_error(report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:
+    """What to raise when a return value could not travel whole; the parts that could are kept in the error."""
+    for rank, outcome in sorted(outcomes.items()):
+        unpicklable = report.finished[rank].contents.unpicklable
+        if unpicklable:
+            why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
+        elif outcome.value_error:
+            why = f"can't be rebuilt in this process: {outcome.value_error}"
+        else:
+            continue
+        return ResultError(
+            f"the function finished on every rank, but rank {rank}'s return value {why}; the trained weights were "
+            "kept. Return tensors, numbers and plain containers.",
+            partial=outcome.value,
+        )
+    return None
