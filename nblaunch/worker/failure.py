@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from types import TracebackType
@@ -58,11 +59,8 @@ def tell_failure(
     told = _described(rank, error, evidence)
     timer = threading.Timer(_PATIENCE_S, send, (told,))
     timer.daemon = True
-    try:
+    with suppress(RuntimeError):  # no thread can be had, for want of memory maybe: then without that patience
         timer.start()
-    except RuntimeError:  # no thread can be had, for want of memory maybe
-        send(told)
-        return
     exception = exceptions.dump(error)
     timer.cancel()
     send(replace(told, exception=exception))
