@@ -11,7 +11,7 @@ from nblaunch import engines
 from nblaunch.engines.inline import run_inline
 from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Event, JobStarted, Note, Started
-from nblaunch.launch import left_behind, weights
+from nblaunch.launch import left_weights, weights
 from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.diagnosis.failure import failure_of
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -263,7 +263,7 @@ class Course:
         """A job that trained, and was given no module: its weights may be wanted all the same."""
         has_trained = any(sample.loss is not None for sample in report.last_samples)
         if has_trained and self.spec.sync_weights and not self.plan.weights_of:
-            text = left_behind.sentence(self.spec.function, self.spec.function_name)
+            text = left_weights.sentence(self.spec.function, self.spec.function_name)
             if text:
                 self._tell(Note.of_job(text))
 

@@ -10,20 +10,19 @@ from tests.benchmarks.bench import free_port
 from tests.cli.conftest import Running, labelled, script
 
 
+def meeting_here() -> list[str]:
+    """Options for machines that meet at a port of this one."""
+    place = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    return [*place, "--dashboard", "none"]
+
+
 def test_the_processes_of_two_machines_are_one_job(start: Callable[..., Running]) -> None:
     name = script("""
         import os
         names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         print(*(os.environ[name] for name in names))
     """)
-    meeting = [
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(free_port()),
-        "--dashboard",
-        "none",
-    ]
+    meeting = meeting_here()
     shared = ["--num_machines", "2", "--num_processes", "4", *meeting]
     machines = [start(*shared, "--machine_rank", str(rank), name) for rank in range(2)]
     ended = [machine.end() for machine in machines]
@@ -59,14 +58,7 @@ def test_machines_that_were_launched_differently_say_so_at_once(
 ) -> None:
     """Rather than wait for each other until the time is up, which is ten minutes by default."""
     name = script("raise AssertionError('must not run')\n")
-    meeting = [
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(free_port()),
-        "--dashboard",
-        "none",
-    ]
+    meeting = meeting_here()
     first = start("--num_machines", "2", *meeting, name)
     first.wait_for("waiting at", 1)
     ended = [start(*others, *meeting, "--machine_rank", "1", name).end(), first.end()]
@@ -96,14 +88,7 @@ def test_a_failure_with_a_huge_message_is_told_on_the_other_machine(start: Calla
         print("waits", flush=True)
         time.sleep(60)
     """)
-    meeting = [
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(free_port()),
-        "--dashboard",
-        "none",
-    ]
+    meeting = meeting_here()
     shared = ["--num_machines", "2", "--num_processes", "2", *meeting]
     machines = [start(*shared, "--machine_rank", str(rank), name) for rank in range(2)]
     ended = [machine.end() for machine in machines]
