@@ -24,7 +24,10 @@ from typing import Any
 
 
 class NblaunchError(Exception):
-    """Base of all exceptions defined here."""
+    """Base of all exceptions defined here.
+
+    Python itself pickles each with its attributes, because each can be made from its message alone.
+    """
 
 
 class LaunchError(NblaunchError, RuntimeError):
@@ -46,9 +49,6 @@ class WorkerError(NblaunchError, RuntimeError):
     def __init__(self, message: str, *, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class WorkerFailed(WorkerError):
@@ -88,9 +88,6 @@ class ResultError(NblaunchError, TypeError):
         super().__init__(message)
         self.partial = partial
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
-
 
 class JobCancelled(NblaunchError):
     """The job was stopped on request before it had a result."""
@@ -109,9 +106,3 @@ class RemoteTraceback(NblaunchError):
 
     def __str__(self) -> str:
         return "\n" + str(self.args[0]) if self.args else ""
-
-
-def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    error = cls(*args)
-    error.__dict__.update(state)
-    return error

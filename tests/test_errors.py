@@ -22,7 +22,7 @@ def test_it_survives_pickling(cls: type[errors.NblaunchError]) -> None:
             setattr(error, name, value)
     for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(copied) is cls
-        assert str(copied) == str(error)
+        assert (str(copied), copied.args) == (str(error), error.args)
         assert vars(copied) == vars(error)
 
 
