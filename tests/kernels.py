@@ -494,18 +494,22 @@ class Kernel:
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
         # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
-        # an answer comes on both sockets.
-        probes: list[Cell] = []
+        # an answer comes on both sockets. The control channel is asked too, though nobody needs it before the end:
+        # zmq tries each connection anew up to 0.2 s after it was refused, and one that comes to be later than the
+        # start is a file descriptor that whatever test is running then seems to leave behind.
+        probes: dict[str, list[Cell]] = {"shell": [], "control": []}
+        sockets = {"shell": self._shell, "control": self._control}
 
         def is_connected() -> bool:
-            if not probes or time.monotonic() - probes[-1].started_s > 0.5:
-                message = self._manager.session.send(self._shell, "kernel_info_request", {})
-                probes.append(Cell(self, "", message["header"]["msg_id"]))
-                self._cells[probes[-1].msg_id] = probes[-1]
-            return any(probe.is_idle for probe in probes)
+            for channel, asked in probes.items():
+                if not asked or time.monotonic() - asked[-1].started_s > 0.5:
+                    message = self._manager.session.send(sockets[channel], "kernel_info_request", {})
+                    asked.append(Cell(self, "", message["header"]["msg_id"]))
+                    self._cells[asked[-1].msg_id] = asked[-1]
+            return all(any(probe.is_idle for probe in asked) for asked in probes.values())
 
         self.wait_until(is_connected, timeout_s, "the kernel to start")
-        for probe in probes:
+        for probe in (*probes["shell"], *probes["control"]):
             del self._cells[probe.msg_id]
 
     def _enable_stacks(self) -> None:
@@ -516,7 +520,7 @@ class Kernel:
     def _read(self, timeout_s: float) -> None:
         """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
         poller = zmq.Poller()
-        for socket in (self._shell, self._iopub):
+        for socket in (self._shell, self._iopub, self._control):
             poller.register(socket, zmq.POLLIN)
         for socket, _ in poller.poll(int(timeout_s * 1000)):
             _, message = self._manager.session.recv(socket, mode=zmq.NOBLOCK)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import zmq
+from jupyter_client.manager import KernelManager
 
 from tests.kernels import Kernel, KernelTimeout, LeftBehind
+from tests.left_behind import Snapshot
 
 ORPHAN = """
 import subprocess, sys
@@ -104,6 +109,22 @@ def test_processes_can_be_awaited_while_the_kernel_lives(kernel: Kernel) -> None
         kernel.wait_for_no_processes(0.1)
     kernel.run("child.kill(); child.wait()")
     kernel.wait_for_no_processes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = KernelManager.connect_control
+
+    def connect_slowly(manager: KernelManager) -> zmq.Socket[bytes]:
+        # The first attempt comes before the kernel can listen; the next at least this much later.
+        manager.context.setsockopt(zmq.RECONNECT_IVL, 1500)
+        return connect(manager)
+
+    monkeypatch.setattr(KernelManager, "connect_control", connect_slowly)
+    before = Snapshot.take()
+    with Kernel.start():
+        new = set(Snapshot.take().files.items()) - set(before.files.items())
+        assert sum(target.startswith("socket:") for _, target in new) == 3  # shell, IOPub, control
 
 
 def test_a_kernel_over_tcp_works_too() -> None:
