@@ -228,7 +228,7 @@ class JobStarted(Event):
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: its number, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
-        strategy: how the model is spread, if the launch was told; ``""`` or ``"auto"`` if not.
+        spans_devices: one worker drives all devices, rather than one each.
         mixed_precision: what accelerators in the workers use by default.
     """
 
@@ -241,7 +241,7 @@ class JobStarted(Event):
     log_dir: str = ""
     attempt: int = 0
     label_template: str | None = None
-    strategy: str = ""
+    spans_devices: bool = False
     mixed_precision: str = ""
 
 

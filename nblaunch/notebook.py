@@ -8,7 +8,7 @@ from typing import Any
 
 from nblaunch.launch.diagnosis.rendering import ShownAtCall
 from nblaunch.running import run
-from nblaunch.spec import LaunchSpec, parse_port
+from nblaunch.spec import LaunchSpec, parse_port, parse_strategy
 
 
 def notebook_launcher(
@@ -92,7 +92,8 @@ def notebook_launcher(
             ``num_nodes`` above 1.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
-            with batches cut over them by the compiler.
+            with batches cut over them by the compiler. (How a model is spread over processes, the ``Accelerator`` is
+            told: ``fsdp_plugin``, ``deepspeed_plugin``.)
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
@@ -123,7 +124,8 @@ def notebook_launcher(
     with ShownAtCall():
         spec = LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
-            backend=backend, engine=engine, start_method=start_method, strategy=strategy,
+            backend=backend, engine=engine, start_method=start_method,
+            spans_devices=parse_strategy(strategy),
             master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
             rdzv_timeout_s=rdzv_timeout_s,

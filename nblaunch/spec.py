@@ -15,7 +15,6 @@ from typing import Any
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16")
 ENGINES = ("auto", "local", "inline", "elastic")
-STRATEGIES = ("auto", "spmd")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 RDZV_BACKENDS = ("static", "c10d")
 RDZV_SETTINGS = (
@@ -39,6 +38,7 @@ DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
 DEFAULT_KEEP_ALIVE_MAX_ATTEMPT = 3
 ON_HANG = ("report", "stop")
+_STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
 
@@ -71,7 +71,7 @@ class LaunchSpec:
         return_all: return a list of every rank's value rather than rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
         interrupt_grace_s: seconds that workers have for their ``finally`` blocks before they are killed.
-        strategy: ``"auto"`` = data parallel, a process per device; ``"spmd"`` = one process for all devices (XLA).
+        spans_devices: one process drives all devices (XLA), rather than a process each.
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for the jobs' logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without any progress of some rank after which stacks are collected; None = never.
@@ -110,7 +110,7 @@ class LaunchSpec:
     log_dir: str | None = None
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
-    strategy: str = "auto"
+    spans_devices: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All that an ``Accelerator()`` in a worker takes where its own argument is not given, by the argument's name."""
@@ -124,8 +124,7 @@ class LaunchSpec:
         _check_durations(self)
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
-        chosen = {} if self.strategy == "auto" else {"strategy": self.strategy}
-        given = {"mixed_precision": self.mixed_precision, **chosen}
+        given = {"mixed_precision": self.mixed_precision}
         object.__setattr__(self, "defaults", {**self.accelerator, **given})
 
     @property
@@ -162,6 +161,23 @@ class LaunchSpec:
             return self.rdzv_timeout_s
         conf = self.rdzv_conf or {}
         return float(conf.get("join_timeout") or conf.get("timeout") or DEFAULT_RDZV_TIMEOUT_S)
+
+
+def parse_strategy(strategy: Any) -> bool:
+    """Whether one process drives all devices, by the ``strategy`` of a launcher's or an Accelerator's call.
+
+    A word of the Python API alone. How a *model* is spread is not said there but by the Accelerator's plugins, or by
+    the setting of that name (``config/settings.py``), which knows both kinds.
+
+    Raises:
+        ValueError: it is neither ``"auto"`` nor ``"spmd"``.
+    """
+    if strategy not in _STRATEGIES_IN_CALLS:
+        raise ValueError(
+            f"strategy={strategy!r} is unknown; valid are {_listed(_STRATEGIES_IN_CALLS)}. How a model is spread over "
+            "processes, the Accelerator is told: Accelerator(fsdp_plugin=...), Accelerator(deepspeed_plugin=...)"
+        )
+    return bool(strategy == "spmd")
 
 
 def parse_num_nodes(num_nodes: Any) -> int | str:
@@ -283,7 +299,6 @@ def _check_choices(spec: LaunchSpec) -> None:
         ("mixed_precision", MIXED_PRECISIONS),
         ("engine", ENGINES),
         ("start_method", START_METHODS),
-        ("strategy", STRATEGIES),
         ("rdzv_backend", RDZV_BACKENDS),
         ("on_hang", ON_HANG),
     ):

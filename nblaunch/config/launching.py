@@ -97,7 +97,7 @@ def spec_of(
         port = resolved["main_process_port"] or DEFAULT_PORTS["c10d"]
         given["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
     given["num_processes"] = processes_per_machine(resolved)
-    given["strategy"] = "spmd" if resolved["strategy"] == "spmd" else "auto"
+    given["spans_devices"] = resolved["strategy"] == "spmd"
     given["accelerator"] = accelerator_settings(resolved)
     try:
         return LaunchSpec(function=function, args=args, **(given | further))

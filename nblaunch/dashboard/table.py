@@ -168,7 +168,8 @@ def state_text(rank: RankView) -> str:
 def _setting(view: JobView) -> str:
     facts = dict(view.facts)
     precision = facts.pop("precision", view.mixed_precision)  # what is in use, rather than what was asked for
-    parts = (view.backend, view.start_method, view.strategy, precision, *facts.values())
+    spanning = "spmd" if view.spans_devices else ""
+    parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
     text = count(view.num_processes, "process") + (f" ({how})" if how else "")
     if view.attempt:

@@ -183,7 +183,7 @@ class JobView:
         start_method: how they were started.
         reason: why so.
         detour: a sentence about it where the usual way was not possible; empty otherwise.
-        strategy: how the model is spread, if that was told; may be empty.
+        spans_devices: one worker drives all devices, rather than one each.
         mixed_precision: ``"fp16"`` or ``"bf16"`` if that was told; empty otherwise.
         facts: what workers told of the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: where complete logs are.
@@ -211,7 +211,7 @@ class JobView:
     start_method: str = ""
     reason: str = ""
     detour: str = ""
-    strategy: str = ""
+    spans_devices: bool = False
     mixed_precision: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     log_dir: str = ""

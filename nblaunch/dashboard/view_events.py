@@ -43,7 +43,7 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         start_method=event.start_method,
         reason=event.reason,
         detour=clean(event.detour),
-        strategy="" if event.strategy == "auto" else clean(event.strategy),
+        spans_devices=event.spans_devices,
         mixed_precision="" if event.mixed_precision == "no" else clean(event.mixed_precision),
         log_dir=event.log_dir,
         attempt=event.attempt,

@@ -24,6 +24,7 @@ def run_inline(
     backend: Backend,
     defaults: Mapping[str, Any],
     emit: Callable[[Event], None],
+    spans_devices: bool = False,
 ) -> Any:
     """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards.
 
@@ -33,11 +34,18 @@ def run_inline(
         backend: the device family that it computes on.
         defaults: as in :class:`nblaunch.context.WorkerContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.
+        spans_devices: let this process drive all devices, which it then does until it ends.
+
+    Raises:
+        RuntimeError: it is too late for that: the process uses one device already.
     """
     function, args = call
     before = context.take()
     was_in_group = process_group.is_joined()
-    with env.patched(topology.to_env() | backend.worker_env(topology)):
+    spanning = backend.spanning_env() if spans_devices else None
+    with env.patched(topology.to_env() | backend.worker_env(topology) | (spanning or {})):
+        if spans_devices:
+            backend.span_devices()
         context.install(
             WorkerContext(topology=topology, backend=backend, emit=emit, defaults=defaults, is_launched=True)
         )

@@ -173,7 +173,7 @@ class Attempt:
 
     def _device_env(self, topology: Topology) -> dict[str, str | None]:
         own = self.backend.worker_env(topology)
-        spanning = self.backend.spanning_env() if self.spec.strategy == "spmd" else None
+        spanning = self.backend.spanning_env() if self.spec.spans_devices else None
         return own | (spanning or {})
 
     def _assignment(self, topology: Topology, board_fd: int, event_fd: int, outbox_fd: int) -> Assignment:
@@ -185,6 +185,7 @@ class Attempt:
             backend=self.backend.name,
             environment=settings,
             defaults=self.spec.defaults,
+            spans_devices=self.spec.spans_devices,
             attempt=self.number,
             board_fd=board_fd,
             event_fd=event_fd,

@@ -203,7 +203,8 @@ class Course:
             rendezvous.host()
             topology = Topology(master_addr=self.spec.master_addr, master_port=rendezvous.port)
             call = (self.spec.function, self.spec.args)
-            value = run_inline(call, topology, self.plan.backend, self.spec.defaults, self._tell)
+            spec, backend = self.spec, self.plan.backend
+            value = run_inline(call, topology, backend, spec.defaults, self._tell, spec.spans_devices)
         finally:
             rendezvous.close()
         return Ending("done", values={0: value})
@@ -222,7 +223,7 @@ class Course:
                 log_dir=str(self._log.attempt_path(self.attempt)),
                 attempt=self.attempt,
                 label_template=self.spec.log_line_prefix_template,
-                strategy=self.spec.strategy,
+                spans_devices=self.spec.spans_devices,
                 mixed_precision=self.spec.mixed_precision,
             )
         )

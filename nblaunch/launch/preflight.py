@@ -94,6 +94,8 @@ def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
+    if spec.spans_devices:
+        return _one_process(spec, backend)
     if spec.engine == "inline":
         if spec.num_processes not in (None, 1):
             raise ValueError(
@@ -101,8 +103,6 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
                 "valid are 1 and None"
             )
         return 1
-    if spec.strategy == "spmd":
-        return _one_process(spec, backend)
     wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
     if not wanted:
         return backend.device_count()

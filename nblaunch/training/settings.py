@@ -11,6 +11,7 @@ from typing import Any
 
 from nblaunch import context, env
 from nblaunch.backends.base import Backend
+from nblaunch.spec import parse_strategy
 from nblaunch.training import precision
 from nblaunch.training.deepspeed_options import AUTO, DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
@@ -60,9 +61,7 @@ def refuse(unsupported: dict[str, Any]) -> None:
 def prepare_device(strategy: str | None, downcast_bf16: bool) -> None:
     """Tell the device, before it is first used, what an ``Accelerator`` asks of it."""
     backend = context.current().backend
-    if strategy is not None:
-        check_choice("strategy", strategy, ("auto", "spmd"))
-    if strategy == "spmd":
+    if strategy is not None and parse_strategy(strategy):
         backend.span_devices()
     if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
         backend.downcast_to_bf16()

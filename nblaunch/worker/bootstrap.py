@@ -102,7 +102,7 @@ class _Worker:
         env.apply(assignment.environment)
         backend = backends.discover()[assignment.backend]
         backend.prepare_child(assignment.topology)
-        if assignment.defaults.get("strategy") == "spmd":
+        if assignment.spans_devices:
             backend.span_devices()
         construction = self._watch_construction(backend)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)

@@ -52,11 +52,19 @@ spmd[:2], is_initialised()
     assert not is_initialised
 
 
+def test_the_kernel_itself_drives_all_devices_where_the_function_runs_in_it(start_xla: StartKernel) -> None:
+    kernel = start_xla(CPU_NUM_DEVICES="2")
+    kernel.run(TRAIN)
+    call = "notebook_launcher(train, (build(),), engine='inline', strategy='spmd')[:2]"
+    assert kernel.run(call, timeout_s=70).value == (1, ["{devices=[2,1]0,1}"])
+
+
 def test_it_is_refused_where_it_can_not_be(start_xla: StartKernel) -> None:
     kernel = start_xla()
     kernel.run(TRAIN)
     for arguments, text in (
         ("backend='cpu', strategy='spmd'", "strategy='spmd' is for XLA devices"),
+        ("backend='cpu', strategy='spmd', engine='inline'", "strategy='spmd' is for XLA devices"),
         ("strategy='spmd', num_processes=2", "one process drives all devices"),
         ("strategy='zero'", "valid are 'auto', 'spmd'"),
     ):
