@@ -235,10 +235,10 @@ def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
     assert "warning memory may run out" in html
 
 
-def test_strategy_and_precision_are_told_unless_they_are_the_usual_ones() -> None:
-    assert "(cpu, fork)" in render_text(view_of(started(2, strategy="auto", mixed_precision="no")))
+def test_one_process_for_all_devices_and_the_precision_are_told_unless_they_are_the_usual_ones() -> None:
+    assert "(cpu, fork)" in render_text(view_of(started(2, mixed_precision="no")))
     assert "(xla, fork, spmd, bf16)" in render_text(
-        view_of(started(1, backend="xla", strategy="spmd", mixed_precision="bf16"))
+        view_of(started(1, backend="xla", spans_devices=True, mixed_precision="bf16"))
     )
 
 
