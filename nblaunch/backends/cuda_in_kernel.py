@@ -1,7 +1,8 @@
 """How this process has come to use CUDA, if it has: what a fork of it has to know, and where it was.
 
-Three degrees are told apart. torch has initialised CUDA; torch has only asked the driver (``is_available()``), which
-poisons forks all the same; some other library has made a context. That a library is *imported* says nothing.
+Four degrees are told apart. torch has initialised CUDA; torch has only asked the driver (``is_available()``), which
+poisons forks all the same; a ``backward()`` on the CPU has, as it starts a thread for each GPU; something else has
+opened CUDA, as another library, or ``torch.accelerator``. That a library is *imported* says nothing.
 
 :func:`watch` is called when nblaunch is imported. It remembers the line that initialises CUDA, and has torch ask NVML
 whether there are GPUs, so that the question alone does not rule out a fork any more.
@@ -22,8 +23,9 @@ from nblaunch.backends import autograd_probe, cell_history
 _UVM_DEVICE = "/dev/nvidia-uvm"
 _NUM_FRAMES = 200
 _POISONED = "torch refuses CUDA in a forked copy"
+_EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
 _ASKED = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough), and a forked copy can't use it"
-# Libraries that make contexts of their own. Named where one is loaded and a context is there that torch did not make.
+# Libraries that open CUDA by themselves. Named where one is loaded and CUDA is open, though not through torch.cuda.
 _USERS_OF_CUDA = (
     "bitsandbytes",
     "cupy",
@@ -83,18 +85,18 @@ def hazard() -> str | None:
     if torch is not None and torch.cuda.is_initialized():
         where = "" if _first_use else cell_history.guess(_USES)
         return f"has used CUDA through torch{where}, and CUDA can't be used in a forked copy of it"
-    if has_open_device(Path("/proc/self/fd")):
-        if torch is not None and autograd_probe.fork_failure(_ask_whether_poisoned) is not None:
-            return _ASKED
-        loaded = [name for name in _USERS_OF_CUDA if name in sys.modules]
-        who = f": {' or '.join(loaded)}, perhaps" if loaded else ""
-        return f"has a CUDA context that torch did not make ({_UVM_DEVICE} is open{who}), useless in a forked copy"
     failure = autograd_probe.fork_failure(_try_torch) if torch is not None else None
-    if failure is None:
-        return None
-    if _POISONED in failure:
+    if failure is not None and _POISONED in failure:
         return _ASKED
-    return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
+    is_open = has_open_device(Path("/proc/self/fd"))
+    # What fails for another reason than an earlier backward fails because CUDA is open.
+    if failure is not None and (not is_open or _EARLIER_BACKWARD in failure):
+        return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
+    if not is_open:
+        return None
+    loaded = [name for name in _USERS_OF_CUDA if name in sys.modules]
+    who = f": {' or '.join(loaded)}, perhaps" if loaded else ""
+    return f"has opened CUDA by another way than torch.cuda ({_UVM_DEVICE} is open{who}), useless in a forked copy"
 
 
 def has_open_device(descriptors: Path) -> bool:
@@ -112,15 +114,13 @@ def has_open_device(descriptors: Path) -> bool:
     return False
 
 
-def _ask_whether_poisoned() -> None:
-    """In a probing child: raises where torch would refuse CUDA in it."""
+def _try_torch() -> None:
+    """In a probing child: what a worker does first. Raises where torch would refuse it."""
     import torch
 
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-
-
-def _try_torch() -> None:
-    """In a probing child: what a worker does first. Raises where torch would refuse it."""
-    _ask_whether_poisoned()
+    # Where nobody has run a backward yet, this child's would start the driver with all its GPUs: a second or more on
+    # large machines, at each launch. That an earlier one can't be gone on with shows without any GPU.
+    env.apply({"CUDA_VISIBLE_DEVICES": ""})
     autograd_probe.small_backward()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def test_a_question_to_the_driver_is_told_from_use(
 
 def test_a_context_of_another_library(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    assert "has a CUDA context that torch did not make (/dev/nvidia-uvm is open)" in str(
+    assert "has opened CUDA by another way than torch.cuda (/dev/nvidia-uvm is open)" in str(
         cuda_in_kernel.hazard()
     )
     monkeypatch.setitem(sys.modules, "cupy", sys)
@@ -71,6 +73,48 @@ def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path)
     assert cuda_in_kernel.hazard() == (
         "has run backward(), which would fail in every forked worker (RuntimeError: Unable to handle autograd)"
     )
+
+
+def test_an_earlier_backward_is_named_though_it_has_opened_the_driver(
+    monkeypatch: pytest.MonkeyPatch, descriptors: Path
+) -> None:
+    """As on every machine with GPUs: starting autograd's threads counts them, by the driver and not by torch.cuda."""
+
+    def refuse() -> None:
+        raise RuntimeError(
+            "Unable to handle autograd's threading in combination with fork-based multiprocessing. See "
+            "https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork"
+        )
+
+    (descriptors / "1").symlink_to("/dev/nvidia-uvm")
+    monkeypatch.setattr(autograd_probe, "small_backward", refuse)
+    assert str(cuda_in_kernel.hazard()).startswith(
+        "has run backward(), which would fail in every forked worker ("
+    )
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: initialization error")
+
+    monkeypatch.setattr(autograd_probe, "small_backward", fail)
+    assert str(cuda_in_kernel.hazard()).startswith("has opened CUDA by another way than torch.cuda")
+
+
+def test_the_probe_neither_looks_at_gpus_nor_warns(
+    monkeypatch: pytest.MonkeyPatch, descriptors: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A backward starts the driver with all visible GPUs, and a driver that can't be started warns."""
+    seen = tmp_path / "seen"
+
+    def look() -> None:
+        warnings.warn("CUDA initialization: CUDA driver initialization failed", UserWarning, stacklevel=1)
+        seen.write_text(repr(os.environ["CUDA_VISIBLE_DEVICES"]))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(autograd_probe, "small_backward", look)
+    assert cuda_in_kernel.hazard() is None
+    assert seen.read_text() == "''"
+    assert capfd.readouterr() == ("", "")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_descriptors(tmp_path: Path) -> None:
