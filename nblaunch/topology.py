@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -100,8 +100,3 @@ class Topology:
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=number("MASTER_PORT", 0),
         )
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

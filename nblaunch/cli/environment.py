@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from nblaunch import backends, env, platforms
+from nblaunch import backends, env, in_words, platforms
 from nblaunch.backends import cgroup, cpu, cuda_host, nvidia_smi, tpu_host
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
@@ -236,14 +236,15 @@ def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
     facts = memory.read_facts()
     if 0 < facts.shm_size < _SMALL_SHM_BYTES:
         yield (
-            f"/dev/shm has only {memory.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data loaders "
-            "with workers put batches there, and die of a bus error when it is full. Start the container with "
+            f"/dev/shm has only {in_words.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data "
+            "loaders with workers put batches there, and die of a bus error when it is full. Start the container with "
             "--shm-size=8g, or use num_workers=0"
         )
     if line := memory.shm_line(facts):
         yield line
     if facts.oom_kills:
-        yield f"the system has killed {facts.oom_kills} processes here for want of memory since this container started"
+        killed = in_words.count(facts.oom_kills, "process")
+        yield f"the system has killed {killed} here for want of memory since this container started"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
     if 0 <= files < needed:
@@ -302,7 +303,7 @@ def _platform_text(notebook: Mapping[str, Any]) -> str:
 def _device_text(found: Mapping[str, Any]) -> str:
     if found["unusable_because"]:
         return f"can't be used: {found['unusable_because']}"
-    text = f"{found['count']} {found['noun']}{'s' if found['count'] != 1 else ''}"
+    text = in_words.count(found["count"], found["noun"])
     if "of_machine" not in found:
         return text
     quota = f", a quota of {found['quota']:g}" if found["quota"] else ""
@@ -310,4 +311,4 @@ def _device_text(found: Mapping[str, Any]) -> str:
 
 
 def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else memory.size(num_bytes)
+    return "unknown" if num_bytes is None else in_words.size(num_bytes)

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nblaunch import in_words
 from nblaunch.cli import memory_needs as needs
 from nblaunch.cli.usage import UsageError
-from nblaunch.launch.diagnosis import memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -334,7 +334,7 @@ def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: i
 
 
 def _cell(num_bytes: int) -> str:
-    return memory.size(num_bytes) if num_bytes else "-"
+    return in_words.size(num_bytes) if num_bytes else "-"
 
 
 def _first_line(error: BaseException) -> str:

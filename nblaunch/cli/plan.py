@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nblaunch import in_words
 from nblaunch.cli.supervised import plan_of, spec_of_script
 from nblaunch.config.resolving import DEFAULT, Resolved
 from nblaunch.config.settings import SETTINGS
@@ -30,9 +31,9 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     else:
         machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(
-            f"on this machine{machines}: {plan.num_processes} {plan.backend.name} "
-            f"{'process' if plan.num_processes == 1 else 'processes'} of {plan.num_threads} CPU "
-            f"thread{'' if plan.num_threads == 1 else 's'}, started by {plan.start_method}"
+            f"on this machine{machines}: "
+            f"{in_words.count(plan.num_processes, f'{plan.backend.name} process')} of "
+            f"{in_words.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
         )
         for text in filter(None, (plan.detour, *plan.warnings)):
             print(f"note: {text}")

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
+from nblaunch import in_words
 from nblaunch.dashboard import colours
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.wording import clean, count, loss, who
+from nblaunch.dashboard.wording import clean, loss
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 _SPARK_POINTS = 24  # a point for 3 pixels
@@ -50,7 +51,7 @@ def charts(view: JobView) -> str:
     """Charts of the losses of the first ranks and of logged metrics, side by side; empty where nothing was measured."""
     drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1]
     losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
-    name = "loss" if len(view.ranks) < 2 else f"loss of {who([rank.rank for rank in drawn])}"
+    name = "loss" if len(view.ranks) < 2 else f"loss of {in_words.ranks([rank.rank for rank in drawn])}"
     parts = [chart(name, losses)] if losses else []
     for name, curve in view.curves.items():
         if len(parts) >= _MAX_CHARTS:
@@ -93,7 +94,7 @@ def _in_words(line: Sequence[Point]) -> str:
     """``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{loss(first[1])} to {loss(last[1])} in {count(round(last[0] - first[0]), 'step')}"
+    text = f"{loss(first[1])} to {loss(last[1])} in {in_words.count(round(last[0] - first[0]), 'step')}"
     # Of what falls, one wants to know how low it was, and of what rises, how high: a line has no room for more.
     if ys[-1] <= ys[0]:
         return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")

@@ -21,13 +21,13 @@ from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
 
+from nblaunch import in_words
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import write
 from nblaunch.dashboard.view import TAIL_LENGTH
-from nblaunch.dashboard.wording import count, spans
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
 
@@ -161,7 +161,7 @@ class LinesPrinter(Dashboard):
 
     def _labelled(self, same: SameLines) -> Iterator[str]:
         for ranks, line in same.told():
-            label = self._label(ranks[0]) if len(ranks) == 1 else f"[{spans(ranks)}] "
+            label = self._label(ranks[0]) if len(ranks) == 1 else f"[{in_words.spans(ranks)}] "
             yield f"{label}{line}\n"
 
     def _room(self, rank: int) -> int:
@@ -179,7 +179,7 @@ class LinesPrinter(Dashboard):
         text = ""
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
-            text = f"{label}... {count(num_hidden, 'line')} not shown{log}\n"
+            text = f"{label}... {in_words.count(num_hidden, 'line')} not shown{log}\n"
         self._pending.append(text + "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
@@ -264,7 +264,7 @@ def publish_in_shell(shell: Any) -> Publish:
 
 def _shorten(line: str, length: int = _LINE_LENGTH) -> str:
     if len(line) > length:
-        line = f"{line[:length]} ... ({count(len(line) - length, 'character')} more)"
+        line = f"{line[:length]} ... ({in_words.count(len(line) - length, 'character')} more)"
     # Half a surrogate pair can't be sent to a front end.
     return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
+from nblaunch import in_words
 from nblaunch.dashboard.view import JobView, RankView
-from nblaunch.dashboard.wording import percent, rate, who, whole_duration
+from nblaunch.dashboard.wording import percent, rate, whole_duration
 from nblaunch.events import WorkerState
 
 SLOW_RATIO = 1.3
@@ -105,8 +106,8 @@ def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[i
     times = low if low == high else f"{low} to {high}"
     verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
     others = [rank for rank in measured if rank not in slower]
-    compared = who(others) if len(others) == 1 else "the others"
-    return f"{who(list(slower))} {verb} {times} times slower than {compared}"
+    compared = in_words.ranks(others) if len(others) == 1 else "the others"
+    return f"{in_words.ranks(slower)} {verb} {times} times slower than {compared}"
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
@@ -137,7 +138,9 @@ def _awaited_rank(view: JobView) -> list[Notice]:
     if min(others) < _MIN_WAITING or shares[awaited] > min(others) / 4:
         return []
     verb = "waited" if view.is_over else ("wait" if len(others) > 1 else "waits")
-    waiting = "the others" if len(others) > 1 else who([rank for rank in shares if rank != awaited])
+    waiting = (
+        "the others" if len(others) > 1 else in_words.ranks([rank for rank in shares if rank != awaited])
+    )
     text = f"{waiting} {verb} for rank {awaited} {percent(median(others))} of the time"
     return [Notice("slow", (awaited,), text)]
 
@@ -199,11 +202,13 @@ def _steps(ranks: Sequence[RankView]) -> str:
         return f", at step {ranks[0].step:,}"
     if len(by_step) > 3:
         return f", at steps {min(by_step):,} to {max(by_step):,}"
-    return "; " + ", ".join(f"{who(members)} at step {step:,}" for step, members in sorted(by_step.items()))
+    return "; " + ", ".join(
+        f"{in_words.ranks(members)} at step {step:,}" for step, members in sorted(by_step.items())
+    )
 
 
 def _names(ranks: Sequence[RankView]) -> str:
-    return who([rank.rank for rank in ranks])
+    return in_words.ranks([rank.rank for rank in ranks])
 
 
 # --- losses --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""How numbers, ranks and what others wrote read in a dashboard: short, aligned, the same in every renderer."""
+"""How times, rates, losses and what others wrote read in a dashboard: short, aligned, the same in every renderer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from math import isfinite
 
 _LINE_LENGTH = 400  # characters of foreign text at most
@@ -49,40 +48,9 @@ def loss(value: float) -> str:
     return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 1000 else f"{value:.0f}"
 
 
-def count(number: int, noun: str) -> str:
-    """``1 process``, ``4 processes``."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
-
-
-def size(num_bytes: float) -> str:
-    """Three digits in decimal units: ``812 MB``, ``1.31 GB``, ``24.0 GB``."""
-    if num_bytes < 999.5e6:
-        return f"{num_bytes / 1e6:.0f} MB"
-    gigabytes = num_bytes / 1e9
-    return f"{gigabytes:.2f} GB" if gigabytes < 9.995 else f"{gigabytes:.1f} GB"
-
-
 def percent(fraction: float) -> str:
     """``0%``, ``45%``, ``100%``; 100 only where all is done."""
     return f"{min(int(100 * fraction), 100)}%"
-
-
-def who(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 2, 5-63``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {spans(ranks)}"
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """``3``, ``0, 2, 5-63``."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def clean(text: str) -> str:

@@ -11,7 +11,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from nblaunch import backends, context, env
+from nblaunch import backends, context, env, in_words
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
@@ -122,9 +122,8 @@ def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> No
         f"; backend={backend.name!r} lets several share one, for trying out" if backend.shares_devices else ""
     )
     raise ValueError(
-        f"num_processes={num_processes}, but this machine has {available} {backend.device_noun}"
-        f"{'s' if available != 1 else ''} for backend={backend.name!r}: valid are 1 to {available}, or None for all"
-        f"{sharing}"
+        f"num_processes={num_processes}, but this machine has {in_words.count(available, backend.device_noun)} "
+        f"for backend={backend.name!r}: valid are 1 to {available}, or None for all{sharing}"
     )
 
 
@@ -212,8 +211,8 @@ def _memory_warnings(spec: LaunchSpec, backend: Backend, num_processes: int) -> 
     if available is None or needed <= available:
         return ()
     return (
-        f"training {memory.size(trained)} of parameters in {num_processes} processes takes at least "
-        f"{memory.size(needed)} of host memory (changed weights and gradients), but {memory.size(available)} are "
+        f"training {in_words.size(trained)} of parameters in {num_processes} processes takes at least "
+        f"{in_words.size(needed)} of host memory (changed weights and gradients), but {in_words.size(available)} are "
         "available: it will most likely run out. Use fewer processes.",
     )
 

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+from nblaunch import in_words
 from nblaunch.engines.base import WorkerGroup
 from nblaunch.events import Event, Exited, Failed, Finished, Note, Started
 from nblaunch.launch.common_stop import CommonStop, answers_of
@@ -33,7 +34,6 @@ from nblaunch.launch.nodes import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import Termination
-from nblaunch.topology import ranks_in_words
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
@@ -354,7 +354,7 @@ class Supervisor:
             self._lingering_since = now
         elif now - self._lingering_since > _LINGER_S:
             text = (
-                f"{ranks_in_words(sorted(self._alive))}: the function returned {_LINGER_S:.0f} s ago, but an exit "
+                f"{in_words.ranks(self._alive)}: the function returned {_LINGER_S:.0f} s ago, but an exit "
                 "handler or a thread of it still runs; it is ended now. Its result is kept."
             )
             self._note(text)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.launch.diagnosis.memory import size
+from nblaunch import in_words
 from nblaunch.wire.pieces import Piece, Pieces
 
 
@@ -81,7 +81,10 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost:
         tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
     )
     without = f", without what can't be pickled: {lost}" if lost else ""
-    return f"the trained weights of {name} are back in the kernel's module ({size(num_bytes)}{without})", True
+    return (
+        f"the trained weights of {name} are back in the kernel's module ({in_words.size(num_bytes)}{without})",
+        True,
+    )
 
 
 def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:

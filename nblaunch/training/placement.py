@@ -7,13 +7,13 @@ between layers have to be tied again, and optimizers that were built before have
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from nblaunch import context
+from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.training import collectives, parts
 from nblaunch.training.process import Member, barrier
@@ -105,31 +105,17 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     allocator = host_memory.other_allocator()
     was_built_here = context.current().slot.built_bytes >= model_bytes
     return (
-        f"{count} worker{'s' if count > 1 else ''}, host memory {size_text(total)} "
+        f"{in_words.count(count, 'worker')}, host memory {in_words.size(total)} "
         + (
-            f"(model {size_text(model_bytes)} built in every worker; held once if it is built in the notebook and "
+            f"(model {in_words.size(model_bytes)} built in every worker; held once if it is built in the notebook and "
             "passed: notebook_launcher(function, (model,)))"
             if was_built_here and count > 1
-            else f"(model {size_text(model_bytes)} held once)"
+            else f"(model {in_words.size(model_bytes)} held once)"
         )
         + (
-            f", besides {size_text(count * device_bytes)} that stand for device memory"
+            f", besides {in_words.size(count * device_bytes)} that stand for device memory"
             if device_bytes
             else ""
         )
         + (f"; {allocator} gives memory back by its own rules" if allocator else "")
     )
-
-
-def size_text(num_bytes: int) -> str:
-    """In decimal units, as the makers of devices count."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= 0.1 * size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes / 1e3:.1f} kB"
-
-
-def range_text(sizes: Sequence[int]) -> str:
-    """Numbers of bytes, one per rank, as one size where they read alike, else from the smallest to the largest."""
-    low, high = size_text(min(sizes)), size_text(max(sizes))
-    return high if low == high else f"{low} to {high}"

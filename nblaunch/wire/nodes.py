@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from nblaunch import in_words
 from nblaunch.events import Event, ExitStatus, Failed, Finished
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
@@ -54,9 +55,7 @@ class Member:
         return _place(self.node_rank, self.host)
 
     def __str__(self) -> str:
-        last = self.ranks[-1]
-        ranks = f"rank {last}" if self.num_workers == 1 else f"ranks {self.first_rank}-{last}"
-        return f"node {self.node_rank} (host {self.host}, {ranks})"
+        return f"node {self.node_rank} (host {self.host}, {in_words.ranks(self.ranks)})"
 
 
 # --- launcher to agent -------------------------------------------------------------------------------------------

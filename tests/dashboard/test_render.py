@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
+from nblaunch import in_words
 from nblaunch.dashboard import colours
 from nblaunch.dashboard.chart import chart, sparkline
 from nblaunch.dashboard.curves import Curve
@@ -18,7 +19,7 @@ from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.view_events import fold
 from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.dashboard.wording import count, duration, loss, rate, who
+from nblaunch.dashboard.wording import duration, loss, rate
 from nblaunch.events import (
     Event,
     HostMemory,
@@ -100,7 +101,9 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
     assert lines[0].split() == ["rank", "state", "step", "steps/s", "samples/s", "left", "loss"]
     assert [line.split()[0] for line in lines[1:-1]] == [str(rank) for rank in range(num_processes)]
     assert lines[1].split() == ["0", "training", "100/1,000", "10.0", "320", "1:30", "0.0099"]
-    assert lines[-1].startswith(f"train: running for 10 s on {count(num_processes, 'process')} (cpu, fork)")
+    assert lines[-1].startswith(
+        f"train: running for 10 s on {in_words.count(num_processes, 'process')} (cpu, fork)"
+    )
 
 
 def test_the_head_tells_when_the_slowest_rank_will_have_ended_its_pass() -> None:
@@ -513,8 +516,6 @@ def test_numbers() -> None:
         "nan",
         "-inf",
     ]
-    assert who([3]) == "rank 3"
-    assert who([0, 2, 5, 6, 7]) == "ranks 0, 2, 5-7"
 
 
 @settings(deadline=None)  # other tests may keep the processors busy

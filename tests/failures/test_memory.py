@@ -70,7 +70,7 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
     assert "Each process took (most seen): rank 0 " in told, cell.describe()
     assert "each built a model of " in told, cell.describe()
     assert "notebook_launcher(train, (model,))" in told, cell.describe()
-    assert "limit 1.5 GB" in told, cell.describe()
+    assert "limit 1.47 GB" in told, cell.describe()
     assert len(cell.error.lines) <= 25, cell.describe()
     assert limited.is_alive
     assert_as_before(limited)

@@ -53,13 +53,13 @@ told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()]
     assert kind == "Parameter"
     assert "the trained weights of args[0] (Sequential) are back" in cell.stdout
     assert (
-        "Sequential: 0.2 kB of weights on each of 2 ranks; gradients and optimizer states are sharded, each rank steps "
-        "0.1 kB of weights in full precision (ZeRO stage 2)" in cell.stdout
+        "Sequential: 228 B of weights on each of 2 ranks; gradients and optimizer states are sharded, each rank steps "
+        "120 B of weights in full precision (ZeRO stage 2)" in cell.stdout
     )
     sharded = (
-        "of weights sharded over 2 ranks, 0.1 kB each, as are gradients and optimizer states (ZeRO stage 3); "
+        "of weights sharded over 2 ranks, 120 B each, as are gradients and optimizer states (ZeRO stage 3); "
     )
-    assert f"Sequential: 0.2 kB {sharded}0.1 kB in small tensors stay gathered" in cell.stdout
+    assert f"Sequential: 228 B {sharded}60 B in small tensors stay gathered" in cell.stdout
     assert "deprecated" not in cell.stdout + cell.stderr
     assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to say that anybody needs
 

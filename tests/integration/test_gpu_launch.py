@@ -216,9 +216,9 @@ def work():
     )
     assert "than before the launch" not in made_up.run("notebook_launcher(leave, (0,))").stdout
     kept = made_up.run("notebook_launcher(leave, (2_000_000_000,))")
-    assert "GPU 0: 2.0 GB more of its memory are taken than before the launch" in kept.stdout
+    assert "GPU 0: 2.00 GB more of its memory are taken than before the launch" in kept.stdout
     failed = made_up.run("notebook_launcher(leave, (3_000_000_000, True))", raises="AssertionError")
-    assert "GPU 0: 3.0 GB more of its memory are taken" in failed.stdout
+    assert "GPU 0: 3.00 GB more of its memory are taken" in failed.stdout
     seen = made_up.submit("notebook_launcher(work, dashboard='html')")
     seen.wait_for(
         lambda cell: any("50% busy" in display.data.get("text/plain", "") for display in cell.displays),

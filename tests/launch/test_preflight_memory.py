@@ -32,8 +32,8 @@ def warnings_with(
 def test_too_little_memory_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # Weights that change and gradients, in 8 processes: 8 x 2 x 4 MB.
     (text,) = warnings_with(monkeypatch, 63_999_999, (MODEL,))
-    assert "training 4 MB of parameters in 8 processes takes at least 64 MB of host memory" in text
-    assert "64 MB are available" in text
+    assert "training 4.00 MB of parameters in 8 processes takes at least 64.0 MB of host memory" in text
+    assert "64.0 MB are available" in text
     assert "Use fewer processes" in text
 
 
@@ -64,5 +64,5 @@ notebook_launcher(lambda model: print("runs"), (torch.nn.Linear(10, 100),), num_
 """
     )
     lines = cell.stdout.splitlines()
-    assert lines[0].startswith("nblaunch: training 4 kB of parameters in 2 processes")
+    assert lines[0].startswith("nblaunch: training 4.40 kB of parameters in 2 processes")
     assert {"[0] runs", "[1] runs"} <= set(lines)

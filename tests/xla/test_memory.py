@@ -21,7 +21,7 @@ def test_a_model_that_is_passed_is_held_once(passed: memory.Report) -> None:
     # At rest: the kernel with its model, and what eight workers have of their own.
     assert passed.end <= passed.start + 8 * 40e6
     assert "8 workers, host memory " in passed.line
-    assert "(model 0.4 GB held once)" in passed.line
+    assert "(model 420 MB held once)" in passed.line
 
 
 def test_without_the_recipe_it_takes_a_multiple(passed: memory.Report) -> None:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from nblaunch import in_words
 from nblaunch.backends import system_files
 from nblaunch.backends.base import Backend
 from nblaunch.backends.meter import DeviceReading
-from nblaunch.launch.diagnosis.memory import size
 
 _NOTICED_BYTES = 64 << 20
 """Less comes and goes with the driver's own tables, and with what else uses a GPU that shows a desktop."""
@@ -54,11 +54,12 @@ class MemoryBalance:
         return 0 if before is None else reading.used_bytes - before.used_bytes
 
     def _describe(self, reading: DeviceReading) -> str:
-        text = f"{reading.name}: {size(self._growth(reading))} more of its memory are taken than before the launch"
+        growth = in_words.size(self._growth(reading))
+        text = f"{reading.name}: {growth} more of its memory are taken than before the launch"
         owners = _growing(self._before[reading.name].by_process, reading.by_process)
         if not owners:
             return f"{text}, though all its processes have ended; another program took them (nvidia-smi lists who)"
-        return f"{text}: " + ", ".join(f"{_name(pid)} took {size(taken)}" for pid, taken in owners)
+        return f"{text}: " + ", ".join(f"{_name(pid)} took {in_words.size(taken)}" for pid, taken in owners)
 
 
 def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[int, int]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nblaunch import in_words
 from nblaunch.launch.diagnosis import stacks
 from nblaunch.launch.diagnosis.stacks import StackFrame, ThreadStack
-from nblaunch.topology import ranks_in_words
 
 _IDLE_SHARE = 0.02
 """Share of one core below which a rank counts as idle: threads that only wake to look around use less."""
@@ -133,7 +133,7 @@ def describe_hang(
         gone: ranks that have returned already.
     """
     merged = stacks.merge({rank: str(position) for rank, position in positions.items()})
-    lines = [f"{ranks_in_words(ranks)}: {text}" for text, ranks in merged.items()]
+    lines = [f"{in_words.ranks(ranks)}: {text}" for text, ranks in merged.items()]
     reading = _reading(positions, steps, gone)
     return [*lines, reading] if reading else lines
 
@@ -145,13 +145,13 @@ def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: 
         return ""
     if gone:
         return (
-            f"{ranks_in_words(gone)} returned already, so the others wait for ever: do all ranks see equally many "
+            f"{in_words.ranks(gone)} returned already, so the others wait for ever: do all ranks see equally many "
             "batches?"
         )
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"
         return (
-            f"{ranks_in_words(sorted(waiting))} {wait} for {ranks_in_words(absent)}, which {has} not entered the "
+            f"{in_words.ranks(waiting)} {wait} for {in_words.ranks(absent)}, which {has} not entered the "
             "collective."
         )
     taken = {rank: steps[rank] for rank in waiting if rank in steps}

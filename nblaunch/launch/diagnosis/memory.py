@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nblaunch import in_words
 from nblaunch.backends import available_memory, cgroup, system_files
 
 _SCARCE_SHARE = 0.05
@@ -79,7 +80,7 @@ def judge(
         and lowest_available < _SCARCE_SHARE * before.limit
     )
     if kills > 0:
-        first = f"Memory ran out: the system killed {kills} process{'es' if kills > 1 else ''} of this job for it."
+        first = f"Memory ran out: the system killed {in_words.count(kills, 'process')} of this job for it."
     elif is_refused:
         first = "Memory ran out: an allocation was refused."
     elif is_killed and is_scarce:
@@ -91,9 +92,11 @@ def judge(
 
 
 def _host_line(before: MemoryFacts, lowest: int | None) -> str:
-    parts = [f"limit {size(before.limit)}" if before.limit else ""]
-    parts.append(f"available at the start {size(before.available)}" if before.available is not None else "")
-    parts.append(f"at the lowest {size(lowest)}" if lowest is not None else "")
+    parts = [f"limit {in_words.size(before.limit)}" if before.limit else ""]
+    parts.append(
+        f"available at the start {in_words.size(before.available)}" if before.available is not None else ""
+    )
+    parts.append(f"at the lowest {in_words.size(lowest)}" if lowest is not None else "")
     return "Host memory: " + ", ".join(part for part in parts if part) + "."
 
 
@@ -101,7 +104,7 @@ def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
     """What each process took: all in one line, the total first."""
     if not own_bytes:
         return []
-    most = ", ".join(f"rank {rank} {size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
+    most = ", ".join(f"rank {rank} {in_words.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
     more = f", and {len(own_bytes) - 8} more" if len(own_bytes) > 8 else ""
     return [f"Each process took (most seen): {most}{more}."]
 
@@ -109,8 +112,8 @@ def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
 def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:
     built = {rank: num_bytes for rank, num_bytes in built_bytes.items() if num_bytes > 1 << 20}
     if built:
-        each = size(max(built.values()))
-        host = f" on a host with {size(before.limit)}" if before.limit else ""
+        each = in_words.size(max(built.values()))
+        host = f" on a host with {in_words.size(before.limit)}" if before.limit else ""
         return (
             f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: build it once "
             "in a cell and pass it, notebook_launcher(train, (model,)), so that it is held in memory once."
@@ -123,20 +126,12 @@ def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:
 def shm_line(facts: MemoryFacts) -> str:
     """A line about /dev/shm where it is nearly full; empty otherwise."""
     if facts.shm_size and facts.shm_used > 0.9 * facts.shm_size:
+        used = f"{in_words.size(facts.shm_used)} of {in_words.size(facts.shm_size)}"
         return (
-            f"/dev/shm is full ({size(facts.shm_used)} of {size(facts.shm_size)}): data loaders and collectives put "
-            "their buffers there. Use fewer data loader workers, or a container with a larger --shm-size."
+            f"/dev/shm is full ({used}): data loaders and collectives put their buffers there. Use fewer data loader "
+            "workers, or a container with a larger --shm-size."
         )
     return ""
-
-
-def size(num_bytes: float) -> str:
-    """``1.3 GB``: decimal units, as people compare them with what a machine is sold with."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
 
 
 def _oom_kills() -> int:

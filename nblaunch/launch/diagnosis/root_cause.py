@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from nblaunch import in_words
 from nblaunch.events import ExitStatus, Failed
 from nblaunch.launch.diagnosis.elsewhere import SAME_COLLECTIVES
 from nblaunch.launch.diagnosis.report import AttemptReport
-from nblaunch.topology import ranks_in_words
 
 _MEANINGS = {
     "SIGKILL": "Somebody killed it, most often the system because memory ran out",
@@ -93,7 +93,7 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
             if report.finished[cause.rank].left_by_exit
             else "returned from the function"
         )
-        waiting = ranks_in_words(sorted(report.failed))
+        waiting = in_words.ranks(report.failed)
         return f"{left} while {waiting} still needed it in a collective operation"
     if status.signal_name:
         return f"was killed by {status.signal_name}"
@@ -120,7 +120,7 @@ def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
     for rank in sorted(report.exits):
         if rank != root.rank:
             groups.setdefault(_fate(report, rank), []).append(rank)
-    return "; ".join(f"{ranks_in_words(ranks)}: {fate}" for fate, ranks in groups.items())
+    return "; ".join(f"{in_words.ranks(ranks)}: {fate}" for fate, ranks in groups.items())
 
 
 def _fate(report: AttemptReport, rank: int) -> str:

@@ -93,8 +93,8 @@ def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
     report.last_samples = [Sample(0, built_bytes=1_500_000_000), Sample(1, built_bytes=1_500_000_000)]
     told = str(failure_of(report, {1: 41}, log, 0).error)
     assert "Memory ran out: the system killed 1 process of this job for it." in told
-    assert "rank 0 2.0 GB, rank 1 3.0 GB" in told
-    assert "2 processes each built a model of 1.5 GB" in told
+    assert "rank 0 2.00 GB, rank 1 3.00 GB" in told
+    assert "2 processes each built a model of 1.50 GB" in told
     assert "most often the system" not in told
 
 
@@ -115,7 +115,7 @@ def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     report.memory = MemoryRecord(own_bytes={1: 3_000_000_000})
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
     assert notes[0] == "Memory ran out: an allocation was refused."
-    assert "Each process took (most seen): rank 1 3.0 GB." in notes
+    assert "Each process took (most seen): rank 1 3.00 GB." in notes
 
 
 def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -> None:

@@ -178,8 +178,8 @@ BUSY = Position("train.py, line 9: while not ready")
             [],
             [
                 "rank 0: waiting in all_reduce, train.py, line 14",
-                "ranks 1, 2: train.py, line 9: while not ready",
-                "rank 0 waits for ranks 1, 2, which have not entered the collective.",
+                "ranks 1-2: train.py, line 9: while not ready",
+                "rank 0 waits for ranks 1-2, which have not entered the collective.",
             ],
         ),
         (
@@ -211,12 +211,12 @@ BUSY = Position("train.py, line 9: while not ready")
                 "rank 1 returned already, so the others wait for ever: do all ranks see equally many batches?",
             ],
         ),
-        ({0: BUSY, 1: BUSY}, {}, [], ["ranks 0, 1: train.py, line 9: while not ready"]),
+        ({0: BUSY, 1: BUSY}, {}, [], ["ranks 0-1: train.py, line 9: while not ready"]),
         (
             {0: waits("barrier", 3), 1: waits("barrier", 3)},
             {0: 1, 1: 1},
             [],
-            ["ranks 0, 1: waiting in barrier, train.py, line 3"],
+            ["ranks 0-1: waiting in barrier, train.py, line 3"],
         ),
     ],
     ids=["absent", "several absent", "different", "unequal", "gone", "nobody waits", "all wait alike"],

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nblaunch.launch.diagnosis.memory import MemoryFacts, MemoryVerdict, judge, read_facts, shm_line, size
+from nblaunch.launch.diagnosis.memory import MemoryFacts, MemoryVerdict, judge, read_facts, shm_line
 
 GB = 1_000_000_000
 BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)
@@ -38,9 +38,9 @@ def test_the_system_counted_a_kill() -> None:
     assert found.is_certain
     assert found.lines[0] == "Memory ran out: the system killed 2 processes of this job for it."
     assert (
-        found.lines[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.0 GB."
+        found.lines[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.00 GB."
     )
-    assert found.lines[2] == "Each process took (most seen): rank 0 3.0 GB, rank 1 2.0 GB."
+    assert found.lines[2] == "Each process took (most seen): rank 0 3.00 GB, rank 1 2.00 GB."
     assert "Use fewer processes" in found.lines[3]
 
 
@@ -73,7 +73,7 @@ def test_models_built_in_workers_lead_to_the_remedy() -> None:
     found = verdict(kills=1, built=1_200_000_000)
     assert found is not None
     assert found.lines[-1] == (
-        "2 processes each built a model of 1.2 GB on a host with 16.0 GB: build it once in a cell and pass it, "
+        "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it, "
         "notebook_launcher(train, (model,)), so that it is held in memory once."
     )
     small = verdict(kills=1, built=1000)
@@ -91,30 +91,15 @@ def test_many_ranks_stay_one_line() -> None:
         is_killed=True,
     )
     assert found is not None
-    assert found.lines[2].endswith("rank 7 1.0 GB, and 3 more.")
+    assert found.lines[2].endswith("rank 7 1.00 GB, and 3 more.")
 
 
 def test_a_full_shm_is_named() -> None:
     assert shm_line(dataclasses.replace(BEFORE, shm_used=63_000_000)).startswith(
-        "/dev/shm is full (63 MB of 64 MB)"
+        "/dev/shm is full (63.0 MB of 64.0 MB)"
     )
     assert shm_line(dataclasses.replace(BEFORE, shm_used=10_000_000)) == ""
     assert shm_line(dataclasses.replace(BEFORE, shm_size=0)) == ""
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (67_108_864, "67 MB"),
-        (2.5e9, "2.5 GB"),
-        (3e12, "3000.0 GB"),
-    ],
-)
-def test_sizes(num_bytes: float, text: str) -> None:
-    assert size(num_bytes) == text
 
 
 def test_the_facts_of_this_machine_are_plausible() -> None:

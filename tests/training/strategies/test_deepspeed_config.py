@@ -268,12 +268,13 @@ def test_contradictions_are_refused_by_their_keys(
 
 def test_a_line_tells_what_every_rank_holds() -> None:
     assert shares_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
-        "Net: 4.0 GB of weights sharded over 4 ranks, 1.0 GB each, as are gradients and optimizer states (ZeRO stage 3)"
+        "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each, as are gradients and optimizer "
+        "states (ZeRO stage 3)"
     )
     assert shares_line("Net", 3, 5_000, [4_000, 1_000], 300).endswith(
-        "; 0.3 kB in small tensors stay gathered"
+        "; 300 B in small tensors stay gathered"
     )
     assert shares_line("Net", 1, 2_000_000_000, [2 * 10**9, 10**9]) == (
-        "Net: 2.0 GB of weights on each of 2 ranks; optimizer states are sharded, each rank steps 1.0 GB to 2.0 GB "
+        "Net: 2.00 GB of weights on each of 2 ranks; optimizer states are sharded, each rank steps 1.00 GB to 2.00 GB "
         "of weights in full precision (ZeRO stage 1)"
     )

@@ -314,7 +314,7 @@ def test_another_librarys_plugin_is_refused() -> None:
 
 def test_a_line_tells_what_every_rank_holds() -> None:
     assert shares_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
-        "Net: 4.0 GB of weights sharded over 4 ranks, 1.0 GB each; gathered in 33 units, each freed after its forward"
+        "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gathered in 33 units, each freed after its forward"
     )
     line = shares_line("Net", 5_000, 1, [4_000, 1_000], False)
-    assert "over 2 ranks, 1.0 kB to 4.0 kB each; gathered in 1 unit, each kept until its backward" in line
+    assert "over 2 ranks, 1.00 kB to 4.00 kB each; gathered in 1 unit, each kept until its backward" in line

@@ -18,12 +18,11 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nblaunch import context
+from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-from nblaunch.training.placement import range_text, size_text
 from nblaunch.training.process import Member
 from nblaunch.training.strategies.base import Strategy, unwrap
 from nblaunch.training.strategies.fsdp2 import files, outputs, watch
@@ -240,11 +239,10 @@ def shares_line(
     model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
 ) -> str:
     """What every rank holds of a model, in one line."""
-    units = f"{num_units} unit{'s' if num_units > 1 else ''}"
     kept = "freed after its forward" if reshards else "kept until its backward"
     return (
-        f"{model_name}: {size_text(model_bytes)} of weights sharded over {len(sizes)} ranks, {range_text(sizes)} each; "
-        f"gathered in {units}, each {kept}"
+        f"{model_name}: {in_words.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "
+        f"{in_words.size_range(sizes)} each; gathered in {in_words.count(num_units, 'unit')}, each {kept}"
     )
 
 
