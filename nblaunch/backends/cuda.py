@@ -47,6 +47,11 @@ class CudaBackend(Backend):
             return "neither NVML nor nvidia-smi finds an NVIDIA GPU on this machine"
         if self.device_count() == 0:
             value = env.read("CUDA_VISIBLE_DEVICES")
+            if value is None:
+                return (
+                    "MIG is enabled on the GPUs, and they have no instances: `nvidia-smi mig -lgip` lists the "
+                    "profiles, `nvidia-smi mig -cgi PROFILE -C` makes an instance"
+                )
             return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(gpus)} GPUs"
         return "the installed torch was built without CUDA; install a CUDA build from https://pytorch.org"
 
@@ -101,6 +106,9 @@ class CudaBackend(Backend):
     def device(self, topology: Topology) -> torch.device:
         import torch
 
+        # Before, torch would ask NVML how many there are: that takes a while to start, and counts whole GPUs where CUDA
+        # shows one MIG instance.
+        torch.cuda.init()
         # More workers than GPUs share them in turn, for tests on small machines.
         device = torch.device("cuda", topology.local_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)

@@ -48,6 +48,8 @@ class NvmlMeter(DeviceMeter):
 
     def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
         self._pynvml = pynvml
+        # Of functions that a driver before 510 lacks the module says so by an error of another kind.
+        self._refusals = (pynvml.NVMLError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError))
         self._handles: list[tuple[str, Any]] = []
         for index, uuid in enumerate(uuids):
             try:
@@ -88,7 +90,7 @@ class NvmlMeter(DeviceMeter):
     def _processes(self, handle: Any) -> dict[int, int]:
         try:
             running = self._pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except self._pynvml.NVMLError:
+        except self._refusals:
             return {}
         return {int(process.pid): int(process.usedGpuMemory or 0) for process in running}
 
@@ -121,20 +123,25 @@ def _opened() -> Iterator[Any]:
 
 def _describe(pynvml: Any, handle: Any) -> Gpu:
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
-    return Gpu(uuid, tuple(map(_text, _mig_uuids(pynvml, handle))), name)
+    is_partitioned = _is_partitioned(pynvml, handle)
+    instances = tuple(_mig_uuids(pynvml, handle)) if is_partitioned else ()
+    return Gpu(uuid, instances, name, is_partitioned)
 
 
-def _mig_uuids(pynvml: Any, handle: Any) -> list[Any]:
-    uuids: list[Any] = []
+def _is_partitioned(pynvml: Any, handle: Any) -> bool:
     try:
-        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
-            return []
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            uuids.append(pynvml.nvmlDeviceGetUUID(instance))
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError:
-        return uuids  # a GPU that can't be partitioned, or the end of its instances
-    return uuids
+        return False  # it can't be
+
+
+def _mig_uuids(pynvml: Any, handle: Any) -> Iterator[str]:
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            yield _text(pynvml.nvmlDeviceGetUUID(instance))
+        except pynvml.NVMLError:
+            continue  # there is none by this number, and may be by the next: instances come and go
 
 
 def _text(value: Any) -> str:

@@ -13,9 +13,16 @@ class NVMLError(Exception):
     """As pynvml's own: the root of all its errors."""
 
 
+class NVMLLibraryMismatchError(Exception):
+    """As pynvml's own, which is no NVMLError: the driver lacks what the module calls."""
+
+
 @dataclass
 class FakeGpu:
-    """What NVML tells of one GPU, or of one MIG instance. ``None`` where it says that it does not support that."""
+    """What NVML tells of one GPU, or of one MIG instance. ``None`` where it says that it does not support that.
+
+    In ``instances`` None stands for a number that no instance has; ``is_mig``: MIG is enabled.
+    """
 
     uuid: str
     name: str = "Tesla T4"
@@ -23,23 +30,30 @@ class FakeGpu:
     total: int = 16 << 30
     utilisation: int | None = 0
     processes: dict[int, int | None] = field(default_factory=dict)
-    instances: list[FakeGpu] = field(default_factory=list)
+    instances: list[FakeGpu | None] = field(default_factory=list)
+    is_mig: bool = False
     is_lost: bool = False
 
 
 class FakeNvml(types.ModuleType):
-    """A driver with these GPUs; ``has_driver=False``: none is installed."""
+    """A driver with these GPUs; ``has_driver=False``: none is installed; ``is_old``: it is of before 510."""
 
     NVMLError = NVMLError
+    NVMLLibraryMismatchError = NVMLLibraryMismatchError
 
     def __init__(
-        self, gpus: Sequence[FakeGpu] = (), driver: str = "550.54.15", has_driver: bool = True
+        self,
+        gpus: Sequence[FakeGpu] = (),
+        driver: str = "550.54.15",
+        has_driver: bool = True,
+        is_old: bool = False,
     ) -> None:
         super().__init__("pynvml")
         self.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
         self.gpus = list(gpus)
         self.driver = driver
         self.has_driver = has_driver
+        self.is_old = is_old
         self.num_open = 0
 
     def nvmlInit(self) -> None:
@@ -63,7 +77,7 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
         for gpu in self.gpus:
             for one in (gpu, *gpu.instances):
-                if one.uuid == uuid:
+                if one is not None and one.uuid == uuid:
                     return one
         raise NVMLError("Not Found")
 
@@ -76,15 +90,16 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetMigMode(self, device: FakeGpu) -> list[int]:
         if device.name == "Tesla T4":
             raise NVMLError("Not Supported")
-        return [int(bool(device.instances)), 0]
+        return [int(device.is_mig or bool(device.instances)), 0]
 
     def nvmlDeviceGetMaxMigDeviceCount(self, device: FakeGpu) -> int:
         return 7
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: FakeGpu, index: int) -> FakeGpu:
-        if index >= len(device.instances):
+        instance = device.instances[index] if index < len(device.instances) else None
+        if instance is None:
             raise NVMLError("Not Found")
-        return device.instances[index]
+        return instance
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu) -> Any:
         assert self.num_open
@@ -98,4 +113,6 @@ class FakeNvml(types.ModuleType):
         return types.SimpleNamespace(gpu=handle.utilisation)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[Any]:
+        if self.is_old:
+            raise NVMLLibraryMismatchError("Unversioned function called")
         return [types.SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in handle.processes.items()]

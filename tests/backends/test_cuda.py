@@ -50,6 +50,15 @@ def test_a_torch_without_cuda_is_named_as_the_reason(
     assert BACKEND.unavailable_reason() == "CUDA_VISIBLE_DEVICES='' hides all 1 GPUs"
 
 
+def test_gpus_that_wait_to_be_partitioned_are_told_so(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", is_mig=True))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert BACKEND.affinity() == 0
+    assert "MIG is enabled on the GPUs, and they have no instances" in BACKEND.unavailable_reason()
+
+
 def test_a_hazard_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_in_kernel, "hazard", lambda: "has used CUDA")
     assert BACKEND.fork_hazard() == "this process has used CUDA"
@@ -121,7 +130,9 @@ def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shown = [8]  # as NVML counts, until CUDA is initialised
+    monkeypatch.setattr(torch.cuda, "init", lambda: shown.__setitem__(0, 2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: shown[0])
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for local_rank in range(3):
         device = BACKEND.device(Topology(local_rank, local_rank, world_size=3, local_world_size=3))

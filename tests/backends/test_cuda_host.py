@@ -29,6 +29,7 @@ NvmlMaker = Callable[..., FakeNvml]
 
 
 def test_the_fake_has_only_what_the_real_module_has() -> None:
+    assert not issubclass(pynvml.NVMLLibraryMismatchError, pynvml.NVMLError)
     names = [name for name in vars(FakeNvml) if name.startswith("nvml")]
     assert len(names) > 10
     for name in names:
@@ -78,6 +79,19 @@ def test_nvml_tells_of_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
     meter = cuda_host.open_meter()
     assert meter.read() == (DeviceReading("GPU 0", 2 * GIB, 16 * GIB, None),)
+    meter.close()
+
+
+def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
+    nvml(FakeGpu("GPU-cccc3333", "A100", instances=[None, FakeGpu("MIG-2222"), None, FakeGpu("MIG-4444")]))
+    assert cuda_host.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
+
+
+def test_a_driver_that_does_not_tell_of_processes(nvml: NvmlMaker) -> None:
+    """Before 510, where the module calls a function by a name that only later drivers have."""
+    nvml(FakeGpu("GPU-aaaa1111", used=GIB, utilisation=40, processes={7: GIB}), is_old=True)
+    meter = cuda_host.open_meter()
+    assert meter.read() == (DeviceReading("GPU 0", GIB, 16 * GIB, 0.4),)
     meter.close()
 
 

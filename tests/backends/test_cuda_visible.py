@@ -7,6 +7,7 @@ import pytest
 from nblaunch.backends.cuda_visible import Gpu, visible_devices
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
+EMPTY = Gpu("GPU-eeee5555", is_partitioned=True)
 PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
 
 
@@ -43,3 +44,18 @@ def test_cuda_visible_devices(setting: str | None, expected: list[str]) -> None:
 )
 def test_at_most_one_partition_is_shown(setting: str | None, expected: list[str]) -> None:
     assert visible_devices(PARTITIONED, setting) == expected
+
+
+@pytest.mark.parametrize("setting", [None, "0,1", "GPU-dddd4444,MIG-1111"])
+def test_no_whole_gpu_is_shown_beside_a_partition(setting: str | None) -> None:
+    assert visible_devices(PARTITIONED[::-1], setting) == ["MIG-1111"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [(None, ["GPU-aaaa1111"]), ("0", []), ("1", ["GPU-aaaa1111"]), ("1,0", ["GPU-aaaa1111"])],
+)
+def test_nothing_is_shown_of_a_gpu_that_waits_to_be_partitioned(
+    setting: str | None, expected: list[str]
+) -> None:
+    assert visible_devices((EMPTY, TWO[0]), setting) == expected
