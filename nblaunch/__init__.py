@@ -14,6 +14,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nblaunch import module_aliases
 from nblaunch.backends import cuda_in_kernel
 from nblaunch.worker import imports
 
@@ -56,6 +57,7 @@ _PUBLIC = {
     "init_on_device": "nblaunch.training.initialization",
     "last_job": "nblaunch.launch.job",
     "launch": "nblaunch.scripts",
+    "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.process",
@@ -66,11 +68,14 @@ _PUBLIC = {
 
 _SUBMODULES = (
     "accelerator",
+    "big_modeling",
+    "checkpointing",
     "data_loader",
     "errors",
     "launchers",
     "local_sgd",
     "logging",
+    "memory_utils",
     "optimizer",
     "scheduler",
     "state",
@@ -117,6 +122,7 @@ __all__ = [
     "init_on_device",
     "last_job",
     "launch",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "one_at_a_time",
@@ -144,6 +150,7 @@ if TYPE_CHECKING:
     from nblaunch.notebook import debug_launcher, notebook_launcher
     from nblaunch.scripts import launch
     from nblaunch.training.accelerator import Accelerator
+    from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.data.loading import skip_first_batches
     from nblaunch.training.deepspeed_options import DeepSpeedPlugin
@@ -167,6 +174,8 @@ if TYPE_CHECKING:
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 
+module_aliases.install()
+
 # So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
 cuda_in_kernel.watch()
 imports.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
@@ -176,7 +185,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
+        raise AttributeError(module_aliases.without(__name__, name))
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     # Where a folder has the name too, importing it has set the attribute: the folder, which can be called as well.
     value = sys.modules.get(f"{__name__}.{name}", value)

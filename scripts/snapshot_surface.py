@@ -8,10 +8,13 @@ defaults are facts about an interface; nothing else of the package is stored.
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
 import json
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,13 @@ import accelerate
 
 TARGET = Path(__file__).parents[1] / "tests" / "hf_surface" / "accelerate.json"
 MODULES = (
-    "", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking", "utils"
+    "", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking", "utils",
+    "big_modeling", "checkpointing", "hooks", "inference", "memory_utils", "parallelism_config",
+    *(f"utils.{name}" for name in (
+        "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
+        "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "torch_xla", "tqdm",
+        "transformer_engine", "versions",
+    )),
 )  # fmt: skip
 
 
@@ -57,10 +66,22 @@ def describe(value: Any) -> dict[str, Any]:
             and (member := inspect.getattr_static(value, name, None)) is not None
             and name in own_names(value)
         }
-        return {"kind": "class", "parameters": parameters_of(value), "members": members}
+        described = {"kind": "class", "parameters": parameters_of(value), "members": members}
+        attributes = sorted(set(attributes_of(value)) - members.keys())
+        return described | ({"attributes": attributes} if attributes else {})
     if callable(value):
         return {"kind": "function", "parameters": parameters_of(value)}
     return {"kind": "value"}
+
+
+def attributes_of(cls: type) -> Iterator[str]:
+    """Public names that the package's own code sets on ``self``."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("accelerate"):
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+                is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if is_set and ast.unparse(node.value) == "self" and not node.attr.startswith("_"):
+                    yield node.attr
 
 
 def own_names(cls: type) -> set[str]:
@@ -80,19 +101,29 @@ def is_theirs(value: Any) -> bool:
     return getattr(value, "__module__", "").startswith("accelerate")
 
 
+def is_constant(name: str, value: Any) -> bool:
+    return name.isupper() and isinstance(value, (str, int, tuple, list, dict)) and name != "TYPE_CHECKING"
+
+
 def names_of(module: Any, path: str) -> list[str]:
-    """Public names; of a plain module those that it defines, of a package those that it hands on."""
-    names = [name for name in dir(module) if not name.startswith("_") and is_theirs(getattr(module, name))]
-    if path in ("", "utils"):
-        return sorted(names)
-    return sorted(name for name in names if getattr(module, name).__module__ == module.__name__)
+    """Public names; of a plain module those that it defines, of a package those that it hands on too."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    constants = [name for name, value in public.items() if is_constant(name, value)]
+    names = [name for name, value in public.items() if is_theirs(value)]
+    if path not in ("", "utils"):
+        names = [name for name in names if public[name].__module__ == module.__name__]
+    return sorted({*names, *constants})
 
 
 def main() -> None:
     surface: dict[str, Any] = {}
     for path in MODULES:
         module = importlib.import_module(f"accelerate.{path}".rstrip("."))
-        surface[path] = {name: describe(getattr(module, name)) for name in names_of(module, path)}
+        above = surface.get(path.rpartition(".")[0], {})
+        surface[path] = {
+            name: {"kind": "value"} if name in above else describe(getattr(module, name))
+            for name in names_of(module, path)
+        }
     text = json.dumps({"version": accelerate.__version__, "modules": surface}, indent=1)
     TARGET.write_text(text + "\n", encoding="utf-8")
     print(f"{TARGET}: {sum(map(len, surface.values()))} names of accelerate {accelerate.__version__}")

@@ -27,6 +27,7 @@ from nblaunch.training.data_settings import DataSettings
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.gathering import GatherControl
+from nblaunch.training.given_handlers import GivenHandlers
 from nblaunch.training.gradients import GradientControl
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -55,7 +56,14 @@ T = TypeVar("T")
 
 
 class Accelerator(
-    ProcessControl, GradientControl, GatherControl, DataSettings, ParallelLabels, Checkpointing, Tracking
+    ProcessControl,
+    GradientControl,
+    GatherControl,
+    DataSettings,
+    GivenHandlers,
+    ParallelLabels,
+    Checkpointing,
+    Tracking,
 ):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
@@ -145,8 +153,8 @@ class Accelerator(
         asked = settings.deepspeed_precision(plugins, mixed_precision, self._member.backend)
         self._precision = settings.precision_of(self._session, asked, handlers)
         self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))
-        self._dynamo = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
-        self._profile_options = handlers.get(ProfileKwargs, ProfileKwargs())
+        self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
+        self._handlers = handlers
         self._strategy = self._choose_strategy(
             handlers.get(DistributedDataParallelKwargs), fsdp_plugin, data.split_batches
         )
@@ -378,7 +386,7 @@ class Accelerator(
         Args:
             profile_handler: what is recorded; None: the ``ProfileKwargs`` among ``kwargs_handlers``, or the defaults.
         """
-        options = profile_handler or self._profile_options
+        options = profile_handler or self.profile_handler or ProfileKwargs()
         return profiling.record(options, self.process_index, self.wait_for_everyone)
 
     def end_training(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from nblaunch import context
+from nblaunch.training.versions import compare_versions
 
 
 def _finder(name: str, module: str) -> Callable[[], bool]:
@@ -23,30 +24,74 @@ def _finder(name: str, module: str) -> Callable[[], bool]:
 
 
 is_aim_available = _finder("aim", "aim")
-is_bnb_available = _finder("bnb", "bitsandbytes")
+is_amdsmi_available = _finder("amdsmi", "amdsmi")
 is_boto3_available = _finder("boto3", "boto3")
 is_clearml_available = _finder("clearml", "clearml")
 is_comet_ml_available = _finder("comet_ml", "comet_ml")
 is_datasets_available = _finder("datasets", "datasets")
 is_deepspeed_available = _finder("deepspeed", "deepspeed")
 is_dvclive_available = _finder("dvclive", "dvclive")
+is_import_timer_available = _finder("import_timer", "import_timer")
+is_lomo_available = _finder("lomo", "lomo_optim")
 is_matplotlib_available = _finder("matplotlib", "matplotlib")
 is_mlflow_available = _finder("mlflow", "mlflow")
+is_msamp_available = _finder("msamp", "msamp")
 is_pandas_available = _finder("pandas", "pandas")
 is_peft_available = _finder("peft", "peft")
+is_pynvml_available = _finder("pynvml", "pynvml")
 is_pytest_available = _finder("pytest", "pytest")
 is_rich_available = _finder("rich", "rich")
+is_sagemaker_available = _finder("sagemaker", "sagemaker")
 is_schedulefree_available = _finder("schedulefree", "schedulefree")
 is_swanlab_available = _finder("swanlab", "swanlab")
 is_tensorboard_available = _finder("tensorboard", "tensorboard")
 is_timm_available = _finder("timm", "timm")
 is_torchdata_available = _finder("torchdata", "torchdata")
 is_torchdata_stateful_dataloader_available = _finder("torchdata_stateful_dataloader", "torchdata")
+is_torchao_available = _finder("torchao", "torchao")
 is_torchvision_available = _finder("torchvision", "torchvision")
+is_tqdm_available = _finder("tqdm", "tqdm")
 is_trackio_available = _finder("trackio", "trackio")
+is_transformer_engine_available = _finder("transformer_engine", "transformer_engine")
 is_transformers_available = _finder("transformers", "transformers")
 is_triton_available = _finder("triton", "triton")
 is_wandb_available = _finder("wandb", "wandb")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether ``bitsandbytes`` is installed, in ``min_version`` or newer."""
+    is_installed = importlib.util.find_spec("bitsandbytes") is not None
+    return is_installed and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+
+
+def is_4bit_bnb_available() -> bool:
+    """Whether the installed ``bitsandbytes`` knows numbers of 4 bits."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """Whether the installed ``bitsandbytes`` can save numbers of 8 bits."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Whether NumPy is installed in ``min_version`` or newer."""
+    return compare_versions("numpy", ">=", min_version)
+
+
+def is_torch_distributed_available() -> bool:
+    """Whether torch was built with process groups."""
+    return torch.distributed.is_available()
+
+
+def is_weights_only_available() -> bool:
+    """Whether ``torch.load`` can leave out everything but weights: yes, in every torch that runs here."""
+    return True
+
+
+def is_rocm_available() -> bool:
+    """Whether GPUs of AMD can be used."""
+    return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
@@ -89,8 +134,34 @@ def _no_backend(name: str) -> Callable[..., bool]:
 
 is_mlu_available = _no_backend("mlu")
 is_musa_available = _no_backend("musa")
+is_neuron_available = _no_backend("neuron")
 is_npu_available = _no_backend("npu")
 is_sdaa_available = _no_backend("sdaa")
+
+
+def is_xccl_available() -> bool:
+    """Whether process groups of Intel GPUs can be used: no, there is no backend for them."""
+    return False
+
+
+def is_fp8_available() -> bool:
+    """Whether models can be trained in fp8: no, see ``Accelerator(mixed_precision=...)``."""
+    return False
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether models can be trained in fp8 with scales by block: no, see ``Accelerator(mixed_precision=...)``."""
+    return False
+
+
+def is_pippy_available() -> bool:
+    """Whether models can be cut into a pipeline: no, see ``Accelerator(fsdp_plugin=...)``."""
+    return False
+
+
+def is_megatron_lm_available() -> bool:
+    """Whether models can be trained by Megatron-LM: no, see ``Accelerator(fsdp_plugin=...)``."""
+    return False
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:

@@ -344,3 +344,21 @@ def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from autos(value, f"{prefix}{name}.")
         elif value == AUTO:
             yield prefix + name
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """The plugin that DeepSpeed trains by, of several the one that is selected.
+
+    Args:
+        state: an ``AcceleratorState``, or an Accelerator.
+
+    Raises:
+        ValueError: DeepSpeed does not train here.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ValueError(
+            "DeepSpeed has no plugin here; give the Accelerator one: Accelerator(deepspeed_plugin=DeepSpeedPlugin())"
+        )
+    active: DeepSpeedPlugin = plugin
+    return active

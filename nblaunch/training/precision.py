@@ -6,6 +6,8 @@ must. Which formats a device can do is the backend's word; which one is used is 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -134,6 +136,16 @@ class AutocastForward:
         with self.precision.autocast():
             output = self.original(*args, **kwargs)
         return nested.to_fp32(output)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``model_forward`` with its outputs in fp32, as a forward pass in half precision has them after ``prepare``."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return nested.to_fp32(model_forward(*args, **kwargs))
+
+    return forward
 
 
 def restore_forward(model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nblaunch.training.checkpoints.names import PROFILE_PATTERN_NAME
 from nblaunch.training.options import ProfileKwargs
 
 
@@ -25,5 +26,5 @@ def record(options: ProfileKwargs, rank: int, wait_for_everyone: Callable[[], No
         return
     folder = Path(options.output_trace_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+    profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=rank)))
     wait_for_everyone()

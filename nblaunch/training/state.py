@@ -290,6 +290,11 @@ class AcceleratorState(View, ProcessControl):
         return precision.name
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over ranks."""
+        return self._session.strategy == "fsdp2"
+
+    @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
         plugins = self._session.deepspeed
@@ -300,6 +305,9 @@ class AcceleratorState(View, ProcessControl):
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
         plugins = self._session.deepspeed
         return None if plugins is None else plugins.active
+
+    device_mesh = parallelism_config = torch_tp_plugin = megatron_lm_plugin = None
+    """There is none: such forms of parallelism are refused by name."""
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """One of several plugins."""

@@ -9,7 +9,12 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
+
+from nblaunch import Accelerator, PartialState
 
 SNAPSHOT = Path(__file__).with_name("accelerate.json")
 
@@ -26,14 +31,47 @@ def snapshot() -> dict[str, dict[str, Any]]:
 
 def differences() -> Iterator[tuple[str, str]]:
     """Everything that a script could stumble over, as (name, what differs)."""
+    instances = _instances()
     for path, names in snapshot().items():
-        module = importlib.import_module(f"nblaunch.{path}".rstrip("."))
+        module = our_module(path)
+        above = snapshot().get(path.rpartition(".")[0], {}) if path else {}
         for name, theirs in names.items():
             full = f"{path}.{name}".lstrip(".")
             if not hasattr(module, name):
-                yield full, "missing"
-            else:
-                yield from _compare(full, getattr(module, name), theirs)
+                if name not in above:  # else it is told there
+                    yield full, "missing"
+                continue
+            yield from _compare(full, getattr(module, name), theirs)
+            if name in instances:
+                missing = (one for one in theirs.get("attributes", ()) if not hasattr(instances[name], one))
+                yield from ((f"{full}.{one}", "missing") for one in missing)
+
+
+def our_module(path: str) -> ModuleType | None:
+    """Ours of that name; None where there is none."""
+    try:
+        return importlib.import_module(f"nblaunch.{path}".rstrip("."))
+    except ImportError:
+        return None
+
+
+def _instances() -> dict[str, Any]:
+    """Objects of the classes that set attributes of their own, as a script has them."""
+    accelerator = Accelerator(cpu=True)
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(parameters)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = torch.utils.data.DataLoader([1, 2])  # type: ignore[arg-type]
+    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
+    objects = [
+        accelerator,
+        accelerator.state,
+        accelerator.gradient_state,
+        PartialState(),
+        optimizer,
+        scheduler,
+    ]
+    return {type(one).__name__: one for one in objects} | {"DataLoaderShard": loader}
 
 
 def _compare(full: str, ours: Any, theirs: dict[str, Any]) -> Iterator[tuple[str, str]]:

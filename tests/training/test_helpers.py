@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import OrderedDict, UserDict, namedtuple
 from pathlib import Path
@@ -145,6 +146,65 @@ def test_objects_are_saved_without_an_accelerator(tmp_path: Path) -> None:
     utils.save({"row": torch.ones(2)}, tmp_path / "row.safetensors", safe_serialization=True)
     assert torch.load(tmp_path / "object.bin") == {"step": 3}
     assert load_file(tmp_path / "row.safetensors")["row"].tolist() == [1.0, 1.0]
+
+
+def test_saved_objects_are_read_and_nothing_in_them_is_executed(tmp_path: Path) -> None:
+    utils.save({"steps": 3}, tmp_path / "plain.bin")
+    assert utils.load(tmp_path / "plain.bin") == {"steps": 3}
+    utils.save({"path": SimpleNamespace(steps=3)}, tmp_path / "code.bin")
+    with pytest.raises(pickle.UnpicklingError, match="SimpleNamespace"):
+        utils.load(tmp_path / "code.bin")
+    assert utils.load(tmp_path / "code.bin", weights_only=False)["path"].steps == 3
+
+
+def test_checkpoints_have_the_names_that_scripts_look_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.save_state(tmp_path)
+    assert (tmp_path / utils.SAFE_WEIGHTS_NAME).is_file()
+    assert (tmp_path / f"{utils.OPTIMIZER_NAME}.bin").is_file()
+    assert (tmp_path / f"{utils.RNG_STATE_NAME}_0.pkl").is_file()
+    accelerator.save_model(model, tmp_path / "model", max_shard_size=4, safe_serialization=False)
+    assert (tmp_path / "model" / utils.WEIGHTS_INDEX_NAME).is_file()
+    assert (tmp_path / "model" / utils.WEIGHTS_PATTERN_NAME.format(suffix="-00001-of-00002")).is_file()
+
+
+def test_outputs_of_a_forward_in_half_precision_are_converted() -> None:
+    def forward(x: torch.Tensor, *, scale: float) -> dict[str, torch.Tensor]:
+        return {"logits": x * scale, "labels": torch.ones(1, dtype=torch.long)}
+
+    converted = utils.convert_outputs_to_fp32(forward)
+    output = converted(torch.ones(2, dtype=torch.bfloat16), scale=2.0)
+    assert output["logits"].dtype is torch.float32
+    assert output["labels"].dtype is torch.long
+    assert converted.__name__ == "forward"
+
+
+def test_words_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_FLAG", "Yes")
+    monkeypatch.setenv("SOME_NUMBER", "3")
+    monkeypatch.setenv("NEGATIVE", "-1")
+    assert utils.parse_flag_from_env("SOME_FLAG") is True
+    assert utils.parse_flag_from_env("ANOTHER_FLAG") is False
+    assert utils.parse_flag_from_env("ANOTHER_FLAG", default=True) is True
+    assert utils.parse_choice_from_env("SOME_FLAG") == "Yes"
+    assert utils.parse_choice_from_env("ANOTHER_FLAG") == "no"
+    assert utils.get_int_from_env(["NEGATIVE", "NOT_SET", "SOME_NUMBER"], 7) == 3
+    assert utils.get_int_from_env(["NOT_SET"], 7) == 7
+    assert (utils.str_to_bool("off"), utils.str_to_bool("T")) == (0, 1)
+    assert utils.str_to_bool("n", to_bool=True) is False
+    with pytest.raises(ValueError, match="'maybe' is no truth value; valid are y, yes"):
+        utils.str_to_bool("maybe")
+
+
+def test_every_question_about_what_is_there_has_an_answer() -> None:
+    questions = [name for name in utils.__all__ if name.startswith("is_") and name.endswith("_available")]
+    assert len(questions) > 50
+    assert {type(getattr(utils, name)()) for name in questions} == {bool}
+    assert utils.is_tqdm_available()
+    assert utils.is_numpy_available()
+    assert not utils.is_numpy_available(min_version="99")
 
 
 def test_a_state_exists_once_there_is_an_accelerator() -> None:

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.errors import DistributedOperationException
+from nblaunch.training.deepspeed_options import get_active_deepspeed_plugin
 from nblaunch.training.environment import clear_environment, patch_environment, purge_accelerate_environment
 from nblaunch.training.log import get_logger
 from nblaunch.training.memory import find_executable_batch_size, release_memory
-from nblaunch.training.options import GradientAccumulationPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.rng import synchronize_rng_states
 from nblaunch.training.state import AcceleratorState, GradientState, PartialState
 from tests.training import ranks
@@ -71,6 +72,26 @@ def test_more_of_a_process() -> None:
     state.set_device()
     with pytest.raises(TypeError, match="colour"):
         PartialState(colour="red")
+
+
+def test_plugins_and_handlers_are_shown() -> None:
+    scaling = GradScalerKwargs(growth_interval=3)
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager", kwargs_handlers=[scaling])
+    assert accelerator.state.dynamo_plugin.backend == "eager"
+    assert AcceleratorState().dynamo_plugin is accelerator.state.dynamo_plugin
+    assert accelerator.scaler_handler is scaling
+    assert accelerator.autocast_handler is accelerator.ddp_handler is accelerator.profile_handler is None
+    state = accelerator.state
+    assert (
+        state.torch_tp_plugin
+        is state.megatron_lm_plugin
+        is state.parallelism_config
+        is state.device_mesh
+        is None
+    )
+    assert not state.is_fsdp2
+    with pytest.raises(ValueError, match="DeepSpeed has no plugin here"):
+        get_active_deepspeed_plugin(state)
 
 
 def test_settings_of_loaders_are_shown() -> None:

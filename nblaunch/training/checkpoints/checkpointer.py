@@ -26,7 +26,7 @@ from nblaunch import context
 from nblaunch.errors import CheckpointError
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives
-from nblaunch.training.checkpoints import files, model_files, rng_states, safe_save
+from nblaunch.training.checkpoints import files, model_files, names, rng_states, safe_save
 from nblaunch.training.checkpoints.cpu_copies import CpuCopies
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
@@ -62,7 +62,7 @@ class Snapshot:
 
     def write(self, folder: Path) -> Contents:
         """Write all files to ``folder``; returns the contents with their sizes."""
-        name = model_files.SAFE_NAME if self.safe_serialization else model_files.TORCH_NAME
+        name = names.SAFE_WEIGHTS_NAME if self.safe_serialization else names.WEIGHTS_NAME
         for index, weights in enumerate(self.weights):
             model_files.write_weights(weights, folder / files.numbered(name, index), self.safe_serialization)
         for name, state in self.objects.items():

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints import model_files, safe_save
+from nblaunch.training.checkpoints import names, safe_save
 
 CONTENTS = "nblaunch_checkpoint.json"
-SCALER = "scaler.pt"
-SAMPLER = "sampler.bin"
+SCALER = names.SCALER_NAME
+SAMPLER = f"{names.SAMPLER_NAME}.bin"
 LOADER = "dl_state_dict.bin"
-OPTIMIZER = "optimizer.bin"
-SCHEDULER = "scheduler.bin"
+OPTIMIZER = f"{names.OPTIMIZER_NAME}.bin"
+SCHEDULER = f"{names.SCHEDULER_NAME}.bin"
 
 _VERSION = 1
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -49,7 +49,7 @@ def custom(index: int) -> str:
 
 def random_states(rank: int) -> str:
     """Name of the file with a rank's random states."""
-    return f"random_states_{rank}.pkl"
+    return f"{names.RNG_STATE_NAME}_{rank}.pkl"
 
 
 def folder_name(iteration: int) -> str:
@@ -160,12 +160,12 @@ def weights_file(folder: Path, index: int) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    names = [numbered(model_files.SAFE_NAME, index), numbered(model_files.TORCH_NAME, index)]
-    for name in names:
+    candidates = [numbered(names.SAFE_WEIGHTS_NAME, index), numbered(names.WEIGHTS_NAME, index)]
+    for name in candidates:
         if (folder / name).is_file():
             return folder / name
     raise CheckpointError(
-        f"checkpoint {folder} has no weights for model {index}: there is no {' and no '.join(names)}"
+        f"checkpoint {folder} has no weights for model {index}: there is no {' and no '.join(candidates)}"
     )
 
 

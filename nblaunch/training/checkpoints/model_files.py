@@ -21,11 +21,14 @@ from safetensors.torch import save_file
 from nblaunch import context
 from nblaunch.errors import CheckpointError
 from nblaunch.training import parts
+from nblaunch.training.checkpoints.names import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.strategies import unwrap
-
-SAFE_NAME = "model.safetensors"
-TORCH_NAME = "pytorch_model.bin"
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
@@ -143,7 +146,7 @@ def save_sharded(
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             raise RuntimeError(f"{name!r} is on the meta device: it has no values that could be saved")
     shards = list(_shards(weights, limit))
-    stem, suffix = (SAFE_NAME if safe_serialization else TORCH_NAME).rsplit(".", 1)
+    stem, suffix = (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME).rsplit(".", 1)
     names = [f"{stem}.{suffix}"]
     if len(shards) > 1:
         names = [f"{stem}-{i:05d}-of-{len(shards):05d}.{suffix}" for i in range(1, len(shards) + 1)]
@@ -212,6 +215,17 @@ def parse_size(size: int | str) -> int:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load`` that executes nothing in the file: what :func:`save` wrote, read back.
+
+    Args:
+        f: a path, or a binary file that is open.
+        map_location: the device to read tensors to; None: the one that they were saved from.
+        **kwargs: further arguments of :func:`torch.load`; ``weights_only=False`` for files that you trust.
+    """
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -322,7 +336,7 @@ def _weights_in(checkpoint: Path) -> Path:
     if not checkpoint.is_dir():
         return checkpoint
     finish_commit(checkpoint)  # of a process that was killed while it wrote there
-    names = [SAFE_NAME, f"{SAFE_NAME}.index.json", TORCH_NAME, f"{TORCH_NAME}.index.json"]
+    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
     if not found:
         raise CheckpointError(f"{checkpoint} has no weights; looked for {', '.join(names)}")

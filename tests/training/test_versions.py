@@ -1,0 +1,36 @@
+"""Versions are compared as PEP 440 orders them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import torch
+from packaging.version import parse
+
+from nblaunch.utils import compare_versions, is_torch_version
+
+
+def test_torch_is_newer_than_the_oldest_that_runs() -> None:
+    assert is_torch_version(">=", "2.5")
+    assert not is_torch_version("<", "2.5.0")
+    assert is_torch_version("==", str(torch.__version__))
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    assert compare_versions(parse("2.10.1"), ">", "2.9")
+    assert compare_versions(parse("2.10"), "==", "2.10.0")
+    assert compare_versions(parse("2.10rc1"), "<", "2.10")
+
+
+def test_a_name_is_that_of_a_library() -> None:
+    assert compare_versions("numpy", "==", importlib.metadata.version("numpy"))
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        compare_versions("no-such-library", ">", "1.0")
+
+
+def test_an_unknown_comparison_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(
+        ValueError, match=r"operation='=>' is unknown; valid are '<', '<=', '==', '!=', '>=', '>'"
+    ):
+        is_torch_version("=>", "2.5")
