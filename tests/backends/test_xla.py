@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.backends import tpu_host, xla
+from nblaunch.backends import tpu_host, xla_in_kernel, xla_library
 from nblaunch.backends.xla import BACKEND
 from nblaunch.topology import Topology
 
@@ -27,19 +27,19 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(tpu_host, "device_files", lambda names_tpu: 0)
     monkeypatch.setattr(tpu_host, "lock_holder", lambda: None)
-    monkeypatch.setattr(xla, "_is_initialised", lambda: False)
+    monkeypatch.setattr(xla_in_kernel, "is_initialised", lambda: False)
 
 
 def host(monkeypatch: pytest.MonkeyPatch, num_chips: int, kind: str = "v5e") -> None:
     monkeypatch.setattr(tpu_host, "chips", lambda: Counter({kind: num_chips}))
-    monkeypatch.setattr(xla, "_num_chips", lambda: num_chips)
+    monkeypatch.setattr(xla_library, "num_chips", lambda: num_chips)
 
 
 def install(
     monkeypatch: pytest.MonkeyPatch, *packages: str, torch: str = "2.9.0+cpu", torch_xla: str = "2.9.0"
 ) -> None:
     versions = {"torch": torch, "torch_xla": torch_xla}
-    monkeypatch.setattr(xla, "_is_installed", packages.__contains__)
+    monkeypatch.setattr(xla_library, "is_installed", lambda package="torch_xla": package in packages)
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
 
 
@@ -161,7 +161,7 @@ def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    monkeypatch.setattr(xla, "_is_initialised", lambda: True)
+    monkeypatch.setattr(xla_in_kernel, "is_initialised", lambda: True)
     assert "restart the kernel" in (BACKEND.launch_refusal() or "")
 
 
@@ -175,10 +175,10 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_other_file_imports_torch_xla() -> None:
-    package = Path(xla.__file__).parents[1]
-    importing = re.compile(r"^\s*(import|from) torch_xla|import_module\(.torch_xla", re.MULTILINE)
+    package = Path(xla_library.__file__).parents[1]
+    importing = re.compile(r"^\s*(import|from) torch_xla|import_module\(f?.torch_xla", re.MULTILINE)
     found = [path.name for path in package.rglob("*.py") if importing.search(path.read_text())]
-    assert found == ["xla.py"]
+    assert found == ["xla_library.py"]
 
 
 def test_fp16_is_refused_and_names_bf16() -> None:
@@ -216,7 +216,7 @@ def test_device_memory_is_what_the_runtime_tells(
     model = ModuleType("torch_xla.core.xla_model")
     model.get_memory_info = get_memory_info  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
-    monkeypatch.setattr(xla, "_kind", lambda: "TPU")
+    monkeypatch.setattr(xla_library, "kind", lambda: "TPU")
     assert BACKEND.own_memory() == expected
-    monkeypatch.setattr(xla, "_kind", lambda: "CPU")
+    monkeypatch.setattr(xla_library, "kind", lambda: "CPU")
     assert BACKEND.own_memory() is None

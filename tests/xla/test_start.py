@@ -47,7 +47,7 @@ LEAVES_ALONE = (
     "BACKEND.fork_hazard()",
     "BACKEND.worker_env(Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1))",
     "BACKEND.seed(3)",
-    "xla._read_counters()",
+    "xla_readings.counters()",
 )
 
 TRY_EACH = """
@@ -56,7 +56,7 @@ import torch, torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from nblaunch.backends import xla
+from nblaunch.backends import xla_readings
 from nblaunch.backends.xla import BACKEND
 from nblaunch.topology import Topology
 
@@ -95,7 +95,7 @@ def test_what_initialises_the_runtime_and_what_does_not() -> None:
 
 def test_the_history_is_searched_for_what_initialises() -> None:
     from nblaunch.backends.cell_history import first_match
-    from nblaunch.backends.xla import INITIALISERS
+    from nblaunch.backends.xla_in_kernel import INITIALISERS
 
     for call in INITIALISES:
         found = first_match(INITIALISERS, ["", "import torch_xla", f"x = 1\nd = {call}"])

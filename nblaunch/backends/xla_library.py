@@ -1,0 +1,83 @@
+"""torch_xla as it is found here: what it would compute on, whether it fits, and its import when that is needed.
+
+The only file that imports torch_xla. Nothing here initialises the runtime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from typing import Any
+
+from nblaunch import env
+from nblaunch.backends import tpu_host
+
+INSTALL = 'pip install "nblaunch[tpu]"'
+
+
+def kind() -> str:
+    """What the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
+    asked = env.read("PJRT_DEVICE")
+    return asked.upper() if asked else "TPU" if num_chips() else "CPU"
+
+
+def num_chips() -> int:
+    """TPU chips of this host."""
+    if "torch_xla._internal.tpu" in sys.modules:
+        found = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
+    else:
+        found = sum(tpu_host.chips().values())
+    return found or tpu_host.device_files(
+        env.read("PJRT_DEVICE") == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
+    )
+
+
+def is_installed(package: str = "torch_xla") -> bool:
+    """Whether it, or its successor, can be imported."""
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def version_mismatch() -> str | None:
+    """What to do where torch and torch_xla are not of one release: the import would fail with a symbol's name."""
+    try:
+        torch, xla = (importlib.metadata.version(name) for name in ("torch", "torch_xla"))
+    except importlib.metadata.PackageNotFoundError:
+        return None  # not installed by pip: nothing is known
+    release = ".".join(xla.split(".")[:2])
+    if torch.split("+")[0].split(".")[:2] == release.split("."):
+        return None
+    return (
+        f"torch {torch} and torch_xla {xla} do not fit each other: they must be of one release. "
+        f"Install torch=={release}.*, or another torch_xla: {INSTALL}"
+    )
+
+
+def package() -> Any:
+    """torch_xla, imported.
+
+    Raises:
+        RuntimeError: it can't be imported; says why.
+    """
+    if "torch_xla" in sys.modules:
+        return sys.modules["torch_xla"]
+    try:
+        # Left alone, the import would settle PJRT_DEVICE for the whole process.
+        with env.patched({"PJRT_DEVICE": kind(), **readable_accelerator_type()}):
+            for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
+                importlib.import_module(f"torch_xla.{name}")
+    except (ImportError, OSError) as error:
+        raise RuntimeError(version_mismatch() or f"torch_xla can't be imported: {error}") from error
+    return sys.modules["torch_xla"]
+
+
+def part(name: str) -> Any:
+    """A module of torch_xla, as ``"core.xla_model"``, once the package is imported."""
+    return importlib.import_module(f"torch_xla.{name}")
+
+
+def readable_accelerator_type() -> dict[str, str]:
+    """TPU_ACCELERATOR_TYPE with its number of chips, without which torch_xla can't parse it; nothing where it has."""
+    told = env.read("TPU_ACCELERATOR_TYPE")
+    return {"TPU_ACCELERATOR_TYPE": f"{told}-{num_chips()}"} if told and "-" not in told else {}
