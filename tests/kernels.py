@@ -250,6 +250,8 @@ class Kernel:
         self._manager = manager
         self._token = token
         self._folder = folder
+        # What arrived on IOPub, oldest first, whatever request it answers: a front end follows its comms in all of it.
+        self.messages: list[dict[str, Any]] = []
         self._cells: dict[str, Cell] = {}
         self._is_closed = False
         self._log = (folder / "kernel.log").open("w+", errors="replace")
@@ -525,6 +527,8 @@ class Kernel:
         for socket, _ in poller.poll(int(timeout_s * 1000)):
             _, message = self._manager.session.recv(socket, mode=zmq.NOBLOCK)
             if message is not None:
+                if socket is self._iopub:
+                    self.messages.append(message)
                 cell = self._cells.get(message["parent_header"].get("msg_id"))
                 if cell is not None:
                     cell._receive(message)

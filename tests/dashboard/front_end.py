@@ -42,11 +42,15 @@ class FrontEnd:
             key: state for key, state in self.models.items() if state.get("_model_name") == f"{name}Model"
         }
 
+    @property
+    def descriptions(self) -> list[str]:
+        """The texts of all buttons."""
+        return [state["description"] for state in self.of("Button").values()]
+
     def button(self, description: str) -> str:
         """The id of the button with this text."""
-        found = [key for key, state in self.of("Button").items() if state["description"] == description]
-        assert len(found) == 1, f"{len(found)} buttons {description!r}: {self.of('Button')}"
-        return found[0]
+        assert self.descriptions.count(description) == 1, f"{description!r} in {self.descriptions}"
+        return list(self.of("Button"))[self.descriptions.index(description)]
 
     def style(self, model_id: str) -> dict[str, Any]:
         return self.models[self.models[model_id]["style"].removeprefix("IPY_MODEL_")]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from jupyter_core.utils import ensure_event_loop
 from nbclient import NotebookClient
 from traitlets.config import Config
 
@@ -19,6 +19,7 @@ from nblaunch.dashboard.colours import BAD, LIVE
 from nblaunch.dashboard.widget_valve import BURST_BYTES
 from tests.dashboard.feed import FEED
 from tests.dashboard.front_end import VIEW, FrontEnd
+from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.kernels import Cell, Kernel
 from tests.profiles import PROFILES, python_of
 
@@ -66,6 +67,25 @@ def run(kernel: Kernel, source: str) -> Cell:
     return kernel.run(source, allow_stdin=True)
 
 
+class Watched:
+    """What a front end shows of all that a kernel sends from now on, also in answer to clicks."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._start = len(kernel.messages)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self._kernel.messages[self._start :]
+
+    @property
+    def front_end(self) -> FrontEnd:
+        return FrontEnd(self.messages)
+
+    def wait_for(self, condition: Callable[[FrontEnd], bool], what: str) -> None:
+        self._kernel.wait_until(lambda: condition(self.front_end), 30, what)
+
+
 def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Kernel) -> None:
     cell = shared.submit(
         "_ = run(dashboard.choose(), 4, 40, text='<script>alert(1)</script>')", allow_stdin=True
@@ -110,11 +130,16 @@ def test_a_failed_rank_turns_red_at_once(shared: Kernel) -> None:
 d = dashboard.choose()
 run(d, 2, 12, end_it=False)
 tell(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss is <nan>"))])
-time.sleep(0.25)  # the widgets' own interval
-look(d, [])
 """
-    live = FrontEnd(run(shared, failing).messages)
-    assert f'<span style="color:{BAD}">&#9679;</span> failed' in live.html
+    watched = Watched(shared)
+    run(shared, failing)
+
+    def is_red(front_end: FrontEnd) -> bool:
+        run(shared, "look(d, [])")  # drawn as soon as the widgets' own interval allows
+        return f'<span style="color:{BAD}">&#9679;</span> failed' in front_end.html
+
+    watched.wait_for(is_red, "a red rank")
+    live = watched.front_end
     assert "ValueError: loss is &lt;nan&gt;" in live.html
     assert live.layout(live.button("Stop"))["display"] == "none"
     run(shared, "close(d)")
@@ -179,46 +204,45 @@ thread.start()
 """
 
 
-def all_messages(kernel: Kernel) -> list[dict[str, Any]]:
-    """From all cells of the kernel, in order of their cells."""
-    return [message for cell in kernel._cells.values() for message in cell.messages]
-
-
 def test_buttons_of_a_background_job(shared: Kernel) -> None:
+    watched = Watched(shared)
     launching = run(shared, BACKGROUND)
-    opened = FrontEnd(launching.messages)
-    assert launching.displays[0].data[VIEW]["model_id"] in opened.models
+    assert launching.displays[0].data[VIEW]["model_id"] in watched.front_end.models
 
-    def click(description: str, *expected: str) -> None:
-        shared.send_comm(
-            FrontEnd(launching.messages).button(description),
-            {"method": "custom", "content": {"event": "click"}},
+    def click(description: str, *asked: str) -> None:
+        watched.wait_for(
+            lambda front_end: description in front_end.descriptions, f"the button {description!r}"
         )
+        button = watched.front_end.button(description)
+        shared.send_comm(button, {"method": "custom", "content": {"event": "click"}})
         # The kernel is idle, so the click was delivered before the next cell is run.
-        cell = run(shared, "time.sleep(0.5); controls.asked")
-        assert ast.literal_eval(cell.result or "") == list(expected)
-        launching.messages += cell.messages
+        assert run(shared, "controls.asked").value == list(asked)
+
+    def wait_for(text: str) -> None:
+        """The job's own thread draws what was clicked."""
+        watched.wait_for(lambda front_end: text in front_end.html, repr(text))
 
     click("Stacks", "ask_stacks")
-    assert "rank 0 is at &lt;line 3&gt;" in FrontEnd(launching.messages).html
+    wait_for("rank 0 is at &lt;line 3&gt;")
     click("Stop", "ask_stacks", "stop")
-    assert "asked to stop" in FrontEnd(launching.messages).html
+    wait_for("asked to stop")
     click("Interrupt", "ask_stacks", "stop", "interrupt")
+    wait_for("interrupted: finally blocks run")
     click("Kill", "ask_stacks", "stop", "interrupt")
     click("Kill: sure?", "ask_stacks", "stop", "interrupt", "cancel")
-    ending = run(shared, "stop.set(); thread.join()")
-    launching.messages += ending.messages
-    assert FrontEnd(launching.messages).open_ids == set()
-    table = launching.displays[0]
+    wait_for(">killed<")
+    run(shared, "stop.set(); thread.join()")
+    assert watched.front_end.open_ids == set()
+    table = replace(launching, messages=watched.messages).displays[0]
     assert "train: done in" in table.data["text/plain"]
 
 
 def test_nothing_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
-    run(shared, "import ipywidgets; ipywidgets.Widget.close_all()")
+    watched = Watched(shared)
     run(shared, BACKGROUND)
 
     def states() -> set[tuple[bool, str]]:
-        live = FrontEnd(all_messages(shared))
+        live = watched.front_end
         buttons = [live.models[key] for key in live.of("Button") if key in live.open_ids]
         assert len(buttons) in (0, 3)
         return {(state["disabled"], state["tooltip"] or "") for state in buttons}
@@ -240,7 +264,7 @@ def test_nothing_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
 def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
     assert run(shared, "again(), again()").result == "(True, False)"  # a cell needs it once only
-    other = run(shared, "print(again()); stop.set(); thread.join(); time.sleep(0.1)")
+    other = run(shared, "print(again()); stop.set(); thread.join()")
     assert other.displays[0].display_id == launching.displays[0].display_id
     assert "train: done in" in other.displays[0].data["text/plain"]
     after = run(shared, "again()")
@@ -248,11 +272,13 @@ def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shar
 
 
 def test_a_page_that_was_opened_anew_keeps_the_summary_in_the_widgets(shared: Kernel) -> None:
+    watched = Watched(shared)
     launching = run(shared, BACKGROUND)
     root = launching.displays[0].data[VIEW]["model_id"]
     shared.send_comm(root, {"method": "request_state"})
-    ending = run(shared, "time.sleep(0.3); stop.set(); thread.join()")
-    end = FrontEnd([*launching.messages, *ending.messages])
+    # The kernel is idle, so the request was delivered before the next cell is run.
+    run(shared, "stop.set(); thread.join()")
+    end = watched.front_end
     assert root in end.open_ids
     assert len(end.models[root]["children"]) == 1
     last = end.models[end.models[root]["children"][0].removeprefix("IPY_MODEL_")]
@@ -310,17 +336,9 @@ def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
 # --- notebooks that are executed with nobody there -------------------------------------------------------------------
 
 
-@pytest.fixture
-def event_loop() -> Iterator[None]:
-    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
-    loop = ensure_event_loop()
-    yield
-    loop.close()
-
-
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_executed_notebook_has_the_summary_and_no_widgets(
-    profile: str, tmp_path: Path, event_loop: None, monkeypatch: pytest.MonkeyPatch
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = {"argv": [python_of(profile), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             "display_name": profile, "language": "python"}  # fmt: skip
