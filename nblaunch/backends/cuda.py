@@ -4,7 +4,8 @@
     worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
 
 What is not the backend's own is beside it: ``cuda_host.py`` (the machine), ``cuda_visible.py`` (which GPUs a process is
-shown), ``cuda_in_kernel.py`` (whether a fork is possible), ``cuda_memory.py`` (when memory runs out).
+shown), ``cuda_in_kernel.py`` (whether a fork is possible), ``cuda_memory.py`` (when memory runs out),
+``cuda_faults.py`` (what other errors mean).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import cuda_host, cuda_in_kernel, cuda_memory, process_group
+from nblaunch.backends import cuda_faults, cuda_host, cuda_in_kernel, cuda_memory, process_group
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.backends.meter import DeviceMeter
@@ -158,7 +159,7 @@ class CudaBackend(Backend):
         return torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved(), total
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        return cuda_memory.explain(error, self._last_step)
+        return cuda_memory.explain(error, self._last_step) or cuda_faults.explain(error)
 
 
 def _is_cuda_build() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from nblaunch.backends.batches import shapes_in_words, tensors
 _GIB = 1 << 30
 _FRAGMENTED_SHARE = 0.2
 _FOREIGN_SHARE = 0.1
+_SETTING = re.compile(r"PYTORCH_\w*ALLOC_CONF")  # torch's own text names it; its name changed
 _REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 
 
@@ -55,15 +57,17 @@ def explain(error: BaseException, step: Step) -> tuple[str, ...]:
     if not is_out_of_memory(error):
         return ()
     memory = _read()
-    if memory is None:
-        return ()
-    lines = [memory.describe()]
+    lines = [memory.describe() if memory is not None else _NO_NUMBERS]
     if step.shapes:
         size = f" of {step.shapes[0][0]}" if step.shapes[0] else ""
         lines.append(
             f"It happened in {step.phase}, on a batch{size}: tensors {shapes_in_words(step.shapes[:6])}."
         )
-    return (*lines, _advice(memory, step))
+    setting = _SETTING.search(str(error))
+    return (*lines, _advice(memory, step, setting[0] if setting else "PYTORCH_CUDA_ALLOC_CONF"))
+
+
+_NO_NUMBERS = "GPU memory ran out so that CUDA could not even start: other processes have taken it."
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,16 @@ class Memory:
 
 
 def _read() -> Memory | None:
+    """None where CUDA does not answer, for want of memory as well."""
     import torch
 
     if not torch.cuda.is_initialized():
         return None
     device = torch.cuda.current_device()
-    free, total = torch.cuda.mem_get_info(device)
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:
+        return None
     return Memory(
         device=f"cuda:{device} ({torch.cuda.get_device_name(device)})",
         total=total,
@@ -109,17 +117,17 @@ def _read() -> Memory | None:
     )
 
 
-def _advice(memory: Memory, step: Step) -> str:
+def _advice(memory: Memory | None, step: Step, setting: str) -> str:
     """What to try, what most likely helps first."""
     tips = []
-    if memory.others > memory.total / 2:
+    if memory is None or memory.others > memory.total / 2:
         tips.append(
             "end the other processes on this GPU (nvidia-smi lists them; another notebook's kernel, perhaps)"
         )
-    if memory.reserved - memory.allocated > _FRAGMENTED_SHARE * memory.total:
+    if memory is not None and memory.reserved - memory.allocated > _FRAGMENTED_SHARE * memory.total:
         tips.append(
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ({_size(memory.reserved - memory.allocated)} are "
-            "reserved but in pieces too small)"
+            f"os.environ['{setting}'] = 'expandable_segments:True' in a cell before the launch "
+            f"({_size(memory.reserved - memory.allocated)} are reserved but in pieces too small)"
         )
     if step.phase == "evaluating":
         tips.append("torch.no_grad() around the evaluation, and a smaller batch there")

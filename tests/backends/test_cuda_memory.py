@@ -13,6 +13,20 @@ from nblaunch.backends.cuda import CudaBackend
 from nblaunch.backends.cuda_memory import NO_STEP, Step, explain, is_out_of_memory, shapes_of
 
 GIB = 1 << 30
+OF_TORCH_2_13 = (
+    "CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 139.81 GiB of which 512.00 MiB "
+    "is free. Including non-PyTorch memory, this process has 139.30 GiB memory in use. Of the allocated memory 138.00 GiB "
+    "is allocated by PyTorch, and 12.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation. See documentation for "
+    "Memory Management (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-"
+    "cuda-alloc-conf)"
+)
+FULL_AT_THE_START = (
+    "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in "
+    "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information.\nCUDA kernel errors "
+    "might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.\nFor "
+    "debugging consider passing CUDA_LAUNCH_BLOCKING=1\nDevice-side assertion tracking was not enabled by user."
+)
 
 
 @pytest.fixture
@@ -38,7 +52,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (torch.OutOfMemoryError(OF_TORCH_2_13), True),
+        (torch.AcceleratorError(FULL_AT_THE_START), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (
+            torch.distributed.DistBackendError(
+                "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+                "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function "
+                "failed.\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
@@ -65,8 +89,9 @@ def test_the_numbers_the_batch_and_what_to_try(gpu: SimpleNamespace) -> None:
 
 def test_what_is_reserved_in_pieces(gpu: SimpleNamespace) -> None:
     gpu.allocated = 8 * GIB
-    advice = explain(torch.OutOfMemoryError(), NO_STEP)[-1]
-    assert "expandable_segments:True (6.00 GiB are reserved but in pieces too small)" in advice
+    told = "os.environ['{}'] = 'expandable_segments:True' in a cell before the launch (6.00 GiB are reserved"
+    assert told.format("PYTORCH_CUDA_ALLOC_CONF") in explain(torch.OutOfMemoryError(), NO_STEP)[-1]
+    assert told.format("PYTORCH_ALLOC_CONF") in explain(torch.OutOfMemoryError(OF_TORCH_2_13), NO_STEP)[-1]
 
 
 def test_what_others_have_taken(gpu: SimpleNamespace) -> None:
@@ -80,9 +105,22 @@ def test_an_evaluation_needs_no_gradients(gpu: SimpleNamespace) -> None:
     assert "torch.no_grad()" in explain(torch.OutOfMemoryError(), Step("evaluating", ((8, 3),)))[-1]
 
 
-def test_a_process_without_cuda_has_nothing_to_tell() -> None:
-    assert explain(torch.OutOfMemoryError("CUDA out of memory"), NO_STEP) == ()
+def test_a_gpu_that_is_full_before_cuda_starts() -> None:
+    """Its error would else be taken for one of the host's memory."""
+    memory, advice = explain(torch.AcceleratorError(FULL_AT_THE_START), NO_STEP)
+    assert memory == "GPU memory ran out so that CUDA could not even start: other processes have taken it."
+    assert advice.startswith("Try: end the other processes on this GPU")
     assert CudaBackend().own_memory() is None
+
+
+def test_a_gpu_too_full_to_answer(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise torch.AcceleratorError(FULL_AT_THE_START)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    memory, batch, _ = explain(torch.OutOfMemoryError(OF_TORCH_2_13), Step("training", ((8, 3),)))
+    assert memory.startswith("GPU memory ran out")
+    assert batch == "It happened in training, on a batch of 8: tensors 8x3."
 
 
 def test_own_memory(gpu: SimpleNamespace) -> None:

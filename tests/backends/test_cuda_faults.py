@@ -1,0 +1,210 @@
+"""Errors of CUDA and NCCL, in the words of torch 2.13 and NCCL 2.27: what a person is told of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nblaunch.backends.cuda import CudaBackend
+from nblaunch.backends.cuda_faults import FAULTS, explain
+from nblaunch.worker.failure import describe_failure, tell_failure
+
+AFTER = (
+    "\nSearch for `{}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nDevice-side assertion tracking was not enabled "
+    "by user."
+)
+
+
+def cuda(text: str, name: str) -> RuntimeError:
+    return torch.AcceleratorError(f"CUDA error: {text}{AFTER.format(name)}")
+
+
+def nccl(kind: str, name: str, last: str) -> RuntimeError:
+    return dist.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {kind} (run with NCCL_DEBUG=INFO for "
+        f"details), NCCL version 2.27.5\n{name}\nLast error:\n{last}"
+    )
+
+
+IN_A_FORK = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start "
+    "method"
+)
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
+SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 9637888), error: No space left on dev"
+NOT_READY = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that "
+    "might have already set an error? Error {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "meaning", "advice"),
+    [
+        (cuda("device-side assert triggered", "cudaErrorAssert"), "out of range", "backend='cpu'"),
+        (
+            cuda("an illegal memory access was encountered", "cudaErrorIllegalAddress"),
+            "outside",
+            "torch.compile",
+        ),
+        (
+            cuda("unspecified launch failure", "cudaErrorLaunchFailure"),
+            "outside of its memory",
+            "CUDA_LAUNCH_",
+        ),
+        (
+            cuda(
+                "no kernel image is available for execution on the device", "cudaErrorNoKernelImageForDevice"
+            ),
+            "has no code for this GPU",
+            "another build of torch",
+        ),
+        (RuntimeError(IN_A_FORK), "can't be used in a fork", "multiprocessing_context='forkserver'"),
+        (
+            RuntimeError(
+                "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                f'  File "/x.py", line 3, in __getitem__\nRuntimeError: {IN_A_FORK}'
+            ),
+            "data loaders",
+            "stay on the CPU",
+        ),
+        (
+            cuda("initialization error", "cudaErrorInitializationError"),
+            "can't be used in a fork",
+            "forkserver",
+        ),
+        (RuntimeError(TOO_OLD), "driver is older than this torch", "a newer driver"),
+        (
+            cuda(
+                "CUDA driver version is insufficient for CUDA runtime version", "cudaErrorInsufficientDriver"
+            ),
+            "driver is older",
+            "a newer driver",
+        ),
+        (
+            cuda("uncorrectable ECC error encountered", "cudaErrorECCUncorrectable"),
+            "a defect",
+            "nvidia-smi -q -d ECC",
+        ),
+        (
+            cuda("uncorrectable NVLink error detected during the execution", "cudaErrorNvlinkUncorrectable"),
+            "a defect",
+            "Xid",
+        ),
+        (
+            cuda("CUDA-capable device(s) is/are busy or unavailable", "cudaErrorDevicesUnavailable"),
+            "Somebody else",
+            "nvidia-smi -c DEFAULT",
+        ),
+        (
+            RuntimeError(NOT_READY.format("802: system not yet initialized")),
+            "NVSwitch",
+            "nvidia-fabricmanager",
+        ),
+        (
+            RuntimeError(NOT_READY.format("804: forward compatibility was attempted on non supported HW")),
+            "container",
+            "cuda-compat",
+        ),
+        (RuntimeError("No CUDA GPUs are available"), "shows this process no GPU", "CUDA_VISIBLE_DEVICES"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+            "most often the GPU's memory is full",
+            "a smaller batch",
+        ),
+        (
+            nccl(
+                "invalid usage",
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3000",
+            ),
+            "Two ranks compute on the same GPU",
+            "LOCAL_RANK",
+        ),
+        (
+            nccl(
+                "unhandled system error",
+                "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+                SHM,
+            ),
+            "no room in /dev/shm",
+            "--shm-size",
+        ),
+        (
+            nccl(
+                "unhandled cuda error",
+                "ncclUnhandledCudaError: Call to CUDA function failed.",
+                "Cuda failure 217 'peer access is not supported between these two devices'",
+            ),
+            "can't reach each other's memory",
+            "NCCL_P2P_DISABLE",
+        ),
+    ],
+)
+def test_what_an_error_means_and_what_to_try(error: RuntimeError, meaning: str, advice: str) -> None:
+    first, second = CudaBackend().explain_failure(error)
+    assert meaning in first
+    assert second.startswith("Try: ")
+    assert advice in second
+    assert "{" not in first + second
+
+
+def test_every_kind_of_error_is_tried_here() -> None:
+    (parameters,) = test_what_an_error_means_and_what_to_try.pytestmark
+    texts = [str(error) for error, *_ in parameters.args[1]]
+    told = {explain(RuntimeError(text))[1] for text in texts}
+    assert len(told) == len(FAULTS)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("CUDA error: device-side assert triggered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)"),
+        nccl(
+            "remote process exited or there was a network error",
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+            "socketPollConnect: connect to 127.0.0.1<4711> returned Connection refused, retrying",
+        ),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+        dist.DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cuda//0"),
+    ],
+)
+def test_of_other_errors_there_is_nothing_to_tell(error: Exception) -> None:
+    assert CudaBackend().explain_failure(error) == ()
+
+
+def test_an_error_that_follows_from_one_of_these_is_explained_by_it() -> None:
+    error = RuntimeError("training stopped")
+    error.__cause__ = cuda("device-side assert triggered", "cudaErrorAssert")
+    assert "out of range" in explain(error)[0]
+
+
+def test_for_which_gpus_and_which_cuda_torch_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    assert "older than this torch (built for CUDA 12.8) needs" in explain(RuntimeError(TOO_OLD))[0]
+    assert "was built for (sm_75, sm_90)." in explain(RuntimeError("no kernel image is available for"))[0]
+
+
+def test_what_is_explained_is_the_cause_and_travels_as_itself() -> None:
+    """NCCL's errors mostly tell that another rank is gone; these tell of this one."""
+    duplicate = nccl(
+        "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on"
+    )
+    assert describe_failure(1, duplicate).is_consequence
+    told = []
+    tell_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate))
+    assert not told[-1].is_consequence
+    asserted = cuda("device-side assert triggered", "cudaErrorAssert")
+    asserted.error_code = 710  # type: ignore[attr-defined]
+    described = describe_failure(0, asserted)
+    assert described.exception is not None
+    assert not described.is_consequence
