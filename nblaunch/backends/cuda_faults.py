@@ -97,7 +97,7 @@ FAULTS = (
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",
-        "NCCL found no room in /dev/shm, through which GPUs talk that have no direct link; containers have 64 MB there.",
+        "NCCL found no room in /dev/shm, through which GPUs without direct links talk; containers have 64 MB there.",
         "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
     ),
     Fault(
