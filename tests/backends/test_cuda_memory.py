@@ -15,11 +15,11 @@ from nblaunch.backends.cuda_memory import NO_STEP, Step, explain, is_out_of_memo
 GIB = 1 << 30
 OF_TORCH_2_13 = (
     "CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 139.81 GiB of which 512.00 MiB "
-    "is free. Including non-PyTorch memory, this process has 139.30 GiB memory in use. Of the allocated memory 138.00 "
-    "GiB is allocated by PyTorch, and 12.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
-    "is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation. See documentation for "
-    "Memory Management (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-"
-    "cuda-alloc-conf)"
+    "is free. Including non-PyTorch memory, this process has 139.30 GiB memory in use. Of the allocated memory 138.00"
+    " GiB is allocated by PyTorch, and 12.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation. See "
+    "documentation for Memory Management "
+    "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
 )
 FULL_AT_THE_START = (
     "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in "
