@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,19 +18,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, context
 from nblaunch.backends.cuda import BACKEND
 from tests.training import ranks
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank_server() -> Iterator[None]:
-    """The process that ranks are forked from; it never touches a GPU."""
-    ranks.start_server()
-    yield
-    ranks.stop_server()
 
 
 def _fresh(code: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from nblaunch.backends.cuda import BACKEND
 from nblaunch.utils import DummyOptim
 from tests.kernels import Kernel
 from tests.training import ranks
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.cuda,
@@ -24,14 +24,6 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 240.0  # DeepSpeed may compile an optimizer the first time
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank_server() -> Iterator[None]:
-    """The process that ranks are forked from; it never touches a GPU."""
-    ranks.start_server()
-    yield
-    ranks.stop_server()
 
 
 def _train(

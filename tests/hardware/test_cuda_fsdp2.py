@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.training import parts
 from tests.training import ranks
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
 from tests.training.strategies.test_fsdp2 import Network, epoch, prepared
 
 pytestmark = [
@@ -21,14 +21,6 @@ pytestmark = [
         BACKEND.affinity() == 0 or BACKEND.device_count() < 2, reason="fewer than two CUDA GPUs here"
     ),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rank_server() -> Iterator[None]:
-    """The process that ranks are forked from; it never touches a GPU."""
-    ranks.start_server()
-    yield
-    ranks.stop_server()
 
 
 def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:

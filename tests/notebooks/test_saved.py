@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import nbformat
 import pytest
-from jupyter_core.utils import ensure_event_loop
 from nbconvert import HTMLExporter
 
+from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import WIDGET_VIEW, check_for_github, executed, outputs, texts, visible_text
 
 CELLS = [
@@ -31,16 +30,8 @@ notebook_launcher(train, num_processes=2, backend="cpu")
 WAYS = [(has_person, keeps_widgets) for has_person in (False, True) for keeps_widgets in (True, False)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def event_loop() -> Iterator[None]:
-    """nbclient keeps one event loop for all its calls: made here, so that no test seems to leave it behind."""
-    loop = ensure_event_loop()
-    yield
-    loop.close()
-
-
 @pytest.fixture(scope="module")
-def notebooks(tmp_path_factory: pytest.TempPathFactory, event_loop: None) -> dict[tuple[bool, bool], Any]:
+def notebooks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], Any]:
     folder = tmp_path_factory.mktemp("saved")
     return {way: executed(CELLS, folder, has_person=way[0], keeps_widgets=way[1]) for way in WAYS}
 

@@ -7,15 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nblaunch import backends, context
-from tests.training import ranks
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rank_server() -> Iterator[None]:
-    """The process that ranks are forked from lives as long as the tests of this folder."""
-    ranks.start_server()
-    yield
-    ranks.stop_server()
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 
 @pytest.fixture(autouse=True)

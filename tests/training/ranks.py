@@ -14,10 +14,11 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,17 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 class RankFailed(AssertionError):
     """A rank raised; the message is its traceback."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rank_server() -> Iterator[None]:
+    """The process that ranks are forked from, which never touches a device, until all tests are done.
+
+    A test module, or a folder's conftest, takes it by importing it.
+    """
+    start_server()
+    yield
+    stop_server()
 
 
 def start_server(*preload: str) -> None:
