@@ -18,7 +18,7 @@ from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.logtail import LogTail
-from nblaunch.launch.nodes import NodeLink
+from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.supervisor import Supervisor

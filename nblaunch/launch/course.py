@@ -16,7 +16,7 @@ from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.diagnosis.failure import failure_of
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.joblog import JobLog
-from nblaunch.launch.nodes import NodeLink
+from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.preflight import LaunchPlan
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests

@@ -30,7 +30,7 @@ from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.ladder import StopLadder
 from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
-from nblaunch.launch.nodes import NodeLink
+from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import Termination
