@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import left_behind
+from tests import left_behind, watchman
 from tests.kernels import Kernel
 
 
 def pytest_configure() -> None:
     left_behind.adopt_orphans()
+    watchman.begin()
     # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -32,6 +32,7 @@ from playwright.sync_api import Locator, Playwright, sync_playwright
 from playwright.sync_api import Page as BrowserPage
 
 from scripts import browser as chromium
+from tests import watchman
 
 START_TIMEOUT_S = 60.0
 WAIT_S = 60.0
@@ -62,6 +63,8 @@ class Lab:
     @classmethod
     def start(cls, folder: Path, settings: Mapping[str, dict[str, Any]] = SETTINGS) -> Lab:
         """Start a server whose file browser shows ``folder``, and wait until it answers."""
+        # A server in a session of its own would outlive this process where that is killed.
+        watchman.begin()
         home = tempfile.TemporaryDirectory(prefix="nbl-")
         token = secrets.token_hex(8)
         config = Path(home.name) / "config"

@@ -1,0 +1,76 @@
+"""What was started must end with the process of the tests, also where that is killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import watchman
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+# Starts the program {0} in a session of its own, as a server is started, and tells its process id.
+STARTER = """
+import os, signal, subprocess, sys
+from tests import watchman
+watchman.begin()
+watchman.begin()
+child = subprocess.Popen([sys.executable, "-c", {0!r}], start_new_session=True, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+{1}
+"""
+WAITS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+WAIT = "signal.pause()"
+LAB = """
+import signal, sys
+from pathlib import Path
+from tests.browser.lab import Lab
+lab = Lab.start(Path(sys.argv[1]))
+print(lab._process.pid, flush=True)
+signal.pause()
+"""
+
+
+def has_ended(pidfd: int, timeout_s: float = 20.0) -> bool:
+    return bool(select.select([pidfd], [], [], timeout_s)[0])
+
+
+def start(program: str, *args: str) -> tuple[subprocess.Popen[str], int]:
+    """Run a program that tells the id of a process it has started; returns both, the latter as a pidfd."""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert starter.stdout is not None
+    pidfd = os.pidfd_open(int(starter.stdout.readline()))
+    return starter, pidfd
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit"])
+def test_what_was_started_ends_with_who_started_it(end: str) -> None:
+    starter, pidfd = start(STARTER.format(WAITS, WAIT if end != "exit" else "os._exit(0)"))
+    with starter:
+        if end != "exit":
+            assert not has_ended(pidfd, 0)
+            starter.send_signal(getattr(signal, end))
+        assert has_ended(pidfd)
+    os.close(pidfd)
+
+
+def test_a_lab_ends_with_who_started_it(tmp_path: Path) -> None:
+    pytest.importorskip("playwright", reason="the extra 'browser' is not installed")
+    starter, pidfd = start(LAB, str(tmp_path))
+    with starter:
+        starter.kill()
+        assert has_ended(pidfd)
+    os.close(pidfd)
+
+
+def test_these_tests_are_watched() -> None:
+    assert os.environ[watchman.VARIABLE].startswith(f"{os.getpid()}-")
