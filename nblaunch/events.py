@@ -170,15 +170,15 @@ class Contents:
 
     Args:
         value_at: where the return value is; -1 where there is none or nobody asked for it.
-        weights_at: position in ``args`` -> where that module's weights are.
+        weights_at: place in the arguments -> where that module's weights are (``wire/modules.py``).
         unpicklable: paths of the parts of the return value that could not be written, as in ``result['model'].lock``.
-        lost_weights: position -> the parts of the module's weights that could not be.
+        lost_weights: place -> the parts of the module's weights that could not be.
     """
 
     value_at: int = -1
-    weights_at: Mapping[int, int] = field(default_factory=dict)
+    weights_at: Mapping[int | str, int] = field(default_factory=dict)
     unpicklable: tuple[str, ...] = ()
-    lost_weights: Mapping[int, str] = field(default_factory=dict)
+    lost_weights: Mapping[int | str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

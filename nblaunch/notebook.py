@@ -64,8 +64,8 @@ def notebook_launcher(
     Args:
         function: the training function. It runs in every worker; its return value must be picklable.
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is held in memory once, and
-            its trained weights come back. Several models are several arguments. Keyword arguments: pass
-            ``functools.partial(function, name=value)`` as the function.
+            its trained weights come back. Several models are several arguments, or lie in lists, tuples, dicts or
+            dataclasses. Keyword arguments: pass ``functools.partial(function, name=value)`` as the function.
         num_processes: number of workers; None = ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a
             CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.

@@ -28,6 +28,7 @@ from nblaunch.wire import descriptors, outbox
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Sample, create_memory_file
 from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.modules import Place
 from nblaunch.wire.outbox import Outcome
 
 
@@ -42,7 +43,7 @@ class Attempt:
         backend: what they compute on.
         engine: how they start.
         num_threads: CPU threads of each.
-        weights_of: positions of the modules in ``args`` whose weights are wanted back.
+        weights_of: places of the modules in the arguments whose weights are wanted back.
         log: the job's log folder.
         requests: what people ask of the job.
         tell: takes every event.
@@ -57,7 +58,7 @@ class Attempt:
     backend: Backend
     engine: Engine
     num_threads: int
-    weights_of: tuple[int, ...]
+    weights_of: tuple[Place, ...]
     log: JobLog
     requests: StopRequests
     tell: Callable[[Event], None]

@@ -23,6 +23,7 @@ from nblaunch.launch.requests import StopRequests
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
+from nblaunch.wire.modules import Place
 from nblaunch.wire.nodes import Formed
 from nblaunch.wire.outbox import Outcome
 
@@ -38,7 +39,7 @@ class Ending:
         headline: one line about the failure; empty = the error's own text.
         is_early: it was done before its time, because somebody asked for that.
         values: rank -> what its function returned.
-        weights: position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
+        weights: place in the arguments -> trained state dict of a module that did not fit the kernel's any more.
     """
 
     status: str
@@ -47,7 +48,7 @@ class Ending:
     headline: str = ""
     is_early: bool = False
     values: Mapping[int, Any] = field(default_factory=dict)
-    weights: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    weights: Mapping[Place, dict[str, Any]] = field(default_factory=dict)
 
 
 class Course:
@@ -188,7 +189,7 @@ class Course:
             backend=self.plan.backend,
             engine=engines.local(self.plan.start_method),
             num_threads=self.plan.num_threads,
-            weights_of=self.plan.weights_of,
+            weights_of=tuple(self.plan.modules),
             log=self._log,
             requests=self._requests,
             tell=self._tell,
@@ -245,25 +246,26 @@ class Course:
         lost = _result_error(report, outcomes)
         return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
 
-    def _take_weights(self, outcomes: dict[int, Outcome]) -> dict[int, dict[str, Any]]:
+    def _take_weights(self, outcomes: dict[int, Outcome]) -> dict[Place, dict[str, Any]]:
         """Load what workers trained into the kernel's modules; returns what did not fit them."""
         if self.ranks[0] not in outcomes:
             return {}
         errors = outcomes[self.ranks[0]].weights_errors
         back = weights.join([outcomes[rank].weights for rank in self.ranks if rank in outcomes])
-        lines, loaded = weights.load_back(self.spec.args, back, errors)
-        for position, line in zip(sorted({*back, *errors}), lines, strict=False):
-            kind = "note" if position in loaded and position not in errors else "warning"
-            self._tell(Note.of_job(line, kind))
+        loaded = weights.load_back(self.plan.modules, back, errors)
+        for line in loaded.lines:
+            self._tell(Note.of_job(line))
+        for line in loaded.warnings:
+            self._tell(Note.of_job(line, "warning"))
         # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
         return {
-            position: weights.assembled(state) for position, state in back.items() if position not in loaded
+            place: weights.assembled(state) for place, state in back.items() if place not in loaded.places
         }
 
     def _tell_of_left_weights(self, report: AttemptReport) -> None:
         """A job that trained, and was given no module: its weights may be wanted all the same."""
         has_trained = any(sample.loss is not None for sample in report.last_samples)
-        if has_trained and self.spec.sync_weights and not self.plan.weights_of:
+        if has_trained and self.spec.sync_weights and not self.plan.modules:
             text = left_weights.sentence(self.spec.function, self.spec.function_name)
             if text:
                 self._tell(Note.of_job(text))

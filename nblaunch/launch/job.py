@@ -22,6 +22,7 @@ from nblaunch.launch.preflight import LaunchPlan
 from nblaunch.launch.requests import StopRequests, interrupts_as_requests
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
+from nblaunch.wire.modules import Place
 from nblaunch.worker.failure import without_own_frames
 
 if TYPE_CHECKING:
@@ -170,10 +171,11 @@ class Job:
         """
         return frame_of(list(self.metrics))
 
-    def weights(self) -> dict[int, dict[str, Any]]:
+    def weights(self) -> dict[Place, dict[str, Any]]:
         """Position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
 
-        Those that did are in the kernel's own modules.
+        One inside an argument has a path for a position: ``"args[0]['generator']"``. Those that fit are in the kernel's
+        own modules.
         """
         return dict(self._ending.weights)
 

@@ -9,7 +9,9 @@ import linecache
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from nblaunch import backends, context, env, in_words
 from nblaunch.backends.base import Backend
@@ -18,9 +20,10 @@ from nblaunch.errors import LaunchError
 from nblaunch.launch import rendezvous
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.diagnosis.rendering import cell_name
-from nblaunch.launch.weights import module_positions, trainable_bytes
+from nblaunch.launch.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.frames import is_user_file
+from nblaunch.wire.modules import Place, modules_in
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class LaunchPlan:
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none.
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
-        weights_of: positions of the modules in ``args`` whose weights come back.
+        modules: those in the arguments whose weights come back, by their places.
         detour: a sentence that says why workers are not forked, where nobody asked for that; empty otherwise.
         warnings: what may go wrong, a sentence each.
     """
@@ -43,7 +46,7 @@ class LaunchPlan:
     start_method: str
     reason: str
     num_threads: int
-    weights_of: tuple[int, ...]
+    modules: Mapping[Place, Any] = field(repr=False)
     detour: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -69,18 +72,19 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
     _check_precision(spec, backend)
     num_processes = _num_processes(spec, backend)
     start_method, reason = _start_method(spec, backend)
+    modules = modules_in(spec.args)
     return LaunchPlan(
         backend=backend,
         num_processes=num_processes,
         start_method=start_method,
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
-        weights_of=module_positions(spec.args) if spec.sync_weights and start_method != "inline" else (),
+        modules=modules if spec.sync_weights and start_method != "inline" else {},
         detour=_detour(spec, start_method, reason),
         warnings=(
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
-            *_memory_warnings(spec, backend, num_processes),
+            *_memory_warnings(modules, backend, num_processes),
         ),
     )
 
@@ -197,15 +201,14 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 
-def _memory_warnings(spec: LaunchSpec, backend: Backend, num_processes: int) -> tuple[str, ...]:
+def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
     """Whether the host has room for what training the passed modules on the CPU must at least take.
 
     The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
     """
-    positions = module_positions(spec.args)
-    if not positions or backend.device_type != "cpu":
+    if not modules or backend.device_type != "cpu":
         return ()
-    trained = sum(trainable_bytes(spec.args[position]) for position in positions)
+    trained = sum(trainable_bytes(module) for module in modules.values())
     needed = 2 * trained * num_processes
     available = memory.read_facts().available
     if available is None or needed <= available:

@@ -1,21 +1,17 @@
-"""The trained weights of the modules in ``args``, on their way back into the kernel's own modules."""
+"""The trained weights of the modules in the arguments of a call, on their way back into the kernel's own modules."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import in_words
+from nblaunch.wire.modules import Place, place_name
 from nblaunch.wire.pieces import Piece, Pieces
 
-
-def module_positions(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of the torch modules in ``args``. Imports nothing."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return ()
-    return tuple(position for position, arg in enumerate(args) if isinstance(arg, torch.nn.Module))
+_MAX_NAMED = 3  # modules in one line
 
 
 def trainable_bytes(module: Any) -> int:
@@ -25,12 +21,12 @@ def trainable_bytes(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
-def join(told: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """State dicts from what every rank told, by position: tensors as they are, parts of one as :class:`Pieces`."""
-    joined: dict[int, dict[str, Any]] = {}
+def join(told: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[str, Any]]:
+    """State dicts from what every rank told, by place: tensors as they are, parts of one as :class:`Pieces`."""
+    joined: dict[Place, dict[str, Any]] = {}
     for one in told:
-        for position, state in one.items():
-            names = joined.setdefault(position, {})
+        for place, state in one.items():
+            names = joined.setdefault(place, {})
             for name, value in state.items():
                 if isinstance(value, Piece):
                     value = Pieces([*(names[name].parts if name in names else ()), value])
@@ -43,29 +39,84 @@ def assembled(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.assembled() if isinstance(value, Pieces) else value for name, value in state.items()}
 
 
-def load_back(
-    args: tuple[Any, ...], weights: Mapping[int, Mapping[str, Any]], lost: Mapping[int, str]
-) -> tuple[list[str], set[int]]:
-    """Load state dicts into the modules they belong to; returns a line for the person about each, and which are in.
+@dataclass(frozen=True)
+class LoadedBack:
+    """What became of weights that came back.
 
     Args:
-        args: with the modules.
-        weights: position in ``args`` -> state dict, whose tensors may be :class:`Pieces`.
-        lost: position -> what of the state dict did not come through, or why none of it did.
+        lines: a line for the person about each module that is an argument, and about all inside one together.
+        warnings: a line about each module whose weights are not back, or not all of them.
+        places: of the modules that have their weights.
     """
-    lines, loaded = [], set()
-    for position in sorted({*weights, *lost}):
-        line, is_loaded = _load_one(args[position], position, weights.get(position), lost.get(position, ""))
-        lines.append(line)
-        if is_loaded:
-            loaded.add(position)
-    return lines, loaded
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+    places: frozenset[Place]
 
 
-def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost: str) -> tuple[str, bool]:
-    name = f"args[{position}] ({type(module).__name__})"
+def load_back(
+    modules: Mapping[Place, Any], weights: Mapping[Place, Mapping[str, Any]], lost: Mapping[Place, str]
+) -> LoadedBack:
+    """Load state dicts into the modules they belong to.
+
+    Args:
+        modules: of the kernel, by their places in the arguments.
+        weights: place -> state dict, whose tensors may be :class:`Pieces`.
+        lost: place -> what of the state dict did not come through, or why none of it did.
+    """
+    warnings: list[str] = []
+    whole: dict[Place, int] = {}
+    loaded = set()
+    for place, module in modules.items():
+        if place not in weights and place not in lost:
+            continue
+        loading = _load_one(module, place, weights.get(place), lost.get(place, ""))
+        if loading.is_loaded:
+            loaded.add(place)
+        if loading.text:
+            warnings.append(loading.text)
+        else:
+            whole[place] = _num_bytes(weights[place])
+    return LoadedBack(tuple(_back(modules, whole)), tuple(warnings), frozenset(loaded))
+
+
+def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Iterator[str]:
+    """The good news: which weights are in the kernel's modules, those inside one argument in one line."""
+    arguments: dict[str, list[Place]] = {}
+    for place in num_bytes:
+        arguments.setdefault(place_name(place).partition("]")[0], []).append(place)
+    for places in arguments.values():
+        names = [_name(modules[place], place) for place in places[:_MAX_NAMED]]
+        if len(places) > len(names):
+            names.append(f"{len(places) - len(names)} more")
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        noun = "module" if len(places) == 1 else "modules"
+        size = in_words.size(sum(num_bytes[place] for place in places))
+        yield f"the trained weights of {listed} are back in the kernel's {noun} ({size})"
+
+
+def _name(module: Any, place: Place) -> str:
+    return f"{place_name(place)} ({type(module).__name__})"
+
+
+def _num_bytes(state: Mapping[str, Any]) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
+    )
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Whether a module has its weights, and what there is to warn of."""
+
+    is_loaded: bool
+    text: str = ""
+
+
+def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: str) -> _Loading:
+    name = _name(module, place)
     if state is None:
-        return f"the trained weights of {name} can't be had in the kernel: {lost}", False
+        return _Loading(False, f"the trained weights of {name} can't be had in the kernel: {lost}")
     misfit = _misfit(module, state, is_whole=not lost)
     if not misfit:
         try:
@@ -73,17 +124,18 @@ def _load_one(module: Any, position: int, state: Mapping[str, Any] | None, lost:
         except RuntimeError as error:  # the module's own code refuses
             misfit = " ".join(str(error).split())
     if misfit:
-        return (
+        return _Loading(
+            False,
             f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
-            f"they are in job.weights()[{position}]"
-        ), False
-    num_bytes = sum(
-        tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
-    )
-    without = f", without what can't be pickled: {lost}" if lost else ""
-    return (
-        f"the trained weights of {name} are back in the kernel's module ({in_words.size(num_bytes)}{without})",
+            f"they are in job.weights()[{place!r}]",
+        )
+    if not lost:
+        return _Loading(True)
+    size = in_words.size(_num_bytes(state))
+    return _Loading(
         True,
+        f"the trained weights of {name} are back in the kernel's module ({size}, without what can't be pickled: "
+        f"{lost})",
     )
 
 

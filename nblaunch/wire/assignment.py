@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.topology import Topology
+from nblaunch.wire.modules import Place
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """The person's function and its positional arguments."""
@@ -34,7 +35,7 @@ class Assignment:
         num_threads: CPU threads for its operations.
         spans_devices: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
-        sends_weights_of: positions in ``args`` of the modules whose weights are wanted back, as far as they are here.
+        sends_weights_of: places in the arguments of the modules whose weights are wanted back, as far as they are here.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         parent_pid: the process that starts it; the worker ends if that process is gone.
     """
@@ -52,7 +53,7 @@ class Assignment:
     num_threads: int
     spans_devices: bool = False
     returns_value: bool = True
-    sends_weights_of: tuple[int, ...] = ()
+    sends_weights_of: tuple[Place, ...] = ()
     restricts_threads: bool = False
     parent_pid: int = 0
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from nblaunch.events import Contents
 from nblaunch.wire import blame, payload
+from nblaunch.wire.modules import Place, place_name
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,18 @@ class Outcome:
 
     Args:
         value: the return value; a :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
-        weights: position in ``args`` -> state dict of that module, on the CPU.
+        weights: place in the arguments -> state dict of that module, on the CPU.
         value_error: why the value can't be rebuilt in this process.
-        weights_errors: position -> why these weights can't be.
+        weights_errors: place -> why these weights can't be.
     """
 
     value: Any = None
-    weights: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    weights: Mapping[Place, Mapping[str, Any]] = field(default_factory=dict)
     value_error: str = ""
-    weights_errors: Mapping[int, str] = field(default_factory=dict)
+    weights_errors: Mapping[Place, str] = field(default_factory=dict)
 
 
-def write(fd: int, value: Any, weights: Mapping[int, Mapping[str, Any]]) -> Contents:
+def write(fd: int, value: Any, weights: Mapping[Place, Mapping[str, Any]]) -> Contents:
     """Write both to the empty file ``fd``; ``value`` None is not written. What can't be pickled is left out and named.
 
     Raises:
@@ -43,10 +44,10 @@ def write(fd: int, value: Any, weights: Mapping[int, Mapping[str, Any]]) -> Cont
     writer = payload.PayloadWriter(fd)
     value_at, unpicklable = _append(writer, value, "result") if value is not None else (-1, ())
     weights_at, lost = {}, {}
-    for position, state in weights.items():
-        weights_at[position], parts = _append(writer, state, f"args[{position}].state_dict()")
+    for place, state in weights.items():
+        weights_at[place], parts = _append(writer, state, f"{place_name(place)}.state_dict()")
         if parts:
-            lost[position] = "; ".join(parts)
+            lost[place] = "; ".join(parts)
     return Contents(value_at, weights_at, unpicklable, lost)
 
 
@@ -54,12 +55,12 @@ def read(fd: int, contents: Contents) -> Outcome:
     """Read what :func:`write` wrote. Never raises for what a part's own code raises while it is rebuilt."""
     value, value_error = _load(fd, contents.value_at) if contents.value_at >= 0 else (None, "")
     weights, weights_errors = {}, dict(contents.lost_weights)
-    for position, at in contents.weights_at.items():
+    for place, at in contents.weights_at.items():
         state, error = _load(fd, at)
         if error:
-            weights_errors[position] = error
+            weights_errors[place] = error
         else:
-            weights[position] = {
+            weights[place] = {
                 name: part for name, part in state.items() if not isinstance(part, blame.Unpicklable)
             }
     return Outcome(value, weights, value_error, weights_errors)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.modules import Place, modules_at
 from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, inherited, shell, stdio
 from nblaunch.worker.construction import Construction
@@ -77,6 +78,8 @@ class _Worker:
             self._prepare()
             guard.let_signals_in()
             function, args = load_call()
+            # Before the function may put others in their places.
+            modules = modules_at(args, self.assignment.sends_weights_of)
             value, exit_code = _call(function, args)
             if exit_code != 0:
                 self.interrupts.hold_for_good()
@@ -84,7 +87,7 @@ class _Worker:
             shell.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
             with self.interrupts.held_back():
-                self._deliver(value, args, left_by_exit=value is _LEFT)
+                self._deliver(value, modules, left_by_exit=value is _LEFT)
         except BaseException as error:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
@@ -164,11 +167,11 @@ class _Worker:
         elif self.slot.state is WorkerState.COMPILING:
             self.slot.set_state(self._state_before)
 
-    def _deliver(self, value: Any, args: tuple[Any, ...], left_by_exit: bool) -> None:
+    def _deliver(self, value: Any, modules: Mapping[Place, Any], left_by_exit: bool) -> None:
         """Put value and weights into the outbox and say so."""
         assignment = self.assignment
         wanted = value if assignment.returns_value and not left_by_exit else None
-        weights = _weights(args, assignment.sends_weights_of, assignment.topology.local_rank == 0)
+        weights = _weights(modules, is_main=assignment.topology.local_rank == 0)
         has_contents = wanted is not None or bool(weights)
         contents = outbox.write(assignment.outbox_fd, wanted, weights) if has_contents else Contents()
         self.sender.send(Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit))
@@ -212,15 +215,18 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
         return _LEFT, 1
 
 
-def _weights(args: tuple[Any, ...], positions: tuple[int, ...], is_main: bool) -> dict[int, dict[str, Any]]:
+def _weights(modules: Mapping[Place, Any], is_main: bool) -> dict[Place, dict[str, Any]]:
     """What this rank tells of the modules' weights; nothing of those that have none, being on the meta device still."""
     held = context.current().trained_weights
     if held is None and not is_main:
         return {}
-    states = {at: dict(args[at].state_dict() if held is None else held(args[at])) for at in positions}
+    states = {
+        place: dict(module.state_dict() if held is None else held(module))
+        for place, module in modules.items()
+    }
     return {
-        position: state
-        for position, state in states.items()
+        place: state
+        for place, state in states.items()
         if state and not any(getattr(tensor, "is_meta", False) for tensor in state.values())
     }
 

@@ -268,6 +268,43 @@ all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items
     assert "weights" not in cell.stdout
 
 
+@pytest.mark.parametrize("method", START_METHODS)
+def test_weights_inside_containers_are_loaded_back(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+from dataclasses import dataclass
+@dataclass
+class Setup:
+    teacher: nn.Module
+    name: str
+def train(models, setup, encoder):
+    for number, model in enumerate((models["pair"][0], models["pair"][1], setup.teacher, models["whole"]), 1):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(float(number))
+    assert models["whole"][0] is encoder
+    models["pair"][0] = None  # what stands there now is not what was passed
+    return "done"
+encoder = nn.Linear(2, 2)
+models = {{"pair": [nn.Linear(2, 2), nn.Linear(2, 2)], "whole": nn.Sequential(encoder, nn.Linear(2, 2))}}
+models["again"] = models["pair"][0]
+setup = Setup(nn.Linear(2, 2), "x")
+kept = encoder.weight
+value = notebook_launcher(train, (models, setup, encoder), 2, start_method={method!r})
+(value, [model.weight.unique().tolist() for model in (*models["pair"], setup.teacher, encoder)],
+ encoder.weight is kept, models["again"] is models["pair"][0], nblaunch.last_job().weights())
+"""
+    )
+    assert cell.value == ("done", [[1.0], [2.0], [3.0], [4.0]], True, True, {})
+    told = [line for line in cell.stdout.splitlines() if "trained weights" in line]
+    assert len(told) == 2, cell.stdout
+    assert (
+        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential) are"
+        in told[0]
+    )
+    assert "args[1].teacher (Linear) are back in the kernel's module (24 B)" in told[1]
+
+
 def test_loaded_weights_are_not_held_once_more(shared: Kernel) -> None:
     cell = shared.run(
         """

@@ -1,0 +1,111 @@
+"""Where modules are in the arguments of a call: the same places in the kernel and in a worker."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import pickle
+import time
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from nblaunch.wire.modules import modules_at, modules_in, place_name
+
+
+class Kind(enum.Enum):
+    TEACHER = 1
+
+
+@dataclass
+class Setup:
+    model: Any
+    rate: float = 0.1
+    others: list[Any] = field(default_factory=list)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def places(*args: Any) -> list[Any]:
+    return list(modules_in(args))
+
+
+def test_arguments_are_told_by_their_positions() -> None:
+    first, second = net(), net()
+    assert modules_in((1, first, "x", second)) == {1: first, 3: second}
+    assert modules_in((1, None)) == {}
+
+
+def test_containers_are_looked_through() -> None:
+    assert places([1, net()], (net(),)) == ["args[0][1]", "args[1][0]"]
+    assert places({"generator": net(), "rate": 0.1, 3: [net()]}) == ["args[0]['generator']", "args[0][3][0]"]
+    assert places(Setup(net(), others=[net()])) == ["args[0].model", "args[0].others[0]"]
+    assert places(SimpleNamespace(a=net()), argparse.Namespace(b=net())) == ["args[0].a", "args[1].b"]
+    assert places(Pair(net(), 1), OrderedDict(x=net())) == ["args[0].left", "args[1]['x']"]
+    assert places({Kind.TEACHER: net(), object(): net()}) == ["args[0][<Kind.TEACHER: 1>]", "args[0][key 1]"]
+
+
+def test_each_module_is_told_once() -> None:
+    model = net()
+    assert places(model, model, [model]) == [0]
+    assert places([model, model], {"again": model}) == ["args[0][0]"]
+
+
+def test_a_part_of_another_is_not_told() -> None:
+    encoder = net()
+    whole = nn.Sequential(encoder, net())
+    assert places(encoder, whole) == [1]
+    assert places({"whole": whole, "encoder": encoder}) == ["args[0]['whole']"]
+    assert places([encoder], [whole, encoder]) == ["args[1][0]"]
+
+
+def test_circles_and_depths_end() -> None:
+    circle: list[Any] = [net()]
+    circle.append(circle)
+    assert places(circle) == ["args[0][0]"]
+    assert places([[[[net()]]]]) == ["args[0][0][0][0][0]"]
+    assert places([[[[[net()]]]]]) == []
+
+
+def test_data_is_not_looked_through() -> None:
+    data = [list(range(1000)) for _ in range(1001)]
+    started = time.process_time()
+    assert places(data, {str(i): i for i in range(100_000)}) == []
+    assert time.process_time() - started < 0.05
+
+
+def test_objects_that_lie_about_themselves_do_no_harm() -> None:
+    class Liar:
+        @property
+        def __class__(self) -> type:  # type: ignore[override]
+            raise RuntimeError("no")
+
+    assert places([Liar()]) == []
+
+
+def test_a_field_that_was_never_set_is_none() -> None:
+    setup = Setup(net())
+    del setup.others
+    setup.__class__ = type("Bare", (Setup,), {})
+    assert places(setup) == ["args[0].model"]
+
+
+def test_places_are_the_same_in_another_process() -> None:
+    shared = net()
+    args = ({"a": shared, "b": [shared, net()]}, Setup(net()), net())
+    sent = pickle.loads(pickle.dumps(args))
+    assert list(modules_in(sent)) == list(modules_in(args))
+    wanted = tuple(modules_in(args))
+    assert list(modules_at(sent, wanted)) == list(wanted)
+    assert modules_at(sent, wanted)["args[0]['a']"] is sent[0]["a"]
+    assert modules_at(sent, (2,)) == {2: sent[2]}
+    assert modules_at(sent, ()) == {}
+    assert [place_name(place) for place in wanted][-1] == "args[2]"
