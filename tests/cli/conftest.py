@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,10 +81,9 @@ class Running:
             self.seen.append(line)
             found += text in line
 
-    def send(self, *signals: int, pause_s: float = 0.0) -> None:
+    def send(self, *signals: int) -> None:
         for number in signals:
             self.process.send_signal(number)
-            time.sleep(pause_s)
 
     def end(self) -> Ended:
         out, _ = self.process.communicate(timeout=60)

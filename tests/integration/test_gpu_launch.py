@@ -196,7 +196,7 @@ def train(is_endless):
     assert cell.error.name == "KeyboardInterrupt"
 
 
-def test_memory_that_was_not_given_back_is_told(made_up: Kernel) -> None:
+def test_memory_that_was_not_given_back_is_told(made_up: Kernel, tmp_path: Path) -> None:
     """The device is a number in shared memory, which workers raise and may or may not lower again."""
     made_up.run(
         """
@@ -210,8 +210,9 @@ MadeUp.open_meter = lambda self: Meter()
 def leave(num_bytes, fails=False):
     taken[0] += num_bytes
     assert not fails
-def work():
-    time.sleep(2.5)
+def work(until):
+    while not os.path.exists(until):
+        time.sleep(0.01)
 """
     )
     assert "than before the launch" not in made_up.run("notebook_launcher(leave, (0,))").stdout
@@ -219,8 +220,11 @@ def work():
     assert "GPU 0: 2.00 GB more of its memory are taken than before the launch" in kept.stdout
     failed = made_up.run("notebook_launcher(leave, (3_000_000_000, True))", raises="AssertionError")
     assert "GPU 0: 3.00 GB more of its memory are taken" in failed.stdout
-    seen = made_up.submit("notebook_launcher(work, dashboard='html')")
-    seen.wait_for(
+    seen = tmp_path / "seen"
+    cell = made_up.submit(f"notebook_launcher(work, ({str(seen)!r},), dashboard='html')")
+    cell.wait_for(
         lambda cell: any("50% busy" in display.data.get("text/plain", "") for display in cell.displays),
         what="the table to show how busy the device is",
-    ).wait()
+    )
+    seen.touch()
+    cell.wait()

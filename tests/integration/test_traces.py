@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
@@ -113,17 +115,22 @@ def test_launches_of_every_outcome_leave_nothing(shared: Kernel) -> None:
     assert shared.processes() == []
 
 
-def test_a_refused_descriptor_ends_the_workers_that_had_started(shared: Kernel) -> None:
+def test_a_refused_descriptor_ends_the_workers_that_had_started(shared: Kernel, tmp_path: Path) -> None:
     shared.run(WATCH + "launch('return')\nbefore = traces()")
     # With every number of free descriptors, from one on, until it is enough.
     cell = shared.run(
+        f"here = {str(tmp_path)!r}"
         """
 import resource
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 in_use = max(map(int, os.listdir("/proc/self/fd"))) + 1
 outcomes = []
-def wait():
-    return threading.Event().wait(0.5) is False   # longer than it takes to look whether somebody is left
+def meet(attempt):
+    mine, other = (f"{here}/{attempt}-{rank}" for rank in (int(os.environ["RANK"]), 1 - int(os.environ["RANK"])))
+    os.mkdir(mine)                       # needs no descriptor
+    while not os.path.exists(other):     # for ever, where the other one was never started
+        time.sleep(0.01)
+    return True
 for spare in range(1, 60):
     resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 60, hard))
     fillers = []
@@ -135,7 +142,7 @@ for spare in range(1, 60):
     for _ in range(spare):
         os.close(fillers.pop())
     try:
-        outcomes.append(notebook_launcher(wait, num_processes=2, dashboard="none"))
+        outcomes.append(notebook_launcher(meet, (spare,), num_processes=2, dashboard="none"))
     except Exception as error:
         outcomes.append([type(error).__name__, str(error)])
     finally:
