@@ -8,7 +8,8 @@ from typing import Any
 
 from nblaunch.launch.diagnosis.rendering import ShownAtCall
 from nblaunch.running import run
-from nblaunch.spec import LaunchSpec, parse_port, parse_strategy
+from nblaunch.spec import LaunchSpec, parse_strategy
+from nblaunch.spec_nodes import parse_port
 
 
 def notebook_launcher(

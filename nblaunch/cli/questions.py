@@ -10,7 +10,7 @@ from nblaunch.cli.asking import Asker
 from nblaunch.cli.machine import Machine
 from nblaunch.config.resolving import ConfigError, convert
 from nblaunch.config.settings import SETTINGS
-from nblaunch.spec import DEFAULT_PORTS
+from nblaunch.spec_nodes import DEFAULT_PORTS
 
 Answers = dict[str, Any]
 

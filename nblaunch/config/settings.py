@@ -21,7 +21,8 @@ from nblaunch.config.kinds import (
     Whole,
     Word,
 )
-from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
+from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, START_METHODS
+from nblaunch.spec_nodes import RDZV_BACKENDS
 
 GROUPS = {
     "devices": "what to compute on",

@@ -14,7 +14,8 @@ from nblaunch.engines.elastic import AgentProcess, Meeting, Orders
 from nblaunch.events import Event
 from nblaunch.launch import network
 from nblaunch.launch.rendezvous import RendezvousHost
-from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
+from nblaunch.spec import LaunchSpec
+from nblaunch.spec_nodes import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 from nblaunch.wire.nodes import Formed, Leave, News, NodeNews, Over
 
 
