@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context
 from nblaunch.events import Note
-from nblaunch.training import compiling, precision
+from nblaunch.training import compiling, precision, wrappers
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.loading import Share, share_loader
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
@@ -24,7 +24,7 @@ from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import Replacements, memory_line, place
 from nblaunch.training.precision import Precision
 from nblaunch.training.state import Session
-from nblaunch.training.strategies import Strategy, unwrap
+from nblaunch.training.strategies import Strategy
 
 OPTIMIZERS = (torch.optim.Optimizer, DummyOptim)
 SCHEDULERS = (LRScheduler, DummyScheduler)
@@ -101,7 +101,7 @@ class Preparer:
         """
         if any(model is known for known in self.models):
             return model
-        inner = unwrap(model)
+        inner = wrappers.unwrap(model)
         self._check_new(inner)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
@@ -232,17 +232,14 @@ def extract_model_from_parallel(
     Args:
         recursive: also take submodules out of their wrappers, in place.
     """
-    wrapped = unwrap(model)
-    compiled = wrapped if compiling.is_compiled_module(wrapped) else None
-    module = unwrap(compiling.inner_of(wrapped))
-    if compiled is None and compiling.is_compiled_module(module):
-        compiled, module = module, unwrap(compiling.inner_of(module))
+    layers = list(wrappers.layers(model))
+    module, compiled = layers[-1], next(filter(compiling.is_compiled_module, layers), None)
     if recursive:
         for name, child in list(module.named_children()):
             setattr(module, name, extract_model_from_parallel(child, True, True, recursive=True))
     if not keep_fp32_wrapper:
-        for one in (wrapped, module):
-            precision.restore_forward(one)
+        for layer in layers:
+            precision.restore_forward(layer)
     return compiling.around(compiled, module) if keep_torch_compile and compiled is not None else module
 
 

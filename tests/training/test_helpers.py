@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
 from nblaunch.training.state import PartialState
+from nblaunch.training.wrappers import bare_module
 
 Pair = namedtuple("Pair", "x y")
 
@@ -119,6 +120,19 @@ def test_what_compiled_means() -> None:
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is module
     outer = torch.nn.Sequential(compiled)
     assert utils.extract_model_from_parallel(outer, recursive=True)[0]._orig_mod is module
+
+
+def test_wrappers_are_taken_off_in_whatever_order_they_are() -> None:
+    """As where a model that was compiled already is prepared by an Accelerator that compiles, too."""
+    module = torch.nn.Linear(1, 1)
+    inner = torch.compile(module, backend="eager")
+    outer = torch.compile(torch.nn.DataParallel(inner), backend="eager")
+    assert bare_module(outer) is module
+    assert utils.extract_model_from_parallel(outer, keep_torch_compile=False) is module
+    kept = utils.extract_model_from_parallel(outer)
+    assert utils.is_compiled_module(kept)
+    assert kept._orig_mod is module
+    assert utils.extract_model_from_parallel(torch.nn.DataParallel(inner)) is inner
 
 
 def test_kwargs_as_dictionaries() -> None:

@@ -36,6 +36,7 @@ from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import PLUGINS, Strategy
+from nblaunch.training.wrappers import bare_module
 
 _PLACES = (None, "cpu", "on_device")
 
@@ -298,7 +299,7 @@ class Checkpointer:
         if strategy.save_parts(folder, prepared.models, prepared.optimizers):
             return [], [], True
         return (
-            [strategy.state_dict(model_files.bare_module(model)) for model in prepared.models],
+            [strategy.state_dict(bare_module(model)) for model in prepared.models],
             [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
             False,
         )
@@ -309,7 +310,7 @@ class Checkpointer:
         """Call the hooks with ``weights``, or those of this rank; returns the weights that they have left."""
         models = list(self.preparer.models)
         if weights is None:
-            weights = [model_files.bare_module(model).state_dict() for model in models]
+            weights = [bare_module(model).state_dict() for model in models]
         for hook in list(self.save_hooks.values()):
             hook(models, weights, str(folder))
         return list(weights)

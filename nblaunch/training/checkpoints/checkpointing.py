@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.project import ProjectConfiguration
+from nblaunch.training.wrappers import bare_module
 
 
 class Checkpointing(ABC):
@@ -178,7 +179,7 @@ class Checkpointing(ABC):
         Where every rank holds a part of them, all ranks must call it; the main process of every machine gets them, in
         CPU memory, the others an empty dict.
         """
-        module = model_files.bare_module(model) if unwrap else model
+        module = bare_module(model) if unwrap else model
         return dict(self._checkpointer.preparer.strategy.state_dict(module))
 
     def save_model(

@@ -28,17 +28,11 @@ from nblaunch.training.checkpoints.names import (
     WEIGHTS_NAME,
 )
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
-from nblaunch.training.strategies import unwrap
+from nblaunch.training.wrappers import bare_module
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-def bare_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The person's own module inside data-parallel and compiled wrappers: the one whose names are on disk."""
-    module = unwrap(model)
-    return unwrap(getattr(module, "_orig_mod", module))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
 from nblaunch.training.state import Session
 from nblaunch.training.strategies import ddp as data_parallel
-from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
 from nblaunch.training.strategies.fsdp2 import strategy as fsdp2
@@ -21,7 +21,7 @@ from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 from nblaunch.training.strategies.replicated import ReplicatedStrategy
 from nblaunch.training.strategies.single import SingleStrategy
 
-__all__ = ["PLUGINS", "Strategy", "choose", "sync_in_backward", "unwrap"]
+__all__ = ["PLUGINS", "Strategy", "choose", "sync_in_backward"]
 
 
 PLUGINS = {"fsdp2": "fsdp_plugin", "deepspeed": "deepspeed_plugin"}

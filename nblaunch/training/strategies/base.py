@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nblaunch.training import compiling
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -131,20 +130,3 @@ class Strategy(ABC):
     def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Load what :meth:`save_parts` wrote, over any number of ranks; False: ``folder`` has states as a whole."""
         return False
-
-
-_wrappers: list[type] = [DistributedDataParallel, DataParallel]
-
-
-def add_wrapper(kind: type) -> None:
-    """Have :func:`unwrap` know a class whose instances hold the person's module as ``.module``."""
-    if kind not in _wrappers:
-        _wrappers.append(kind)
-
-
-def unwrap(model: Any) -> Any:
-    """The module inside any number of data-parallel wrappers, whoever put them there."""
-    wrappers: Any = tuple(_wrappers)
-    while isinstance(model, wrappers):
-        model = model.module
-    return model

@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.training import advice
+from nblaunch.training import advice, compiling
+from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy
@@ -189,4 +190,4 @@ def sync_in_backward(model: Any) -> Iterator[None]:
 
 def _own(prepared: Any) -> Any:
     """What communicates in a prepared object: below the wrapper of a compiled model, or of a prepared optimizer."""
-    return getattr(prepared, "_orig_mod", None) or getattr(prepared, "optimizer", None) or prepared
+    return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else compiling.inner_of(prepared)

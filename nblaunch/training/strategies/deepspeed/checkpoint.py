@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import collectives
+from nblaunch.training import collectives, compiling
 from nblaunch.training.process import Member, barrier
-from nblaunch.training.strategies.base import unwrap
 from nblaunch.training.strategies.deepspeed import library
+from nblaunch.training.wrappers import bare_module
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -37,7 +37,7 @@ def save(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> Non
         if engine is not None:
             engine.save_checkpoint(str(folder), tag=_tag(index), save_latest=index == 0)
         elif member.topology.rank == 0:
-            torch.save(unwrap(model).state_dict(), folder / f"{_tag(index)}.bin")
+            torch.save(bare_module(model).state_dict(), folder / f"{_tag(index)}.bin")
 
 
 def load(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> None:
@@ -54,7 +54,7 @@ def load(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> Non
         path = folder / f"{_tag(index)}.bin"
         if not path.is_file():
             raise CheckpointError(f"checkpoint {folder} has no {path.name} for model {index}")
-        unwrap(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        bare_module(model).load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 def _tag(index: int) -> str:
@@ -62,7 +62,7 @@ def _tag(index: int) -> str:
 
 
 def _engine_of(model: Any) -> Any:
-    inner = getattr(model, "_orig_mod", model)
+    inner = compiling.inner_of(model)
     return inner if library.is_engine(inner) else None
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nblaunch import env
 from nblaunch.training.process import Member, is_distributed
-from nblaunch.training.strategies.base import add_wrapper
+from nblaunch.training.wrappers import add_wrapper
 
 DEVICES = ("cpu", "cuda")
 

@@ -27,12 +27,13 @@ from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, Waiting
 from nblaunch.training.state import Session
-from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.deepspeed import checkpoint, norm, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
 from nblaunch.training.strategies.deepspeed.steps import EngineOptimizer, EngineScheduler
+from nblaunch.training.wrappers import unwrap
 
 
 @dataclass(frozen=True)

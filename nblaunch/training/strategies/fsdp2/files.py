@@ -18,9 +18,8 @@ from typing import Any
 from torch import nn
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import compiling
 from nblaunch.training.process import waiting
-from nblaunch.training.strategies.base import unwrap
+from nblaunch.training.wrappers import bare_module
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
@@ -36,7 +35,7 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     for index, model in enumerate(models):
-        _write({"model": get_model_state_dict(_bare(model))}, folder / _MODEL.format(index), is_alone)
+        _write({"model": get_model_state_dict(bare_module(model))}, folder / _MODEL.format(index), is_alone)
     for index, optimizer in enumerate(optimizers):
         state = get_optimizer_state_dict(_owner(models, optimizer), _torchs(optimizer))
         _write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
@@ -51,7 +50,7 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     from torch.distributed.checkpoint import state_dict as states
 
     for index, model in enumerate(models):
-        module = _bare(model)
+        module = bare_module(model)
         state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
         _read(state, folder / _MODEL.format(index), is_alone)
         states.set_model_state_dict(module, state["model"])
@@ -109,11 +108,6 @@ def _told_by_ranks(error: BaseException) -> str:
     return "; ".join(dict.fromkeys(" ".join(line.split()) for line in lines))
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    bare: nn.Module = unwrap(compiling.inner_of(unwrap(model)))
-    return bare
-
-
 def _torchs(optimizer: Any) -> Any:
     """The person's own optimizer inside a prepared one."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -127,7 +121,9 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
     """
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [
-        _bare(model) for model in models if any(id(parameter) in stepped for parameter in model.parameters())
+        bare_module(model)
+        for model in models
+        if any(id(parameter) in stepped for parameter in model.parameters())
     ]
     if not owners:
         raise CheckpointError(

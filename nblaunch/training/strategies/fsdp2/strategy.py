@@ -24,10 +24,11 @@ from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.process import Member
-from nblaunch.training.strategies.base import Strategy, unwrap
+from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import files, outputs, watch
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
+from nblaunch.training.wrappers import bare_module
 
 
 class Fsdp2Strategy(Strategy):
@@ -66,7 +67,7 @@ class Fsdp2Strategy(Strategy):
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, member: Member) -> nn.Module:
-        inner = unwrap(compiling.inner_of(model))
+        inner = bare_module(model)
         if is_sharded(inner):
             return model  # by the person
         units = fsdp2_units.choose(inner, self.plugin)
