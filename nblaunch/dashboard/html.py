@@ -14,7 +14,8 @@ from html import escape
 from nblaunch.dashboard import colours
 from nblaunch.dashboard.chart import charts, sparkline
 from nblaunch.dashboard.notices import Notice
-from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
+from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.table_rows import GRID_COLUMNS, GridCell, Row
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState

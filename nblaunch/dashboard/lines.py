@@ -24,7 +24,7 @@ from typing import Any, TextIO, final
 from nblaunch import in_words
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.same_lines import SameLines
-from nblaunch.dashboard.table import HEAD_LINES
+from nblaunch.dashboard.table_rows import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import write
 from nblaunch.dashboard.view import TAIL_LENGTH

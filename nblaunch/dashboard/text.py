@@ -12,7 +12,8 @@ from typing import TextIO, final
 
 from nblaunch.dashboard.base import Pace
 from nblaunch.dashboard.progress import live_line, progress_line
-from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
+from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.table_rows import GRID_COLUMNS, GridCell, Row
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.viewing import ViewingDashboard

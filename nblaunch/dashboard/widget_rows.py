@@ -19,7 +19,8 @@ from ipywidgets.widgets.widget_int import ProgressStyle  # not among the public 
 
 from nblaunch.dashboard import colours
 from nblaunch.dashboard.chart import sparkline
-from nblaunch.dashboard.table import Row, Table
+from nblaunch.dashboard.table import Table
+from nblaunch.dashboard.table_rows import Row
 from nblaunch.dashboard.widget_valve import Valve
 from nblaunch.events import WorkerState
 

@@ -14,7 +14,8 @@ from nblaunch.dashboard.chart import chart, sparkline
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.html import mimebundle, render_html
 from nblaunch.dashboard.progress import live_line, progress_line
-from nblaunch.dashboard.table import select_ranks, tabulate
+from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.table_rows import select_ranks
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.view_events import fold
