@@ -1,5 +1,14 @@
 """The parent side of a launch: checking, supervising, diagnosing, and the job that a person holds.
 
+    preflight               can it work here, and how?
+    job                     what the person holds: a future
+      course                its attempts, one after the other, until one counts; then the trained weights
+        attempt             one start of the workers: their store (rendezvous), pipes, engine and logs (joblog)
+          supervisor        the one wait loop while they run: requests of people, the way down (stop_ladder), SIGTERM
+                            (termination), what they take of the host (memory_watch) and its devices (device_watch)
+          node_link         the other machines: agent_line, node_wait, neighbours, common_stop
+    diagnosis/              why it failed, or makes no progress
+
 Called as ``nblaunch.launch(function, args, ...)``, it runs a function on every device; see
 ``help(nblaunch.scripts.launch)``.
 

@@ -27,12 +27,12 @@ from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.stackdump import StackDump
-from nblaunch.launch.ladder import StopLadder
 from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
 from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
+from nblaunch.launch.stop_ladder import StopLadder
 from nblaunch.launch.termination import Termination
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.ladder import COLLECT_S, DEAF_GRACE_S, TERM_GRACE_S, StopLadder
+from nblaunch.launch.stop_ladder import COLLECT_S, DEAF_GRACE_S, TERM_GRACE_S, StopLadder
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 
