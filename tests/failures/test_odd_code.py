@@ -85,7 +85,7 @@ def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:
 
 
 def test_an_exception_that_can_not_be_pickled_in_time_goes_as_text(odd_kernel: Kernel) -> None:
-    odd_kernel.run("nblaunch.worker.failure._PATIENCE_S = 0.2")
+    odd_kernel.run("failure = nblaunch.worker.failure\nusual, failure._PATIENCE_S = failure._PATIENCE_S, 0.2")
     cell = odd_kernel.run(
         """
 class Locked(Exception):
@@ -96,6 +96,7 @@ launch(Locked("waits for a lock that it holds"), interrupt_grace_s=0.5)
         raises="WorkerFailed",
         timeout_s=20,
     )
+    odd_kernel.run("failure._PATIENCE_S = usual")
     assert cell.error is not None
     assert "Locked: waits for a lock that it holds" in cell.error.text
 
