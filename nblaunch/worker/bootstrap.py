@@ -184,7 +184,10 @@ class _Worker:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-            process_group.leave_at_exit()
+            if (
+                exit_code == 0
+            ):  # or a group of GPUs would wait for exchanges in which this rank takes no part any more
+                process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
         lost = stdio.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
@@ -35,3 +37,31 @@ def test_threads_are_joined_and_exit_handlers_run(
         "print([nblaunch.last_job().logs(rank).split() for rank in range(2)])"
     )
     assert cell.stdout == f"{[['thread', 'done', 'exit', 'handler']] * 2}\n"
+
+
+LEAVING = """
+import os, sys
+from pathlib import Path
+from nblaunch import notebook_launcher
+from nblaunch.backends import process_group
+
+def function(path, how):
+    process_group.leave_at_exit = Path(path).touch
+    if how == "exit":
+        sys.exit(3)
+    assert how == "return"
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "leaves"),
+    [("return", None, True), ("raise", "AssertionError", False), ("exit", "WorkerDied", False)],
+)
+def test_only_who_has_done_its_part_leaves_the_group_in_order(
+    kernel: Kernel, tmp_path: Path, how: str, error: str | None, leaves: bool
+) -> None:
+    """NCCL's end of a group waits for what was begun with the other ranks, and they with it, until all are killed."""
+    left = tmp_path / "left"
+    kernel.run(LEAVING)
+    kernel.run(f"notebook_launcher(function, ({str(left)!r}, {how!r}), 1)", raises=error)
+    assert left.exists() == leaves
