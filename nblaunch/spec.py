@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import Template
 from typing import Any
 
 from nblaunch.spec_call import check_call, name_of
@@ -26,6 +27,7 @@ MIXED_PRECISIONS = ("no", "fp16", "bf16")
 ENGINES = ("auto", "local", "inline", "elastic")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 ON_HANG = ("report", "stop")
+LABEL_NAMES = ("rank", "local_rank", "role_name")
 _STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 
@@ -186,6 +188,18 @@ def _check_choices(spec: LaunchSpec) -> None:
             "log_line_prefix_template must be a string such as '[${rank}] ', "
             f"but is {spec.log_line_prefix_template!r}"
         )
+    _check_template(spec.log_line_prefix_template or "")
+
+
+def _check_template(template: str) -> None:
+    """Refuse what is no name of :data:`LABEL_NAMES` behind a dollar sign."""
+    for found in Template.pattern.finditer(template):
+        name = found["named"] or found["braced"]
+        if found["escaped"] is None and name not in LABEL_NAMES:
+            raise ValueError(
+                f"log_line_prefix_template={template!r} has {found[0]!r}, which stands for nothing; valid are "
+                f"{', '.join(f'${{{name}}}' for name in LABEL_NAMES)}, and $$ for a dollar sign"
+            )
 
 
 _MOST = {"num_processes": 4096, "threads_per_process": 4096}

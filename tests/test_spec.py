@@ -138,6 +138,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"monitor_interval": 0}, ValueError, ("monitor_interval_s=0", "positive")),
     ({"interrupt_grace_s": -1}, ValueError, ("interrupt_grace_s=-1", "positive")),
     ({"interrupt_grace_s": "5"}, TypeError, ("interrupt_grace_s='5'", "seconds")),
+    ({"log_line_prefix_template": "[${rnk}] "}, ValueError,
+     ("'[${rnk}] '", "has '${rnk}'", "${rank}, ${local_rank}, ${role_name}", "$$")),
+    ({"log_line_prefix_template": "$host:"}, ValueError, ("has '$host'", "${rank}")),
+    ({"log_line_prefix_template": "5 $ "}, ValueError, ("has '$'", "$$ for a dollar sign")),
     ({"log_line_prefix_template": 3}, TypeError, ("log_line_prefix_template", "3")),
     ({"engine": "inline", "num_processes": 2}, ValueError, ("num_processes=2", "engine='inline'", "1 and None")),
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch.config.compilers import Compiler
 from nblaunch.config.kinds import (
     Choice,
     Flag,
@@ -19,7 +20,6 @@ from nblaunch.config.kinds import (
     Switch,
     Text,
     Whole,
-    Word,
 )
 from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, START_METHODS
 from nblaunch.spec_nodes import RDZV_BACKENDS
@@ -108,7 +108,12 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ("debug", Switch(), False, "compare the shapes of collective operations over ranks"),
     ),
     "dynamo_config": (
-        ("dynamo_backend", Word(), "no", "compile models with this backend of torch.compile, as inductor"),
+        (
+            "dynamo_backend",
+            Compiler(),
+            "no",
+            "compile models with this backend of torch.compile, as inductor",
+        ),
         ("dynamo_mode", Choice(DYNAMO_MODES), None, "what to optimise for"),
         ("dynamo_use_fullgraph", Switch(), False, "compile models in one piece or fail"),
         ("dynamo_use_dynamic", Switch(), None, "compile for changing shapes; default: as torch finds"),

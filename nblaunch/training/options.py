@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+
+from nblaunch.config import compilers
+from nblaunch.installed import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xla")
 
@@ -239,6 +241,9 @@ class TorchDynamoPlugin(KwargsHandler):
         options: for the compiler.
         disable: leave models as they are, for trying out.
         use_regional_compilation: compile the repeated blocks of a model, once for all of them, instead of the whole.
+
+    Raises:
+        ValueError: torch has no such compiler.
     """
 
     backend: DynamoBackend | str = DynamoBackend.NO
@@ -248,6 +253,11 @@ class TorchDynamoPlugin(KwargsHandler):
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool = False
+
+    def __post_init__(self) -> None:
+        reason = compilers.refusal(self._name)
+        if reason:
+            raise ValueError(f"dynamo backend {str(self.backend)!r} {reason}")
 
     @property
     def is_on(self) -> bool:
@@ -329,7 +339,7 @@ class DataLoaderConfiguration:
     def __post_init__(self) -> None:
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
-        if self.use_stateful_dataloader and importlib.util.find_spec("torchdata") is None:
+        if self.use_stateful_dataloader and not is_installed("torchdata"):
             raise ImportError(
                 "DataLoaderConfiguration(use_stateful_dataloader=True) reads with torchdata, which is not installed: "
                 "pip install torchdata"

@@ -33,6 +33,8 @@ def no_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         ("mixed_precision", "BF16", "bf16"),
         ("dynamo_backend", "INDUCTOR", "inductor"),
         ("dynamo_backend", False, "no"),
+        ("dynamo_backend", "aot_eager_decomp_partition", "aot_eager_decomp_partition"),
+        ("dynamo_backend", "ONNXRT", "onnxrt"),  # there once its library is imported
         ("fsdp_auto_wrap_policy", "transformer_based_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_reshard_after_forward", "true", True),
         ("fsdp_reshard_after_forward", "full_shard", "FULL_SHARD"),
@@ -66,6 +68,12 @@ def test_values_are_read_from_text_and_from_yaml(name: str, given: Any, value: A
         ("num_machines", "4:1", "min:max"),
         ("log_dir", "", "text"),
         ("zero_stage", 4, "at most 3"),
+        (
+            "dynamo_backend",
+            "nosuch",
+            "must be no, or one of torch's compilers: aot_eager, cudagraphs, eager, inductor",
+        ),
+        ("dynamo_backend", "not a name", "must be a name"),
     ],
 )
 def test_wrong_values_are_refused_with_their_name(name: str, given: Any, reason: str) -> None:

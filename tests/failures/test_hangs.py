@@ -137,6 +137,29 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, method: 
 
 
 @pytest.mark.timeout(60)
+def test_a_value_that_takes_for_ever_to_be_pickled_is_named(shared: Kernel, method: str) -> None:
+    if method != "fork":
+        pytest.skip("it is the worker that pickles, however it was started")
+    cell = shared.run(
+        f"""
+import threading
+class Stuck:
+    def __reduce__(self):
+        threading.Event().wait()
+def train():
+    return {{"model": Stuck()}}
+notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", interrupt_grace_s=1)
+""",
+        raises="JobHung",
+    )
+    assert cell.error is not None
+    told = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
+    assert told in cell.error.value
+    assert "in __reduce__: threading.Event().wait()" in cell.error.value
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
 def test_ranks_that_compute_or_step_do_not_hang(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

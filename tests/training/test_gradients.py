@@ -12,11 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, context
+from nblaunch.config.compilers import WELL_KNOWN
 from nblaunch.training.local_sgd import LocalSGD
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DynamoBackend,
     GradientAccumulationPlugin,
     ProfileKwargs,
     TorchDynamoPlugin,
@@ -397,6 +399,11 @@ def test_repeated_blocks_can_be_compiled_alone() -> None:
 def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(1, 1)
     assert Accelerator().prepare(module) is module
+    with pytest.raises(
+        ValueError, match="dynamo backend 'nosuch' must be no, or one of torch's compilers: aot_eager"
+    ):
+        Accelerator(dynamo_backend="nosuch")
+    assert {name.lower() for name in DynamoBackend.__members__} == set(WELL_KNOWN)
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin were both given"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")

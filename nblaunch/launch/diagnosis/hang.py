@@ -22,6 +22,10 @@ _COLLECTIVE_FILES = (
     "/torch_xla/core/xla_model.py",
 )
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
+_BOOTSTRAP = "nblaunch/worker/bootstrap.py"
+_DELIVERS = "_deliver"
+"""The worker's function that pickles what the user's function has returned."""
+
 _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 
 
@@ -91,13 +95,17 @@ def position_of(text: str) -> Position:
         return Position("no answer: it is stopped, or blocked inside the system")
     inner, user = _split_at_user(thread.frames)
     described = stacks.describe(user[:1]) or stacks.describe(thread.frames[:1]) or ["outside of the function"]
-    return Position(described[0], _collective_in(inner))
+    is_packing = any(
+        frame.name == _DELIVERS and frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames
+    )
+    stage = "the function has returned, and what it returned is being pickled: " if is_packing else ""
+    return Position(stage + described[0], _collective_in(inner))
 
 
 def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
     """The thread that runs the user's function: the one that came through the worker's bootstrap."""
     for thread in threads:
-        if any(frame.filename.endswith("nblaunch/worker/bootstrap.py") for frame in thread.frames):
+        if any(frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames):
             return thread
     return next((thread for thread in threads if thread.is_current), None)
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.launch.diagnosis.hang import Mark, Position, Watchdog, describe_hang, position_of
+from nblaunch.worker import bootstrap
 
 TORCH = "/usr/lib/python3/site-packages/torch"
 
@@ -146,6 +147,17 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
         ("/home/me/train.py", 14, "train"), BOOTSTRAP, thread="Thread"
     )
     assert position_of(text).where == "/home/me/train.py, line 14 in train"
+
+
+def test_a_value_that_is_being_pickled_is_told_from_the_function() -> None:
+    text = dump(
+        ("/home/me/train.py", 6, "__reduce__"),
+        ("/site/nblaunch/wire/payload.py", 50, "append"),
+        ("/site/nblaunch/worker/bootstrap.py", 170, bootstrap._Worker._deliver.__name__),
+    )
+    assert position_of(text).where == (
+        "the function has returned, and what it returned is being pickled: /home/me/train.py, line 6 in __reduce__"
+    )
 
 
 def test_no_answer_is_said_to_be_none() -> None:
