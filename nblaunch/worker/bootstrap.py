@@ -184,9 +184,8 @@ class _Worker:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
             multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-            if (
-                exit_code == 0
-            ):  # or a group of GPUs would wait for exchanges in which this rank takes no part any more
+            if exit_code == 0:
+                # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.
                 process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)

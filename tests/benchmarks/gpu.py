@@ -1,27 +1,68 @@
-"""What a training step and a launch cost on GPUs: steps against hand-written DDP, launches against accelerate.
+"""What a training step and a launch cost on GPUs: steps against hand-written loops, launches against accelerate.
 
-    python -m tests.benchmarks.gpu
+    python -m tests.benchmarks.gpu            # about 4 minutes on one GPU or two
+    python -m tests.benchmarks.gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
 
-Steps are taken inside one launched job, in turn by a hand-written loop and by ours, after a barrier each time. Launches
-are timed in one kernel, in turn: from the call to the end of rank 0's first step, by the clock that all processes of a
-machine share. accelerate runs a single process in the kernel itself and does not let two share a GPU, so launches are
-compared where there are two GPUs or more.
+Steps are taken inside one launched job, in turn by a hand-written loop and by ours, after a barrier each time: with a
+model so small that the host decides how fast it trains, and with one that keeps the GPU busy.
+
+Launches are timed from the call to the end of rank 0's first optimizer step, by the clock that all processes of a
+machine share. Beside ours the least that a program could do, a bare ``os.fork``: its children start CUDA, join NCCL
+and take a step as ours do, which no launcher can save them. accelerate starts no process for one GPU: it calls the
+function in the kernel, and does not let two processes share a GPU. So launches are compared with it on two GPUs; on
+one, the first in a fresh kernel is, with what remains in the kernel afterwards.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.backends.cuda import BACKEND
 from tests.benchmarks.bench import Row, batches, call, free_port, kernel, show
 
-NUM_ROUNDS, NUM_STEPS, NUM_LAUNCHES = 7, 300, 5
-BATCH, WIDTH = 128, 1024
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured.
+
+    Args:
+        backend: what is computed on.
+        rounds: pairs of laps of a loop.
+        small_steps: of a lap with the small model.
+        large_steps: of a lap with the large one.
+        small: the small model, a key of ``SHAPES``.
+        large: the large one.
+        launches: in one kernel.
+        kernels: fresh ones, for each launcher.
+        env: of the kernels.
+    """
+
+    backend: str
+    rounds: int
+    small_steps: int
+    large_steps: int
+    small: str
+    large: str
+    launches: int
+    kernels: int
+    env: tuple[tuple[str, str], ...] = ()
+
+
+FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
+REHEARSAL = Extent("cpu", 2, 3, 3, "tiny", "tiny large", 1, 1, env=(("ACCELERATE_USE_CPU", "true"),))
+
+# Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
+SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny large": (2, 4, 24)}
+NUM_LAYERS = {"small": 4, "tiny": 4, "large": 8, "tiny large": 1}
 
 
 def measure() -> Iterator[Row]:
@@ -29,83 +70,180 @@ def measure() -> Iterator[Row]:
     if not count:
         yield Row("GPUs of this machine", "none: nothing to measure")
         return
-    size = min(count, 2)
-    with kernel() as started:
-        for has_loader in (False, True):
-            what = "with a loader" if has_loader else "on a fixed batch"
-            laps = call(started, in_kernel_steps, size, "cuda", has_loader)
-            yield _step_row(
-                f"steps/s {what}, {size} GPU{'s' if size > 1 else ''}, over hand-written DDP's", laps
-            )
+    yield Row("GPUs of this machine", f"{count}; measured on {'two' if count > 1 else 'one'}")
+    yield from rows(FULL, min(count, 2))
+
+
+def rows(extent: Extent, size: int) -> Iterator[Row]:
+    """Everything that can be measured on ``size`` devices, 1 or 2."""
+    yield from _step_rows(extent, size)
+    yield from _first_launch_rows(extent)
+    for count in range(1, size + 1):
+        yield from _launch_rows(extent, count)
     if size < 2:
-        yield Row("launch to first step, times faster than accelerate", "needs two GPUs")
-        return
-    with kernel() as started:
-        yield _launch_row(call(started, in_kernel_launches, size, "cuda"))
+        yield Row(
+            "launch to first step, times faster than accelerate",
+            "not measured: accelerate starts processes for two GPUs or more",
+        )
 
 
-def _step_row(what: str, laps: list[list[float]]) -> Row:
-    """``laps``: seconds of the hand-written loop and of ours, a pair for each round."""
-    ratio = statistics.median(raw / ours for raw, ours in laps)
-    per_s = NUM_STEPS / statistics.median(ours for _, ours in laps)
-    return Row(what, f"{ratio:.3f} ({per_s:.0f} steps/s)", f">= {MIN_STEPS}", ratio >= MIN_STEPS)
+def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
+    """Ratios of steps a second, with what a step takes longer."""
+    where = f"{size} {'device' if extent.backend == 'cpu' else 'GPU'}{'s' if size > 1 else ''}"
+    peer = "hand-written DDP's" if size > 1 else "a hand-written loop's"
+    with kernel(env=dict(extent.env)) as started:
+        for name, has_loader in ((extent.small, False), (extent.small, True), (extent.large, False)):
+            steps = extent.small_steps if name == extent.small else extent.large_steps
+            laps = call(
+                started, in_kernel_steps, size, extent.backend, name, has_loader, extent.rounds, steps
+            )
+            ratio = statistics.median(raw / ours for raw, ours in laps)
+            added_us = statistics.median(ours - raw for raw, ours in laps) / steps * 1e6
+            per_s = steps / statistics.median(ours for _, ours in laps)
+            yield Row(
+                f"steps/s of a {name} model {'with a loader' if has_loader else 'on a fixed batch'}, {where}, "
+                f"over {peer}",
+                f"{ratio:.3f} ({per_s:.0f} steps/s, {added_us:+.0f} µs a step)",
+                f">= {MIN_STEPS}",
+                ratio >= MIN_STEPS,
+            )
 
 
-def _launch_row(pairs: list[list[float]]) -> Row:
-    ratio = statistics.median(theirs / ours for ours, theirs in pairs)
-    ours, theirs = (statistics.median(one[side] for one in pairs) for side in (0, 1))
-    return Row(
-        "launch to first step, times faster than accelerate",
-        f"{ratio:.2f} ({ours:.2f} s / {theirs:.2f} s)", f">= {MIN_LAUNCH:g}", ratio >= MIN_LAUNCH,
-    )  # fmt: skip
+def _first_launch_rows(extent: Extent) -> Iterator[Row]:
+    """The first launch of a kernel, on one device: ours and accelerate's, each in kernels of their own."""
+    times: dict[str, list[float]] = {"nblaunch": [], "accelerate": []}
+    is_held = {}
+    for _ in range(extent.kernels):
+        for library, found in times.items():
+            with kernel(env=dict(extent.env)) as started:
+                seconds, is_held[library] = call(started, in_kernel_first_launch, library, extent.backend)
+                found.append(seconds)
+    for library, found in times.items():
+        kept = "holds the GPU from then on" if is_held[library] else "leaves the GPU alone"
+        yield Row(
+            f"first launch of a kernel to first step, one process, {library}",
+            f"{statistics.median(found):.2f} s (the kernel {kept})",
+        )
+
+
+def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
+    with kernel(env=dict(extent.env)) as started:
+        found = call(started, in_kernel_launches, size, extent.backend, extent.launches)
+    what = f"launch to first step, {size} process{'es' if size > 1 else ''}"
+    ours = statistics.median(one["nblaunch"] for one in found)
+    for peer in ("bare fork", "accelerate"):
+        if peer not in found[0]:
+            continue
+        theirs = statistics.median(one[peer] for one in found)
+        ratio = statistics.median(one[peer] / one["nblaunch"] for one in found)
+        if peer == "bare fork":
+            yield Row(f"{what}, times a bare fork's", f"{1 / ratio:.2f} ({ours:.2f} s / {theirs:.2f} s)")
+        else:
+            text = f"{ratio:.2f} ({theirs:.2f} s / {ours:.2f} s)"
+            yield Row(
+                f"{what}, times faster than accelerate", text, f">= {MIN_LAUNCH:g}", ratio >= MIN_LAUNCH
+            )
 
 
 # --- in the kernel ---------------------------------------------------------------------------------------------------
 
 
-def in_kernel_steps(size: int, backend: str, has_loader: bool) -> Any:
+def in_kernel_steps(
+    size: int, backend: str, name: str, has_loader: bool, num_rounds: int, num_steps: int
+) -> Any:
     from nblaunch import notebook_launcher
 
-    return notebook_launcher(_steps, (has_loader,), num_processes=size, backend=backend, dashboard="none")
+    settings = (name, has_loader, num_rounds, num_steps)
+    return notebook_launcher(_steps, settings, num_processes=size, backend=backend, dashboard="none")
 
 
-def in_kernel_launches(size: int, backend: str) -> list[tuple[float, float]]:
-    """Seconds from the call to the first step's end, ours and accelerate's, after one launch of each."""
-    import tempfile
-    from functools import partial
-    from pathlib import Path
+def in_kernel_first_launch(library: str, backend: str) -> tuple[float, bool]:
+    """Seconds from the call to the first step's end on one device, and whether this kernel has used CUDA by then."""
+    import importlib
 
-    from accelerate import notebook_launcher as peer
+    import torch
 
+    module = importlib.import_module(library)
+    assert module.Accelerator, "what a notebook's first cell imports"
+    options: dict[str, Any] = {"backend": backend} if library == "nblaunch" else {}
+    with _Timer() as timer:
+        seconds = timer.time(
+            lambda: module.notebook_launcher(_first_step, (library, timer.path), num_processes=1, **options)
+        )
+    return seconds, torch.cuda.is_initialized()
+
+
+def in_kernel_launches(size: int, backend: str, num_launches: int) -> list[dict[str, float]]:
+    """Seconds from the call to the first step's end, by launcher, in turn, after one launch of each."""
     from nblaunch import notebook_launcher
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "time"
+    launchers: dict[str, Callable[[str], object]] = {
+        "nblaunch": lambda path: notebook_launcher(_first_step, ("nblaunch", path), size, backend=backend),
+        "bare fork": lambda path: _fork_bare(size, backend, path),
+    }
+    if size > 1:
+        from accelerate import notebook_launcher as peer
 
-        def timed(launch: Callable[[], object]) -> float:
-            begun = time.monotonic()
-            launch()
-            return float(path.read_text()) - begun
+        launchers["accelerate"] = lambda path: peer(
+            _first_step, ("accelerate", path), num_processes=size, use_port=str(free_port())
+        )
+    with _Timer() as timer:
+        found = [
+            {name: timer.time(lambda launch=launch: launch(timer.path)) for name, launch in launchers.items()}
+            for _ in range(num_launches + 1)
+        ]
+    return found[1:]
 
-        ours = partial(notebook_launcher, _first_step, ("nblaunch", str(path)), size, backend=backend)
 
-        def theirs() -> None:
-            peer(_first_step, ("accelerate", str(path)), num_processes=size, use_port=str(free_port()))
+class _Timer:
+    """Times a launch until rank 0 has written the time into a file."""
 
-        timed(ours), timed(theirs)
-        return [(timed(ours), timed(theirs)) for _ in range(NUM_LAUNCHES)]
+    def __enter__(self) -> _Timer:
+        import tempfile
+
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = os.path.join(self._folder.name, "time")
+        return self
+
+    def time(self, launch: Callable[[], object]) -> float:
+        """Seconds; FileNotFoundError where no step was taken."""
+        begun = time.monotonic()
+        launch()
+        with open(self.path) as file:
+            ended = float(file.read())
+        os.unlink(self.path)
+        return ended - begun
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._folder.cleanup()
+
+
+def _fork_bare(size: int, backend: str, path: str) -> None:
+    from tests.benchmarks.launch_cost import bare, bare_group
+
+    def work(rank: int) -> None:
+        _bare_first_step(rank, size, backend, path)
+
+    if size == 1:
+        bare(1, work)
+    else:
+        bare_group(size, "nccl" if backend == "cuda" else "gloo", work)
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
 
 
-def _model() -> Any:
+def _model(name: str = "small") -> Any:
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
-    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+    width, num_layers = SHAPES[name][-1], NUM_LAYERS[name]
+    if len(SHAPES[name]) > 2:
+        block = nn.TransformerEncoderLayer(width, 12, 4 * width, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(block, num_layers, enable_nested_tensor=False)
+    layers = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
 def _first_step(library: str, path: str) -> None:
@@ -116,65 +254,105 @@ def _first_step(library: str, path: str) -> None:
     accelerator = importlib.import_module(library).Accelerator()
     module = _model()
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
-    accelerator.backward(model(torch.ones(BATCH, WIDTH, device=accelerator.device)).mean())
+    accelerator.backward(model(torch.ones(SHAPES["small"], device=accelerator.device)).mean())
     optimizer.step()
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
     if accelerator.is_main_process:
-        with open(path, "w") as file:
-            file.write(repr(time.monotonic()))
+        _write_time(accelerator.device, path)
 
 
-def _steps(has_loader: bool) -> list[tuple[float, float]]:
-    """Seconds of ``NUM_STEPS`` steps, hand-written and ours, in rounds; each begins together on all ranks."""
+def _bare_first_step(rank: int, size: int, backend: str, path: str) -> None:
+    """The same by hand."""
+    import torch
+
+    device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
+    if backend == "cuda":
+        torch.cuda.set_device(device)
+    model = _spread(_model().to(device), size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(SHAPES["small"], device=device)).mean().backward()
+    optimizer.step()
+    if rank == 0:
+        _write_time(device, path)
+
+
+def _write_time(device: Any, path: str) -> None:
+    _wait_for(device)
+    with open(path, "w") as file:
+        file.write(repr(time.monotonic()))
+
+
+def _wait_for(device: Any) -> None:
+    """Until the device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _spread(model: Any, size: int) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    if size == 1:
+        return model
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def _steps(name: str, has_loader: bool, num_rounds: int, num_steps: int) -> list[tuple[float, float]]:
+    """Seconds of ``num_steps`` steps, hand-written and ours, in rounds; each begins together on all ranks."""
     from nblaunch import Accelerator
 
     accelerator = Accelerator()
-    raw, ours = _raw_loop(accelerator, has_loader), _own_loop(accelerator, has_loader)
-    raw(20), ours(20)
+    dataset = _dataset(accelerator, name, num_steps) if has_loader else None
+    raw, ours = _raw_loop(accelerator, name, dataset), _own_loop(accelerator, name, dataset)
+    for loop in (raw, ours):
+        loop(min(20, num_steps))
     laps = []
-    for number in range(NUM_ROUNDS):
+    for number in range(num_rounds):
         first, second = (raw, ours) if number % 2 else (ours, raw)  # nobody always comes first
-        pair = _lap(first, accelerator), _lap(second, accelerator)
+        pair = _lap(first, accelerator, num_steps), _lap(second, accelerator, num_steps)
         laps.append(pair if number % 2 else pair[::-1])
     return laps
 
 
-def _lap(loop: Callable[[int], None], accelerator: Any) -> float:
-    import torch
-
+def _lap(loop: Callable[[int], None], accelerator: Any, num_steps: int) -> float:
+    _wait_for(accelerator.device)
     accelerator.wait_for_everyone()
     begun = time.perf_counter()
-    loop(NUM_STEPS)
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
+    loop(num_steps)
+    _wait_for(accelerator.device)
     return time.perf_counter() - begun
 
 
-def _dataset(accelerator: Any) -> Any:
+def _dataset(accelerator: Any, name: str, num_steps: int) -> Any:
     import torch
     from torch.utils.data import TensorDataset
 
-    return TensorDataset(torch.randn(NUM_STEPS * BATCH * accelerator.num_processes, WIDTH))
+    batch, width = SHAPES[name]
+    return TensorDataset(torch.randn(num_steps * batch * accelerator.num_processes, width))
 
 
-def _raw_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
+def _batch(name: str, device: Any) -> Any:
     import torch
-    from torch.nn.parallel import DistributedDataParallel
+
+    return torch.randn(SHAPES[name], device=device)
+
+
+def _raw_loop(accelerator: Any, name: str, dataset: Any) -> Callable[[int], None]:
+    import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
     device, size, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    model = _model().to(device)
-    if size > 1:
-        model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    model = _spread(_model(name).to(device), size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(BATCH, WIDTH, device=device)
-    if has_loader:
-        dataset = _dataset(accelerator)
-        loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, size, rank, shuffle=False))
+    batch, loader = _batch(name, device), None
+    if dataset is not None:
+        loader = DataLoader(
+            dataset, SHAPES[name][0], sampler=DistributedSampler(dataset, size, rank, shuffle=False)
+        )
 
     def loop(num_steps: int) -> None:
-        for inputs in batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader, batch, num_steps):
             model(inputs.to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -182,18 +360,18 @@ def _raw_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
     return loop
 
 
-def _own_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
+def _own_loop(accelerator: Any, name: str, dataset: Any) -> Callable[[int], None]:
     import torch
     from torch.utils.data import DataLoader
 
-    module = _model()
+    module = _model(name)
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
-    batch = torch.randn(BATCH, WIDTH, device=accelerator.device)
-    if has_loader:
-        loader = accelerator.prepare(DataLoader(_dataset(accelerator), BATCH))
+    batch, loader = _batch(name, accelerator.device), None
+    if dataset is not None:
+        loader = accelerator.prepare(DataLoader(dataset, SHAPES[name][0]))
 
     def loop(num_steps: int) -> None:
-        for inputs in batches(loader if has_loader else None, batch, num_steps):
+        for inputs in batches(loader, batch, num_steps):
             accelerator.backward(model(inputs).square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -201,5 +379,14 @@ def _own_loop(accelerator: Any, has_loader: bool) -> Callable[[int], None]:
     return loop
 
 
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Steps and launches on GPUs.")
+    parser.add_argument("--cpu", action="store_true", help="try the code of the benchmark on two CPU cores")
+    if not parser.parse_args(words).cpu:
+        return int(not show("GPUs", measure()))
+    show("GPUs: a rehearsal on CPU cores, whose numbers mean nothing", rows(REHEARSAL, 2))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(not show("GPUs", measure()))
+    sys.exit(main(sys.argv[1:]))

@@ -89,7 +89,7 @@ def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -
         def launch() -> None:
             peer(function, (), num_processes=size, use_port=str(free_port()))
 
-    return asdict(alternate(launch, lambda: (_bare_group if has_group else _bare)(size), num_pairs))
+    return asdict(alternate(launch, lambda: (bare_group if has_group else bare)(size), num_pairs))
 
 
 def _nothing() -> None:
@@ -104,9 +104,16 @@ def _meet() -> None:
     dist.barrier()
 
 
-def _bare(
+def bare(
     size: int, work: Callable[[int], None] | None = None, once_forked: Callable[[], object] | None = None
 ) -> None:
+    """Fork so many children, each of which does its work and ends at once.
+
+    Args:
+        size: how many.
+        work: what each does, by its number; None: nothing.
+        once_forked: called in this process when all have started; its value is kept until they have ended.
+    """
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -123,27 +130,32 @@ def _bare(
     del kept
 
 
-def _bare_group(size: int) -> None:
-    """The store starts after the forks: a fork beside its thread now and then copies a resolver lock held by it."""
+def bare_group(
+    size: int, process_group: str = "gloo", work: Callable[[int], None] = lambda rank: _meet()
+) -> None:
+    """The same in a process group.
+
+    The store starts after the forks: a fork beside its thread now and then copies a resolver lock held by it.
+    """
     from torch.distributed import TCPStore
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
 
-    def work(rank: int) -> None:
+    def join(rank: int) -> None:
         import torch.distributed as dist
 
         listener.close()
         store = TCPStore("127.0.0.1", port, None, False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        dist.barrier()
+        dist.init_process_group(process_group, store=store, rank=rank, world_size=size)
+        work(rank)
 
     def host() -> TCPStore:
         return TCPStore(
             "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
-    _bare(size, work, host)
+    bare(size, join, host)
 
 
 if __name__ == "__main__":
