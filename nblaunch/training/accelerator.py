@@ -396,7 +396,7 @@ class Accelerator(
             CheckpointError: the checkpoint could not be written.
         """
         try:
-            self._checkpoints.close()
+            self._checkpoints.saver.close()
         finally:
             self._trackers.finish()
             self.destroy_process_group()

@@ -27,7 +27,8 @@ from nblaunch import (
     context,
     set_seed,
 )
-from nblaunch.training.checkpoints import checkpointer, files, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints.snapshot import Snapshot
 from tests.training import ranks
 
 ROWS = 44
@@ -233,7 +234,7 @@ def test_a_checkpoint_replaces_its_files_and_no_others(tmp_path: Path) -> None:
     (folder / "mine" / "notes.txt").write_text("keep")
     accelerator.save_state(folder)
     _step(accelerator, model, optimizer)
-    accelerator._checkpointer.custom.clear()
+    accelerator._checkpointer.state.custom.clear()
     accelerator.save_state(folder, safe_serialization=False)
     assert sorted(safe_save.files_below(folder)) == [
         "mine/notes.txt",
@@ -626,7 +627,7 @@ def test_a_folder_that_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> Non
 
 def _save_on_main(folder: str) -> list[str]:
     accelerator, model, optimizer = _prepared()
-    accelerator._checkpointer._patience_s = 1.0
+    accelerator._checkpointer.saver._patience_s = 1.0
     found = []
     for number in range(2):
         _step(accelerator, model, optimizer)
@@ -664,13 +665,13 @@ def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
     accelerator, model, optimizer = _prepared()
     _step(accelerator, model, optimizer)
     may_write = threading.Event()
-    write = checkpointer.Snapshot.write
+    write = Snapshot.write
 
     def late(snapshot: Any, folder: Path) -> Any:
         assert may_write.wait(30)
         return write(snapshot, folder)
 
-    monkeypatch.setattr(checkpointer.Snapshot, "write", late)
+    monkeypatch.setattr(Snapshot, "write", late)
     before = _weights(model), json.dumps(optimizer.state_dict(), default=lambda x: x.tolist())
     accelerator.save_state(tmp_path / "state", asynchronous=True)
     drawn = torch.rand(3)

@@ -1,7 +1,7 @@
 """What an ``Accelerator`` offers for saving and loading: :class:`Checkpointing`.
 
-A group of methods that needs one attribute, a :class:`Checkpointer`, which does the work. The folder of a checkpoint,
-with the names that users of the reference know:
+A group of methods that needs one attribute, a :class:`Checkpointer`, which has those that do the work. The folder of a
+checkpoint, with the names that users of the reference know:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name;
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints.training_state import add_hook
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.wrappers import bare_module
 
@@ -41,22 +42,22 @@ class Checkpointing(ABC):
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where checkpoints and logs go."""
-        return self._checkpointer.project
+        return self._checkpointer.state.project
 
     @property
     def project_dir(self) -> str | None:
         """The folder of this training run; None: none was given."""
-        return self._checkpointer.project.project_dir
+        return self._checkpointer.state.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
         """The folder for trackers that write files; None: none was given."""
-        return self._checkpointer.project.logging_dir
+        return self._checkpointer.state.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
         """Number of the next automatically named checkpoint."""
-        return self._checkpointer.project.iteration
+        return self._checkpointer.state.project.iteration
 
     # --- the whole state -----------------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Checkpointing(ABC):
             ValueError: no folder was given, it is a file, or the automatically named one exists.
             CheckpointError: it could not be written; names the rank and the reason.
         """
-        return self._checkpointer.save(output_dir, safe_serialization, asynchronous)
+        return self._checkpointer.saver.save(output_dir, safe_serialization, asynchronous)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
@@ -96,7 +97,7 @@ class Checkpointing(ABC):
         Raises:
             CheckpointError: it could not be written.
         """
-        self._checkpointer.wait()
+        self._checkpointer.saver.wait()
 
     def load_state(
         self,
@@ -124,7 +125,7 @@ class Checkpointing(ABC):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        self._checkpointer.load(input_dir, load_kwargs, any_world_size, **model_options)
+        self._checkpointer.loader.load(input_dir, load_kwargs, any_world_size, **model_options)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects.
@@ -146,7 +147,7 @@ class Checkpointing(ABC):
             raise ValueError(
                 f"objects to register need state_dict and load_state_dict; not so {', '.join(unfit)}"
             )
-        self._checkpointer.custom.extend(objects)
+        self._checkpointer.state.custom.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
@@ -158,7 +159,7 @@ class Checkpointing(ABC):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return self._checkpointer.add_hook(self._checkpointer.save_hooks, hook)
+        return add_hook(self._checkpointer.state.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
@@ -169,7 +170,7 @@ class Checkpointing(ABC):
         Returns:
             A handle whose ``remove()`` takes the hook back.
         """
-        return self._checkpointer.add_hook(self._checkpointer.load_hooks, hook)
+        return add_hook(self._checkpointer.state.load_hooks, hook)
 
     # --- weights and single objects ------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class Checkpointing(ABC):
         CPU memory, the others an empty dict.
         """
         module = bare_module(model) if unwrap else model
-        return dict(self._checkpointer.preparer.strategy.state_dict(module))
+        return dict(self._checkpointer.state.strategy.state_dict(module))
 
     def save_model(
         self,
@@ -204,7 +205,7 @@ class Checkpointing(ABC):
             ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
             RuntimeError: a parameter is on the meta device.
         """
-        if not self._writes and not self._checkpointer.preparer.strategy.holds_parts:
+        if not self._writes and not self._checkpointer.state.strategy.holds_parts:
             return
         weights = self.get_state_dict(model)
         if self._writes:
@@ -223,6 +224,6 @@ class Checkpointing(ABC):
 
     @property
     def _writes(self) -> bool:
-        topology = self._checkpointer.session.member.topology
-        on_each = self._checkpointer.project.save_on_each_node
+        topology = self._checkpointer.state.session.member.topology
+        on_each = self._checkpointer.state.project.save_on_each_node
         return topology.local_rank == 0 if on_each else topology.rank == 0

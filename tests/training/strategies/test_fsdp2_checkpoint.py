@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
 from nblaunch.errors import CheckpointError
 from nblaunch.training import parts
-from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints import saving
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
 
@@ -194,7 +194,7 @@ def _save_on_main(folder: str) -> str:
     accelerator, *_ = _prepare("SHARDED_STATE_DICT")
     if not accelerator.is_main_process:
         return ""
-    Checkpointer._require_all.__globals__["PATIENCE_S"] = 0.2
+    saving.PATIENCE_S = 0.2
     try:
         accelerator.save_state(folder)
     except CheckpointError as error:

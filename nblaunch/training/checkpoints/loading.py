@@ -1,0 +1,185 @@
+"""The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
+
+is it whole? does it fit? ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training import advice, collectives
+from nblaunch.training.checkpoints import files, model_files, rng_states, safe_save
+from nblaunch.training.checkpoints.files import Contents
+from nblaunch.training.checkpoints.training_state import TrainingState
+from nblaunch.training.data import loader_states
+from nblaunch.training.strategies import PLUGINS
+
+_PLACES = (None, "cpu", "on_device")
+
+
+class Loader:
+    """Loads checkpoints.
+
+    Args:
+        state: what is loaded into.
+        settle: waits for a checkpoint that is still being written.
+    """
+
+    def __init__(self, state: TrainingState, settle: Callable[[], None]) -> None:
+        self._state = state
+        self._project = state.project
+        self._settle = settle
+
+    def load(
+        self,
+        input_dir: Any,
+        load_kwargs: Mapping[str, Any] | None,
+        any_world_size: bool,
+        map_location: str | None = None,
+        strict: bool = True,
+    ) -> None:
+        """See ``Accelerator.load_state``."""
+        if map_location not in _PLACES:
+            raise TypeError(
+                f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
+            )
+        place = self._state.session.member.device if map_location == "on_device" else "cpu"
+        reading = {"map_location": place, **(load_kwargs or {})}
+        self._settle()
+        folder = self._agree(lambda: self._find(input_dir))
+        contents = self._agree(lambda: self._checked(folder, any_world_size))
+        if contents is not None:
+            for model, order in zip(self._state.preparer.models, contents.gradient_orders, strict=False):
+                self._state.strategy.set_gradient_order(model, order)
+        if not self._load_models(folder, place, strict):
+            for index, optimizer in enumerate(self._state.preparer.optimizers):
+                state = files.read_object(folder / files.numbered(files.OPTIMIZER, index), **reading)
+                self._state.strategy.load_optimizer_state_dict(optimizer, state)
+        self._load_objects(folder, contents, reading)
+        self._load_random_states(folder, contents, reading)
+        number = files.iteration_of(folder)
+        if self._project.automatic_checkpoint_naming and number is not None:
+            self._project.iteration = max(self._project.iteration, number + 1)
+
+    def _agree(self, work: Callable[[], Any]) -> Any:
+        """``work()``, or on every rank an error where it fails on any, so that none goes on alone."""
+        error: Exception | None = None
+        value = None
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+        problems = collectives.gather_object([str(error) if error is not None else None])
+        if error is not None:
+            raise error
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise CheckpointError(f"rank {rank}: {problem}")
+        return value
+
+    def _find(self, input_dir: Any) -> Path:
+        if input_dir is None and not self._project.automatic_checkpoint_naming:
+            raise ValueError(
+                "load_state needs an input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        folder = Path(input_dir) if input_dir is not None else files.latest(self._project.checkpoints)
+        if not folder.is_dir():
+            raise ValueError(f"checkpoint {folder.absolute()} does not exist")
+        if self._state.rank == 0:
+            safe_save.finish_commit(
+                folder
+            )  # of a process that was killed while it overwrote this very checkpoint
+        return folder
+
+    def _checked(self, folder: Path, any_world_size: bool) -> Contents | None:
+        contents = files.contents_of(folder)
+        if contents is None:
+            found = len(list(folder.glob("custom_checkpoint_*.pkl")))
+            _check_custom(folder, found, len(self._state.custom))
+            return None
+        files.check_whole(folder, contents)
+        if contents.world_size != self._state.world_size and not any_world_size:
+            raise CheckpointError(
+                f"checkpoint {folder} was saved by {contents.world_size} processes, but this job has "
+                f"{self._state.world_size}; its random states and the order of its data don't fit. Start "
+                f"{contents.world_size} processes, or pass load_state(..., any_world_size=True) to take over the rest"
+            )
+        if contents.in_parts and contents.in_parts != self._state.strategy.name:
+            raise CheckpointError(
+                f"checkpoint {folder} was saved in parts, by the ranks of strategy {contents.in_parts!r}, and this "
+                f"job's is {self._state.strategy.name!r}; build the Accelerator as then: "
+                f"Accelerator({PLUGINS.get(contents.in_parts, '...')}=...)"
+            )
+        for kind in ("optimizers", "schedulers"):
+            saved, here = getattr(contents, kind), len(getattr(self._state.preparer, kind))
+            if here > saved:
+                raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
+        _check_custom(folder, contents.custom, len(self._state.custom))
+        return contents
+
+    def _load_models(self, folder: Path, place: Any, strict: bool) -> bool:
+        """Load weights; whether the strategy did it, and loaded optimizers as well."""
+        models = list(self._state.preparer.models)
+        for hook in list(self._state.load_hooks.values()):
+            hook(models, str(folder))
+        if self._state.strategy.load_parts(folder, models, self._state.preparer.optimizers):
+            return True
+        for index, model in enumerate(models):
+            path = files.weights_file(folder, index)
+            model_files.load_weights(model, model_files.read_weights(path, place), path, strict)
+        return False
+
+    def _load_objects(self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]) -> None:
+        prepared = self._state.preparer
+        for index, scheduler in enumerate(prepared.schedulers):
+            name = files.numbered(files.SCHEDULER, index)
+            scheduler.load_state_dict(files.read_object(folder / name, **reading))
+        for index, loader in enumerate(prepared.loaders):
+            path = folder / files.numbered(files.SAMPLER, index)
+            if contents is not None and path.is_file():
+                loader_states.restore(loader, files.read_object(path), self._state.session)
+                inside = folder / files.numbered(files.LOADER, index)
+                if hasattr(loader, "load_state_dict") and inside.is_file():
+                    loader.load_state_dict(files.read_object(inside, **reading))
+            else:
+                advice.warn(
+                    f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch"
+                )
+        scaler = self._state.scaler
+        if scaler is not None and (folder / files.SCALER).is_file():
+            scaler.load_state_dict(files.read_object(folder / files.SCALER, **reading))
+        for index, obj in enumerate(self._state.custom):
+            obj.load_state_dict(
+                files.read_object(folder / files.custom(index), **{**reading, "map_location": "cpu"})
+            )
+
+    def _load_random_states(
+        self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]
+    ) -> None:
+        """Last of all, because loading may draw random numbers."""
+        is_same_size = contents is None or contents.world_size == self._state.world_size
+        path = folder / files.random_states(self._state.rank)
+        if not path.is_file():
+            path = folder / files.random_states(0)
+            if not path.is_file():
+                advice.warn(f"checkpoint {folder} has no random states; the generators stay as they are")
+                return
+            if is_same_size:
+                advice.warn(
+                    f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0"
+                )
+        state = files.read_object(path, **{**reading, "map_location": "cpu"})
+        self._state.session.gradients.step = state.get("step", 0)
+        if is_same_size and path.name == files.random_states(self._state.rank):
+            rng_states.restore(state, self._state.session.member.backend)
+
+
+def _check_custom(folder: Path, saved: int, here: int) -> None:
+    if saved != here:
+        raise CheckpointError(
+            f"checkpoint {folder} has {saved} registered objects, but {here} are registered now; call "
+            "register_for_checkpointing with the same objects, in the same order, before load_state"
+        )
