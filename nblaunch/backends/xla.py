@@ -48,6 +48,7 @@ from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.backends.xla_bf16 import Representation
 from nblaunch.backends.xla_spanning import BatchCutter
+from nblaunch.installed import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class XlaBackend(Backend):
         return "TPU chip" if xla_library.kind() == "TPU" else "CPU core"
 
     def affinity(self) -> int:
-        if not xla_library.is_installed():
+        if not is_installed("torch_xla"):
             return 0
         if xla_library.kind() == "TPU":
             return 20 if xla_library.num_chips() else 0
@@ -94,11 +95,9 @@ class XlaBackend(Backend):
         return 0
 
     def unavailable_reason(self) -> str:
-        if not xla_library.is_installed():
+        if not is_installed("torch_xla"):
             successor = (
-                " (torch_tpu is installed, which is not supported yet)"
-                if xla_library.is_installed("torch_tpu")
-                else ""
+                " (torch_tpu is installed, which is not supported yet)" if is_installed("torch_tpu") else ""
             )
             return f"torch_xla is not installed{successor}; on a TPU host: {xla_library.INSTALL}"
         if xla_library.kind() == "TPU":
@@ -110,7 +109,7 @@ class XlaBackend(Backend):
 
     def overlooked(self) -> str | None:
         chips = xla_library.num_chips()
-        if not chips or env.read("PJRT_DEVICE") not in (None, "TPU") or xla_library.is_installed():
+        if not chips or env.read("PJRT_DEVICE") not in (None, "TPU") or is_installed("torch_xla"):
             return None
         return f"{chips} TPU chips are here, but can't be used: {self.unavailable_reason()}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import sys
 from typing import Any
 
@@ -32,11 +31,6 @@ def num_chips() -> int:
     return found or tpu_host.device_files(
         env.read("PJRT_DEVICE") == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
     )
-
-
-def is_installed(package: str = "torch_xla") -> bool:
-    """Whether it, or its successor, can be imported."""
-    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def version_mismatch() -> str | None:

@@ -10,7 +10,6 @@ import argparse
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch import in_words
 from nblaunch.cli import memory_needs as needs
 from nblaunch.cli.usage import UsageError
+from nblaunch.installed import is_installed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -230,7 +230,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         raise UsageError(
             f"{name}: for a class or function write package.module:Name; for the name of a model on the Hugging Face "
             "hub transformers is needed (pip install transformers)"

@@ -24,6 +24,7 @@ from nblaunch.cli.usage import UsageError
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Resolved, resolve
+from nblaunch.installed import is_installed
 
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process each, or on several machines. Options can be written
@@ -87,7 +88,7 @@ def _resolve(arguments: argparse.Namespace) -> Resolved:
 
 
 def _check_libraries(resolved: Resolved) -> None:
-    if resolved["strategy"] == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    if resolved["strategy"] == "deepspeed" and not is_installed("deepspeed"):
         raise UsageError(
             "strategy deepspeed needs DeepSpeed, which is not installed: pip install nblaunch[deepspeed]"
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.util
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 from nblaunch.cli.screen import Screen, without_colours
 from nblaunch.cli.usage import UsageError
+from nblaunch.installed import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -107,7 +107,7 @@ def _error_text(notebook: Any, error: Any) -> str:
 
 
 def _check_packages() -> None:
-    missing = [name for name in ("nbclient", "nbformat") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("nbclient", "nbformat") if not is_installed(name)]
     if missing:
         raise UsageError(f'{" and ".join(missing)} must be installed: pip install "nblaunch[notebooks]"')
 

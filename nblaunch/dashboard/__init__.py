@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from nblaunch import env, platforms
@@ -20,6 +19,7 @@ from nblaunch.dashboard.output import running_request
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.dashboard.widgets import WidgetsDashboard
+from nblaunch.installed import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
@@ -90,7 +90,7 @@ def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callab
 
 def has_widgets() -> bool:
     """Whether live widgets can be seen: a person sits in front of this kernel, and ipywidgets is there."""
-    return has_person() and find_spec("ipywidgets") is not None
+    return has_person() and is_installed("ipywidgets")
 
 
 def has_person() -> bool:

@@ -5,18 +5,18 @@ Nothing is imported to find out, and no device is touched beyond the one that th
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
 
 from nblaunch import context
+from nblaunch.installed import is_installed
 from nblaunch.training.versions import compare_versions
 
 
 def _finder(name: str, module: str) -> Callable[[], bool]:
     def is_available() -> bool:
-        return importlib.util.find_spec(module) is not None
+        return is_installed(module)
 
     is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
     is_available.__doc__ = f"Whether ``{module}`` is installed."
@@ -60,8 +60,9 @@ is_wandb_available = _finder("wandb", "wandb")
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether ``bitsandbytes`` is installed, in ``min_version`` or newer."""
-    is_installed = importlib.util.find_spec("bitsandbytes") is not None
-    return is_installed and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+    return is_installed("bitsandbytes") and (
+        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    )
 
 
 def is_4bit_bnb_available() -> bool:
@@ -101,7 +102,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         check_is_tpu: also whether this process computes on it, as on a TPU.
         check_is_gpu: False, because GPUs are not used through torch_xla here.
     """
-    if check_is_gpu or importlib.util.find_spec("torch_xla") is None:
+    if check_is_gpu or not is_installed("torch_xla"):
         return False
     return not check_is_tpu or context.current().backend.device_type == "xla"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from nblaunch import context
+from nblaunch.installed import is_installed
 from nblaunch.training import collectives
 from nblaunch.training.options import RNG_TYPES, check_choice
 
@@ -28,7 +28,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed += context.current().topology.rank
     random.seed(seed)
-    if importlib.util.find_spec("numpy") is not None:
+    if is_installed("numpy"):
         import numpy
 
         numpy.random.seed(seed % 2**32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.events import Metric
+from nblaunch.installed import is_installed
 from nblaunch.training import advice
 from nblaunch.training.process import Member
 from nblaunch.training.project import ProjectConfiguration
@@ -211,11 +211,11 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
     for one in asked:
         if one == "all":
             for kind in _known.values():
-                if _is_installed(kind) and (logging_dir is not None or not _needs_folder(kind)):
+                if _can_be_used(kind) and (logging_dir is not None or not _needs_folder(kind)):
                     _add(chosen, kind)
             continue
         kind = _resolve(one)
-        if not _is_installed(kind):
+        if not _can_be_used(kind):
             missing.append(f"{one!r} (pip install {kind.library})")
             continue
         if isinstance(kind, type) and _needs_folder(kind) and logging_dir is None:
@@ -251,16 +251,9 @@ def _needs_folder(kind: Any) -> bool:
     return bool(getattr(kind, "requires_logging_directory", False))
 
 
-def _is_installed(kind: Any) -> bool:
+def _can_be_used(kind: Any) -> bool:
     library = getattr(kind, "library", None)
-    return library is None or _has_module(library)
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # a module in sys.modules that was made by hand has no spec, but is there
-        return True
+    return library is None or is_installed(library)
 
 
 def _told(value: int | float | str) -> int | float | str:

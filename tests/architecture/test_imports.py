@@ -24,6 +24,7 @@ GROUND_FLOOR = {
         "env",
         "platforms",
         "in_words",
+        "installed",
     )
 }
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.backends import tpu_host, xla_in_kernel, xla_library
+from nblaunch.backends import tpu_host, xla, xla_in_kernel, xla_library
 from nblaunch.backends.xla import BACKEND
 from nblaunch.topology import Topology
 
@@ -39,7 +39,7 @@ def install(
     monkeypatch: pytest.MonkeyPatch, *packages: str, torch: str = "2.9.0+cpu", torch_xla: str = "2.9.0"
 ) -> None:
     versions = {"torch": torch, "torch_xla": torch_xla}
-    monkeypatch.setattr(xla_library, "is_installed", lambda package="torch_xla": package in packages)
+    monkeypatch.setattr(xla, "is_installed", lambda package: package in packages)
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
 
 

@@ -83,7 +83,7 @@ def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_has_module", lambda name: name != "mlflow")
+    monkeypatch.setattr(tracking, "is_installed", lambda name: name != "mlflow")
     assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
         JsonlTracker,
         TensorBoardTracker,
@@ -95,7 +95,7 @@ def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_not_installed_is_left_out_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "_has_module", lambda name: False)
+    monkeypatch.setattr(tracking, "is_installed", lambda name: False)
     with pytest.warns(UserWarning, match=r"nothing is logged there: 'wandb' \(pip install wandb\)"):
         assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import env
+from nblaunch.installed import is_installed
 from nblaunch.training.process import Member, is_distributed
 from nblaunch.training.wrappers import add_wrapper
 
@@ -39,7 +39,7 @@ _inherited: list[Any] = []
 
 def check_installed() -> None:
     """Raise ImportError where DeepSpeed is not installed. Imports nothing."""
-    if "deepspeed" not in sys.modules and importlib.util.find_spec("deepspeed") is None:
+    if not is_installed("deepspeed"):
         raise ImportError(
             "DeepSpeedPlugin trains with DeepSpeed, which is not installed: pip install deepspeed (where no compiler "
             "is: DS_BUILD_OPS=0 pip install deepspeed)"
