@@ -44,12 +44,8 @@ from nblaunch.training.parallel_labels import ParallelLabels
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.process import Member, ProcessControl
 from nblaunch.training.project import ProjectConfiguration, project_of
-from nblaunch.training.state import (
-    AcceleratorState,
-    DistributedType,
-    GradientState,
-    open_session,
-)
+from nblaunch.training.session import open_session
+from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.tracking import TrackerHub, Tracking
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nblaunch.training import advice, collectives, nested
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 
 
 class GatherControl(ABC):

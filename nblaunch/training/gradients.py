@@ -19,7 +19,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import AutocastKwargs
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 
 

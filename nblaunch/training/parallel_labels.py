@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.process import Member
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 
 

@@ -23,7 +23,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedSchedul
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import Replacements, memory_line, place
 from nblaunch.training.precision import Precision
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 
 OPTIMIZERS = (torch.optim.Optimizer, DummyOptim)

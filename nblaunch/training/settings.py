@@ -29,7 +29,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     check_choice,
 )
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 
 HANDLERS = (
     DistributedDataParallelKwargs,

@@ -1,31 +1,20 @@
-"""What training keeps per process (:class:`Session`), and the views on it that users know by name.
+"""The views on a process's training that users know by name: ``PartialState``, ``AcceleratorState``, ``GradientState``.
 
-``PartialState``, ``AcceleratorState`` and ``GradientState`` hold nothing: they read the session, which lives in
-``context.current().training``. ``DistributedType`` is a label for people, derived when asked for; no code here decides
-anything by it.
+They hold nothing: they read the session (``session.py``). ``DistributedType`` is a label for people, derived when asked
+for; no code here decides anything by it.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from nblaunch import context
-from nblaunch.context import WorkerContext
-from nblaunch.training import advice, process
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DeepSpeedPlugins
-from nblaunch.training.device_memory import DeviceMemoryReport
-from nblaunch.training.losses import LossReport
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
-from nblaunch.training.own_time import OwnTime
-from nblaunch.training.passes import PassStack
-from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, ProcessControl
+from nblaunch.training.session import Session, open_session
 
 
 class DistributedType(str, enum.Enum):
@@ -40,108 +29,6 @@ class DistributedType(str, enum.Enum):
 
     def __str__(self) -> str:
         return f"DistributedType.{self.name}"
-
-
-@dataclass
-class Session:
-    """One process of a training job: what all its Accelerators, loaders and optimizers share.
-
-    Args:
-        member: its place in the job.
-        gradients: its accumulation window and active loaders.
-        passes: what it shows on the board.
-        losses: the loss that it shows there.
-        own_time: the part of its steps that it does not wait for others, likewise.
-        models: prepared models, to tell training from evaluating.
-        precision: of the first Accelerator; None before there is one.
-        deepspeed: how DeepSpeed trains; None: it does not.
-        strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
-        is_resuming: the middle of an epoch was loaded, and is not read yet.
-        attributes: what people set on ``PartialState()`` and the other views, by class.
-        home: the context that it was opened in.
-        has_begun: a backward pass was asked for.
-    """
-
-    member: Member
-    gradients: GradientSync
-    passes: PassStack
-    losses: LossReport
-    own_time: OwnTime
-    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
-    precision: Precision | None = None
-    strategy: str = ""
-    deepspeed: DeepSpeedPlugins | None = None
-    is_resuming: bool = False
-    attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
-    home: WorkerContext | None = field(default=None, compare=False, repr=False)
-    has_begun: bool = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            open_session,
-            (),
-        )  # what is pickled with it takes part in the job of the process that it arrives in
-
-    def check_home(self) -> None:
-        """Refuse the use of a notebook's own session in a worker: there it would go on alone, and nobody would notice.
-
-        Raises:
-            RuntimeError: this worker was forked from the process that the session describes.
-        """
-        here = context.current()
-        if here.is_launched and here is not self.home:
-            raise RuntimeError(
-                "this Accelerator was made in the notebook, outside of the function that was launched, and knows "
-                "nothing of the other processes; make it inside the function, and call its prepare there: "
-                "accelerator = Accelerator()"
-            )
-
-    def begin(self) -> None:
-        """The first backward pass: say so once if its gradients will stay on their rank."""
-        self.has_begun = True
-        topology = self.member.topology
-        if topology.world_size > 1 and topology.rank == 0 and not self.models:
-            advice.warn(
-                "no model was prepared, so each rank trains one of its own, by its own gradients. Pass the model to "
-                "prepare, too: model, optimizer = accelerator.prepare(model, optimizer). (One that was wrapped in "
-                "DistributedDataParallel by hand is in no need of it.)"
-            )
-
-    def take_resuming(self) -> bool:
-        """Whether the middle of an epoch was loaded that now begins to be read; True once."""
-        is_resuming, self.is_resuming = self.is_resuming, False
-        return is_resuming
-
-    @property
-    def is_training(self) -> bool:
-        """Whether gradients are recorded and a prepared model is in training mode."""
-        return torch.is_grad_enabled() and any(model.training for model in self.models)
-
-
-def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Session:
-    """The session of this process; the first call joins the job.
-
-    Raises:
-        ValueError: ``cpu`` was asked for, but the process computes on another device already.
-    """
-    ctx = context.current()
-    init = init or InitProcessGroupKwargs()
-    if process.is_distributed() and init.to_kwargs():
-        given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
-        advice.warn(f"{given} has no effect: this process has joined its process group already")
-    if ctx.training is None:
-        member = process.join(cpu, init)
-        losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))
-        ctx.training = Session(
-            member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot), home=ctx
-        )
-    session: Session = ctx.training
-    if cpu and session.member.device.type != "cpu":
-        raise ValueError(
-            f"cpu=True, but this process computes on {session.member.device} since its first Accelerator "
-            "or PartialState"
-        )
-    return session
 
 
 def label(member: Member, strategy: str = "") -> DistributedType:

@@ -18,7 +18,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.process import Member
-from nblaunch.training.state import open_session
+from nblaunch.training.session import open_session
 from nblaunch.training.strategies.ddp import DdpStrategy
 from tests.training import ranks
 

@@ -7,7 +7,7 @@ from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.training_state import TrainingState
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 
 
 class Checkpointer:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.project import ProjectConfiguration
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 
 Hooks = OrderedDict[int, Callable[..., Any]]

@@ -20,7 +20,7 @@ from nblaunch.training import collectives, nested
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.nested import TensorInformation
 from nblaunch.training.passes import Pass
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 

@@ -30,7 +30,7 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.passes import Pass
-from nblaunch.training.state import Session, open_session
+from nblaunch.training.session import Session, open_session
 
 
 class PreparedLoader(DataLoader):

@@ -13,7 +13,7 @@ from typing import Any
 
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.sharding import SeedableRandomSampler, sampler_of
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 
 
 def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.process import Member
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies import ddp as data_parallel
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.ddp import DdpStrategy

@@ -26,7 +26,7 @@ from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
 from nblaunch.training.process import Member, Waiting
-from nblaunch.training.state import Session
+from nblaunch.training.session import Session
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.deepspeed import checkpoint, norm, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
