@@ -6,14 +6,10 @@ This module only hands on objects that live in ``nblaunch.training``; it defines
 from __future__ import annotations
 
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
-from nblaunch.training.data.loader import DataLoaderShard
 from nblaunch.training.data.loading import SkipDataLoader, prepare_data_loader, skip_first_batches
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-)
+from nblaunch.training.data.own_share import DataLoaderShard
+from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 
 __all__ = [
     "BatchSamplerShard",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
-from nblaunch.training.data.loader import DataLoaderShard
+from nblaunch.training.data.own_share import DataLoaderShard
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 

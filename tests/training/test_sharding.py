@@ -11,12 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    sampler_of,
-)
+from nblaunch.training.data.samplers import SeedableRandomSampler, sampler_of
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 from nblaunch.training.splitting import share_of, split_evenly
 
 LENGTHS = st.integers(0, 70)

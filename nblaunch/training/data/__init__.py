@@ -1,3 +1,5 @@
-"""Prepared data loaders: ``sharding`` decides which samples a rank gets, ``loader`` and ``dispatcher`` bring them,
-``loading`` makes a prepared loader out of a person's, ``loader_states`` says where in its epoch one is.
+"""Prepared data loaders: ``sharding`` decides which samples a rank gets, ``own_share`` and ``dispatcher`` bring them.
+
+``samplers`` has the order that is shared, ``loader`` what all prepared loaders do, ``loading`` makes one out of a
+person's, ``loader_states`` says where in its epoch one is.
 """

@@ -1,10 +1,9 @@
-"""Prepared data loaders: a rank's part of the data, on its device, one batch ahead, with progress on the board.
+"""What all prepared data loaders do: epochs in an order that ranks share, progress on the board, and their position.
 
-:class:`PreparedLoader` is what all of them do; :class:`DataLoaderShard` reads the rank's own share. Which samples that
-is, is decided in ``sharding.py``; from a person's loader to a prepared one, see ``loading.py``.
+How batches come to a rank is said in ``own_share.py`` and ``dispatcher.py``; which samples are whose is decided in
+``sharding.py``; from a person's loader to a prepared one, see ``loading.py``.
 
     rank 0 ── generator state ──> all ranks     start of an epoch: the only communication
-    read b0 │ read b1, hand out b0 │ read b2, hand out b1 │ end seen: hand out b2 with end_of_dataloader = True
 """
 
 from __future__ import annotations
@@ -16,18 +15,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training import nested, rng
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SkipBatchSampler,
-    innermost,
-    sampler_of,
-)
+from nblaunch.training.data.samplers import SkipBatchSampler, innermost, sampler_of
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.passes import Pass
 from nblaunch.training.session import Session, open_session
@@ -307,58 +300,6 @@ class PreparedLoader(DataLoader):
             )
         batch_sampler.sampler = sampler
         self.__dict__["sampler"] = sampler
-
-
-class DataLoaderShard(PreparedLoader):
-    """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
-
-    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
-        """All batches, the next one always read before the current one is handed out."""
-        nothing = object()
-        batches, backend = self._read(session, self._take_skip()), session.member.backend
-        is_placed = self.device is None or self.device.type == "cpu"
-        if backend.places_ahead:
-            batches, is_placed = map(self._place, batches), True
-        current = next(batches, nothing)
-        if current is nothing:
-            return
-        # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, rows = session.passes.advance, nested.count_rows(current)
-        is_plain = is_placed and self._stateful is None and self._has_equal_batches
-        is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
-        if not is_plain:
-            current = self._receive(current, is_placed)
-        for upcoming in batches:
-            advance(one, rows)
-            if is_watched:
-                self._begin_step(session, one, current)
-            yield current
-            current = upcoming
-            if not is_plain:
-                current = self._receive(current, is_placed)
-                rows = nested.count_rows(current)
-        self._finish_epoch()
-        session.passes.advance(one, nested.count_rows(current))
-        self._begin_step(session, one, current)
-        yield current
-
-    def _receive(self, batch: Any, is_placed: bool) -> Any:
-        """A batch that was just read, where it is to be, before the next one is read."""
-        batch = batch if is_placed else self._place(batch)
-        self._note_position()
-        return batch
-
-    @property
-    def _has_equal_batches(self) -> bool:
-        """Whether no batch but the last can differ from the first in its number of rows."""
-        is_plain = type(innermost(self.batch_sampler)) is BatchSampler
-        return is_plain and not isinstance(self.dataset, IterableDataset)
-
-    def _finish_epoch(self) -> None:
-        if self.shard is not None and self._is_shard_read_here:
-            self.remainder = self.shard.tail_rows
-        self.end_of_dataloader = True
-        self._note_position(is_end=True)
 
 
 def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:

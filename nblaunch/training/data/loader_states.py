@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.sharding import SeedableRandomSampler, sampler_of
+from nblaunch.training.data.samplers import SeedableRandomSampler, sampler_of
 from nblaunch.training.session import Session
 
 

@@ -18,14 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from nblaunch import context
 from nblaunch.training import advice, collectives
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
-from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    SkipBatchSampler,
-    sampler_of,
-)
+from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.data.own_share import DataLoaderShard
+from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, sampler_of
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 from nblaunch.training.options import DataLoaderConfiguration
 
 _ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
