@@ -62,7 +62,7 @@ _PUBLIC = {
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.process",
     "set_seed": "nblaunch.training.rng",
-    "skip_first_batches": "nblaunch.training.data.loading",
+    "skip_first_batches": "nblaunch.training.data.skipping",
     "synchronize_rng_states": "nblaunch.training.rng",
 }
 
@@ -152,7 +152,7 @@ if TYPE_CHECKING:
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
-    from nblaunch.training.data.loading import skip_first_batches
+    from nblaunch.training.data.skipping import skip_first_batches
     from nblaunch.training.deepspeed_options import DeepSpeedPlugin
     from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
     from nblaunch.training.initialization import init_empty_weights, init_on_device

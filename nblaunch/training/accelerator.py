@@ -22,7 +22,7 @@ from nblaunch.training import profiling, settings, strategies
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.loading import skip_first_batches
+from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.data_settings import DataSettings
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
@@ -315,7 +315,7 @@ class Accelerator(
         return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-        """A loader that goes on behind the first batches; see ``data/loading.py``."""
+        """A loader that goes on behind the first batches; see ``data/skipping.py``."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(

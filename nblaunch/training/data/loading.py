@@ -1,44 +1,26 @@
-"""From a person's loader to a prepared one, and to one that begins further on.
+"""From a person's loader to a prepared one.
 
-:func:`share_loader` decides who reads, :func:`prepare_data_loader` does the same for people who call it by hand, and
-:func:`skip_first_batches` leaves out what a resumed epoch has seen already.
+:func:`share_loader` decides who reads, :func:`prepare_data_loader` does the same for people who call it by hand.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch import context
 from nblaunch.training import advice, collectives
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.own_share import DataLoaderShard
-from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, sampler_of
+from nblaunch.training.data.samplers import SeedableRandomSampler, sampler_of
 from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
+from nblaunch.training.data.taken_over import batch_sampler_of, reading_options, sampling_options
 from nblaunch.training.options import DataLoaderConfiguration
-
-_ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
-# What says how data is read, not which: taken over from the person's loader. Not every torch has all of them.
-_READING_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +105,7 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
         ValueError: the data can't be shared as ``config`` says, with the reason.
     """
     _check_plain(loader)
-    common = _reading_options(loader)
+    common = reading_options(loader)
     common.update(
         device=share.device, config=config, num_processes=share.world_size, rng_types=share.rng_types
     )
@@ -132,7 +114,7 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
         return _dispatch(loader, share, config, common)
     if is_iterable:
         return _share_iterable(loader, share, config, common)
-    batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
+    batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
     _settle_order(batch_sampler, config)
     shard = None
     is_completed = share.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
@@ -140,7 +122,7 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
         shard = BatchSamplerShard(
             batch_sampler, share.world_size, share.rank, config.split_batches, config.even_batches
         )
-    sampling = _sampling(shard or batch_sampler, is_passed_as_sampler)
+    sampling = sampling_options(shard or batch_sampler, is_passed_as_sampler)
     return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
 
 
@@ -153,12 +135,6 @@ def _is_dispatched(config: DataLoaderConfiguration, share: Share, is_iterable: b
     if config.dispatch_batches is None:
         return is_iterable and share.device is not None
     return config.dispatch_batches
-
-
-def _sampling(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str, Any]:
-    if is_passed_as_sampler:
-        return {"sampler": batch_sampler, "batch_size": None}
-    return {"batch_sampler": batch_sampler}
 
 
 def _check_plain(loader: DataLoader) -> None:
@@ -188,9 +164,9 @@ def _dispatch(
     if isinstance(loader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     else:
-        batch_sampler, is_passed_as_sampler = _batch_sampler_of(loader)
+        batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
         _settle_order(batch_sampler, config)
-        sampling = _sampling(batch_sampler, is_passed_as_sampler)
+        sampling = sampling_options(batch_sampler, is_passed_as_sampler)
     return DataLoaderDispatcher(loader.dataset, slice_fn=share.slice_fn, **sampling, **common)
 
 
@@ -216,31 +192,6 @@ def _share_iterable(
 def _num_shards(dataset: Any) -> int:
     """Into how many parts an iterable dataset can divide itself; 0 where it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
-
-
-def _batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
-    """The loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``."""
-    if loader.batch_sampler is not None:
-        return loader.batch_sampler, False
-    if isinstance(loader.sampler, BatchSampler):
-        return loader.sampler, True
-    raise ValueError(
-        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, "
-        "which can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
-    )
-
-
-def _reading_options(loader: DataLoader) -> dict[str, Any]:
-    options = {
-        name: getattr(loader, name)
-        for name in _READING_OPTIONS
-        if name in _ACCEPTED and hasattr(loader, name)
-    }
-    if not options["num_workers"]:
-        # torch refuses these two without reading workers, even at their defaults.
-        options.pop("prefetch_factor", None)
-        options.pop("multiprocessing_context", None)
-    return options
 
 
 def _settle_order(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
@@ -269,69 +220,3 @@ def _agree_on_seed(seed: int | None) -> int:
         return seed
     # Not drawn: the order shall not depend on what was drawn before, such as a model's first weights.
     return int(collectives.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())
-
-
-# --- beginning further on --------------------------------------------------------------------------------------------
-
-
-class SkipDataLoader(DataLoader):
-    """A plain data loader without its first batches, once: they are read and dropped.
-
-    Args:
-        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
-        skip_batches: how many.
-    """
-
-    def __init__(self, dataset: Any, skip_batches: int = 0, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self.skip_batches = skip_batches
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        skipped, self.skip_batches = self.skip_batches, 0
-        return islice(super().__iter__(), skipped, None)
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)
-
-
-def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-    """A loader that goes on behind the first batches of ``dataloader``, for an epoch that was interrupted.
-
-    Args:
-        dataloader: prepared or not; it keeps its place, and later epochs may be read from either.
-        num_batches: how many are left out of the first epoch that the new loader reads, counted as this rank gets
-            them. Over indexed datasets nothing is loaded for them; streams are read and dropped.
-
-    Raises:
-        ValueError: ``num_batches`` is negative.
-    """
-    if num_batches < 0:
-        raise ValueError(f"num_batches={num_batches} is negative")
-    options = _reading_options(dataloader)
-    per_batch = 1
-    if isinstance(dataloader, PreparedLoader):
-        options.update(
-            device=dataloader.device,
-            config=dataloader.config,
-            num_processes=dataloader.num_processes,
-            rng_types=dataloader.rng_types,
-            shard=dataloader.shard,
-            slice_fn=dataloader.slice_fn,
-            skip_batches=num_batches,
-        )
-        per_batch = dataloader.batches_per_round
-    if isinstance(dataloader.dataset, IterableDataset):
-        options.update(
-            batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, skip_batches=num_batches
-        )
-        kind: Any = type(dataloader) if isinstance(dataloader, PreparedLoader) else SkipDataLoader
-    else:
-        batch_sampler, is_passed_as_sampler = _batch_sampler_of(dataloader)
-        options.update(
-            _sampling(SkipBatchSampler(batch_sampler, num_batches * per_batch), is_passed_as_sampler)
-        )
-        kind = type(dataloader) if isinstance(dataloader, PreparedLoader) else DataLoader
-    skipping: DataLoader = kind(dataloader.dataset, **options)
-    if isinstance(skipping, PreparedLoader):
-        skipping.follow(dataloader)
-    return skipping
