@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(BACKEND.affinity() == 0, reason="no CUDA GPU here"),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.timeout(300),
 ]
 
@@ -63,6 +65,8 @@ def _zero(stage: int, **more: Any) -> DeepSpeedPlugin:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_is_that_of_one_process(stage: int, world_size: int) -> None:
+    if world_size > BACKEND.device_count():
+        pytest.skip("DeepSpeed's ranks talk by NCCL, which joins two GPUs or more")
     (alone,) = ranks.run(_train, 1, None, backend="cuda", timeout_s=TIMEOUT_S)
     told = ranks.run(_train, world_size, _zero(stage), backend="cuda", timeout_s=TIMEOUT_S)[0]
     assert told["device"] == "cuda"

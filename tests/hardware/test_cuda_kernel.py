@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from nblaunch import env
 from nblaunch.backends import cuda_host
 from nblaunch.backends.cuda import BACKEND
+from nblaunch.backends.meter import DeviceReading
 from tests.kernels import Cell, Kernel
 
 pytestmark = [
@@ -25,6 +28,9 @@ pytestmark = [
 ]
 
 COUNT = BACKEND.device_count()
+# By its UUID, which is the same device whatever CUDA_VISIBLE_DEVICES says around the tests.
+ONE = {"CUDA_VISIBLE_DEVICES": cuda_host.visible()[0] if COUNT else ""}
+IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")
 SLACK_BYTES = 64 << 20
 
 PREAMBLE = """
@@ -45,8 +51,8 @@ def build():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
 
-def train(model, mixed_precision="no", init_scale=None):
-    handlers = [] if init_scale is None else [GradScalerKwargs(init_scale=init_scale)]
+def train(model, mixed_precision="no", *scaling):
+    handlers = [GradScalerKwargs(init_scale=scale, backoff_factor=factor) for scale, factor in scaling]
     accelerator = Accelerator(mixed_precision=mixed_precision, kwargs_handlers=handlers)
     x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, x[:, :10].argmax(1)), 64 // accelerator.num_processes)
@@ -97,12 +103,16 @@ def _launch(
     return cell.value
 
 
-def _used() -> list[int]:
+def _readings() -> tuple[DeviceReading, ...]:
     meter = cuda_host.open_meter()
     try:
-        return [reading.used_bytes for reading in meter.read()]
+        return meter.read()
     finally:
         meter.close()
+
+
+def _used() -> list[int]:
+    return [reading.used_bytes for reading in _readings()]
 
 
 def _alone(kernel: Kernel, arguments: str = "(build(),)") -> list[float]:
@@ -125,6 +135,9 @@ def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartK
     assert kernel.run("touches_gpu()").value is False
 
 
+@pytest.mark.skipif(
+    IS_NAMED_INSTANCE, reason="torch asks the driver about MIG instances that are named by UUID"
+)
 def test_asking_whether_there_is_a_gpu_does_not_rule_out_a_fork(start: StartKernel) -> None:
     kernel = start()
     cell = kernel.run("torch.cuda.is_available(), torch.cuda.device_count(), touches_gpu()")
@@ -163,7 +176,7 @@ def test_a_backward_on_the_cpu_needs_no_restart(start: StartKernel) -> None:
 
 
 def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     found, method = _launch(kernel, options=", num_processes=2, backend='cuda'")
     assert method == "fork"
     assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "gloo")] * 2
@@ -181,24 +194,94 @@ def test_ranks_joined_by_nccl_learn_what_one_process_learns(start: StartKernel) 
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
 
 
+FP16 = "(build(), 'fp16', (2.0**30, 2.0**-20))"
+"""A scale that overflows, and then one that fits: by halves, two ranks would need a step more than one process."""
+
+
 def test_fp16_skips_steps_until_the_scale_fits(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
-    found, _ = _launch(kernel, "(build(), 'fp16', 2.0**30)", ", num_processes=2, backend='cuda'")
+    kernel = start(**ONE)
+    found, _ = _launch(kernel, FP16, ", num_processes=2, backend='cuda'")
     for one in found:
-        assert one["skipped"][0] is True, "a scale of 2**30 overflows"
-        assert one["skipped"][-1] is False
+        assert one["skipped"] == [True] + [False] * (len(one["skipped"]) - 1)
         assert one["dtype"] == "torch.float32"
         assert one["losses"][-1] < one["losses"][0] / 2
-    assert found[0]["skipped"] == found[1]["skipped"]
-    assert found[0]["losses"] == pytest.approx(_alone(kernel, "(build(), 'fp16', 2.0**30)"), rel=0.05)
+    assert found[0]["losses"] == pytest.approx(_alone(kernel, FP16), rel=0.05)
 
 
 def test_bf16(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     found, _ = _launch(kernel, "(build(), 'bf16')", ", num_processes=2, backend='cuda'")
     assert not any(found[0]["skipped"])
     assert found[0]["losses"][-1] < found[0]["losses"][0] / 2
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=0.1)
+
+
+def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel) -> None:
+    """Each worker's loader forks readers and starts a thread that copies to pinned memory, for copies in the
+    background."""
+    kernel = start(**ONE)
+    kernel.run(
+        """
+from nblaunch.utils import DataLoaderConfiguration
+def read():
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    data = TensorDataset(torch.arange(4096.0).repeat(64, 1), torch.arange(64))
+    loader = DataLoader(data, 4, num_workers=2, pin_memory=True, persistent_workers=True)
+    loader = accelerator.prepare(loader)
+    seen = []
+    for _ in range(2):
+        for rows, numbers in loader:
+            assert rows.is_cuda and bool((rows == torch.arange(4096.0, device=rows.device)).all())
+            seen += accelerator.gather(numbers).tolist()
+    return sorted(seen) == sorted(list(range(64)) * 2)
+"""
+    )
+    cell = kernel.run("notebook_launcher(read, (), 2, backend='cuda', return_all=True)", timeout_s=100)
+    assert cell.value == [True, True]
+    kernel.wait_for_no_processes()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_out_of_range_is_explained_and_the_next_launch_is_well(start: StartKernel) -> None:
+    kernel = start(**ONE)
+    kernel.run(
+        """
+def pick():
+    accelerator = Accelerator()
+    torch.zeros(3, device=accelerator.device)[torch.tensor([5], device=accelerator.device)].sum().item()
+"""
+    )
+    kind = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"  # from torch 2.8 on
+    cell = kernel.run("notebook_launcher(pick, (), 1)", raises=kind, timeout_s=100)
+    assert cell.error is not None
+    assert "device-side assert triggered" in cell.error.text
+    assert "rank 0: An operation on the GPU was given a number out of range" in cell.error.text
+    assert "Try: the same function on the CPU" in cell.error.text
+    assert "Assertion" in kernel.run("last_job().logs(0)").value
+    assert _launch(kernel)[0][0]["device"] == "cuda:0"
+
+
+@pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")
+def test_an_error_arrives_while_another_rank_waits_in_nccl(start: StartKernel) -> None:
+    kernel = start()
+    kernel.run(
+        """
+def fail():
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        raise LookupError("only here")
+    dist.all_reduce(torch.ones(1 << 20, device=accelerator.device))
+    torch.cuda.synchronize()
+"""
+    )
+    cell = kernel.run("notebook_launcher(fail, (), 2)", raises="LookupError", timeout_s=100)
+    assert cell.error is not None
+    assert "only here" in cell.error.text
+    kernel.wait_for_no_processes()
+    assert _launch(kernel, options=", num_processes=2")[0][1]["group"] == "nccl"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -221,7 +304,7 @@ def hold(how, path=""):
 
 @pytest.mark.parametrize("how", ["success", "error", "interrupt", "kill"])
 def test_memory_is_given_back(how: str, start: StartKernel, tmp_path: Path) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     kernel.run(HOLD)
     before = _used()
     path = tmp_path / "holding"
@@ -249,7 +332,7 @@ def test_memory_is_given_back(how: str, start: StartKernel, tmp_path: Path) -> N
 
 
 def test_a_full_gpu_is_explained(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     kernel.run(
         """
 def fill(num_rows):
@@ -270,13 +353,11 @@ def fill(num_rows):
 
 
 def test_a_meter_sees_what_torch_takes(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     before = _used()
     kernel.run("x = torch.ones(1 << 28, device='cuda'); torch.cuda.synchronize()", timeout_s=100)
     free, total = kernel.run("torch.cuda.mem_get_info()").value
-    meter = cuda_host.open_meter()
-    reading = meter.read()[0]
-    meter.close()
+    reading = _readings()[0]
     assert reading.used_bytes >= before[0] + (1 << 30)
     assert reading.total_bytes == pytest.approx(total, rel=0.05)
     assert reading.used_bytes == pytest.approx(total - free, rel=0.05, abs=1 << 30)
@@ -284,7 +365,7 @@ def test_a_meter_sees_what_torch_takes(start: StartKernel) -> None:
 
 
 def test_the_table_shows_memory_and_how_busy_the_gpu_is(start: StartKernel) -> None:
-    kernel = start(CUDA_VISIBLE_DEVICES="0")
+    kernel = start(**ONE)
     kernel.run(
         """
 def work():
@@ -301,7 +382,9 @@ def work():
         timeout_s=100,
     )
     cell = kernel.submit("notebook_launcher(work, num_processes=1, dashboard='html')")
-    cell.wait_for(lambda cell: "% busy" in _shown(cell), 60, "the table to show how busy the GPU is").wait(60)
+    if _readings()[0].utilisation is not None:  # MIG instances, and vGPUs, don't tell
+        cell.wait_for(lambda cell: "% busy" in _shown(cell), 60, "the table to show how busy the GPU is")
+    cell.wait(60)
     assert " GB of " in _shown(cell), "peak memory of the device stays"
 
 

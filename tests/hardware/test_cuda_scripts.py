@@ -58,7 +58,7 @@ def test_a_plain_script_runs_on_every_gpu(tmp_path: Path) -> None:
 def test_gpu_ids_choose_the_gpus(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     out = nblaunch(tmp_path, "launch", "--gpu_ids", "0", "train.py")
-    assert out.splitlines() == ["sum 1 of 1 visible 1"]
+    assert [line for line in out.splitlines() if "sum" in line] == ["sum 1 of 1 visible 1"], out
 
 
 def test_the_questionnaire_finds_the_gpus(tmp_path: Path) -> None:
