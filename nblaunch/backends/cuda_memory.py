@@ -83,9 +83,11 @@ class Memory:
 
     @property
     def others(self) -> int:
+        """What all other processes have taken, and CUDA itself."""
         return max(0, self.total - self.free - self.reserved)
 
     def describe(self) -> str:
+        """The numbers in one sentence, for whoever reads why memory ran out."""
         parts = [
             f"{_size(self.allocated)} allocated (at most {_size(self.peak)})",
             f"{_size(self.reserved)} reserved by this rank",

@@ -24,6 +24,7 @@ _ACTIONS = ("default", "show")
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its options."""
     parser = subparsers.add_parser(
         "config",
         help="answer a few questions and write the defaults of `nblaunch launch`",
@@ -42,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Ask and write the answers, write the suggestions, or show what is written; returns the exit code."""
     given = arguments.config_file
     path = files.default_path() if given is None else Path(given).expanduser()
     try:

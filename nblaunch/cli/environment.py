@@ -37,6 +37,7 @@ _FILES_PER_PROCESS = 64  # descriptors that a launcher holds for a worker, gener
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its option."""
     parser = subparsers.add_parser(
         "env",
         help="report versions, devices and what would not work here",
@@ -47,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the report; returns the exit code."""
     report = collect()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0

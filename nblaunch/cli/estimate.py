@@ -21,6 +21,7 @@ _SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its options."""
     parser = subparsers.add_parser(
         "estimate-memory",
         help="tell how much memory a model takes, by strategy",
@@ -71,6 +72,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print what training takes; returns the exit code."""
     model = model_size(arguments)
     setting = _setting(arguments)
     capacity = None if arguments.fits is None else _parse_size(arguments.fits)

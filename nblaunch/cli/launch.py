@@ -34,6 +34,7 @@ first."""
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its options, which are the table of settings."""
     parser = subparsers.add_parser(
         "launch",
         help="run a script on every device",
@@ -60,6 +61,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Launch the script; returns its exit code."""
     resolved = _resolve(arguments)
     env.apply(device_choice(resolved))
     if arguments.print_plan:

@@ -22,6 +22,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
+        """This machine."""
         found = backends.discover()
         usable = {name: backend.device_count() for name, backend in found.items() if backend.affinity() > 0}
         return cls(usable, backends.choose("auto").name)

@@ -23,6 +23,7 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its options."""
     parser = subparsers.add_parser(
         "run-notebook",
         help="execute a notebook, with progress in the terminal",
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Execute the notebook; returns the exit code."""
     _check_packages()
     notebook = _read(arguments.notebook)
     set_parameters(notebook, dict(_parse(text) for text in arguments.parameters))

@@ -26,6 +26,7 @@ _MANY_CORES = 4  # processes on CPU cores: more of them would try the machine an
 
 
 def add_parser(subparsers: Any) -> None:
+    """The command and its options."""
     parser = subparsers.add_parser(
         "test",
         help="check that training works on this machine's devices",
@@ -45,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the checks and print a line for each; returns 1 if any failed."""
     backend = "cpu" if arguments.cpu else arguments.backend
     plan = _plan(backend, arguments.num_processes, arguments.start_method)
     jobs = importlib.import_module(_CHECKS)

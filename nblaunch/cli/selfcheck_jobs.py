@@ -77,32 +77,38 @@ Check = Callable[[Machine], str]
 
 
 def check_collectives(machine: Machine) -> str:
+    """Every collective operation gives what it must."""
     _expect_nothing_wrong(machine.run(ranks.collectives))
     return "gather, reduce, broadcast, pad and objects give what they must on every rank"
 
 
 def check_gradients(machine: Machine) -> str:
+    """Training on all ranks comes to the weights of training in one process."""
     _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance))
     return "the weights are those of training in a single process on the same samples"
 
 
 def check_sharded(machine: Machine) -> str:
+    """The same where every rank holds a part of the weights."""
     _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance, True))
     return "the same with the weights in parts, one on each rank (FSDP2)"
 
 
 def check_metrics(machine: Machine) -> str:
+    """Metrics are of every sample once, also where ranks have unequal numbers of them."""
     _expect_nothing_wrong(machine.run(ranks.metrics))
     return "gather_for_metrics gives every sample of an uneven set once, in order"
 
 
 def check_checkpoint(machine: Machine) -> str:
+    """Training goes on from a checkpoint as if it had never stopped."""
     with tempfile.TemporaryDirectory() as folder:
         _expect_nothing_wrong(machine.run(ranks.checkpoint, str(Path(folder, "state")), machine.tolerance))
     return "steps after load_state are those after save_state: weights, optimizer, random numbers"
 
 
 def check_weights_back(machine: Machine) -> str:
+    """The trained weights come back into the module that was passed."""
     model = ranks.build_model()
     before = ranks.first_weights(model)
     trained = machine.run(ranks.train_passed_model, model)
@@ -115,6 +121,7 @@ def check_weights_back(machine: Machine) -> str:
 
 
 def check_errors(machine: Machine) -> str:
+    """An exception arrives as it was raised, and ends the job."""
     job, _ = machine.job(ranks.raise_in_last_rank)
     job.run()
     error = job.exception()
@@ -127,6 +134,7 @@ def check_errors(machine: Machine) -> str:
 
 
 def check_interrupt(machine: Machine) -> str:
+    """An interrupt lets every rank clean up, and leaves no process."""
     with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
         job.interrupt()
         error = job.exception(_START_TIMEOUT_S)
@@ -140,6 +148,7 @@ def check_interrupt(machine: Machine) -> str:
 
 
 def check_kill(machine: Machine) -> str:
+    """A rank that is killed is named, and leaves no process."""
     victim = machine.num_processes - 1
     with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
         os.kill(job.pids[victim], signal.SIGKILL)

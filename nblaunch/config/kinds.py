@@ -107,6 +107,7 @@ class Choice(Kind):
 
     @property
     def metavar(self) -> str:  # type: ignore[override]
+        """The words themselves."""
         return "|".join(self.choices)
 
     def convert(self, value: Any) -> str:

@@ -135,7 +135,8 @@ class Pace:
     Args:
         first_s: seconds from the start to the first publication.
         interval_s: seconds between publications at first.
-        slow_s: seconds between publications after ``slow_after_s`` seconds.
+        slow_s: seconds between publications later on.
+        slow_after_s: seconds from the start after which it is later.
         rate_bytes_s: bytes a second, over longer times.
         clock: seconds on a clock that never jumps.
     """
@@ -169,6 +170,7 @@ class Pace:
         self._next_s = self._started_s + self._first_s
 
     def is_due(self) -> bool:
+        """Whether it is time to publish."""
         return self._clock() >= self._next_s
 
     def mark(self, num_bytes: int = 0) -> None:

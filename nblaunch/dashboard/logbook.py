@@ -40,6 +40,7 @@ class LogBook:
         return [(rank, line) for _, _, rank, line in sorted(self._all)]
 
     def of_rank(self, rank: int) -> list[str]:
+        """Its last lines, as they came."""
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:

@@ -99,6 +99,8 @@ class RankView:
         device_use: share of the last moments in which its device computed, 0 to 1; None where nothing is known.
         trained: the last pass over training data, which is what the end of a job is told by; None before the first.
         sample: what its slot of the board held at the last look.
+        marks: where it was over the last :data:`WINDOW_S`, from which rates are taken.
+        steps_done: steps over all passes.
     """
 
     rank: int
@@ -157,6 +159,7 @@ class RankView:
 
     @property
     def has_progress(self) -> bool:
+        """Whether it has told of any step."""
         return self.total >= 0 or self.step > 0 or self.epoch > 0
 
     @property
@@ -234,10 +237,12 @@ class JobView:
 
     @property
     def is_started(self) -> bool:
+        """Whether the job has said what it is."""
         return self.num_processes > 0
 
     @property
     def is_over(self) -> bool:
+        """Whether the job has ended."""
         return self.outcome != ""
 
     @property

@@ -28,13 +28,17 @@ INTERVAL_S = 0.2
 class LivePanel(Protocol):
     """What shows a job while it runs."""
 
-    def bundle(self, view: JobView) -> Bundle: ...
+    def bundle(self, view: JobView) -> Bundle:
+        """What shows the panel in a cell."""
 
-    def connect(self, controls: Controls) -> None: ...
+    def connect(self, controls: Controls) -> None:
+        """Let its buttons act on the job."""
 
-    def show(self, view: JobView) -> None: ...
+    def show(self, view: JobView) -> None:
+        """Show the job as it is now."""
 
-    def close(self, lasting: str) -> None: ...
+    def close(self, lasting: str) -> None:
+        """Put HTML in the place of all that is shown, and take the widgets back."""
 
 
 @final

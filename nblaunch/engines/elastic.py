@@ -79,6 +79,7 @@ class Meeting:
 
     @property
     def where(self) -> str:
+        """``host:port``, as people write it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 

@@ -53,4 +53,5 @@ class DeviceWatch:
         return told
 
     def close(self) -> None:
+        """Stop reading."""
         self._meter.close()

@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Whoever wants to know what happens: dashboards, tests. Must not raise, nor block for long."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        """Something happened, in the order in which it did on each rank."""
 
-    def on_samples(self, samples: Sequence[Sample]) -> None: ...
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        """What every rank does, several times a second."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The job is over: nothing follows."""
 
 
 class Job:
@@ -120,6 +123,7 @@ class Job:
 
     @property
     def is_running(self) -> bool:
+        """Whether the job has not ended, whichever way."""
         return not self._has_ended.is_set()
 
     @property

@@ -61,15 +61,19 @@ class JobLog:
         _prune(self._root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=self.path.name)
 
     def start_attempt(self, attempt: int) -> None:
+        """Make the folder of an attempt."""
         self.attempt_path(attempt).mkdir(mode=0o700)
 
     def attempt_path(self, attempt: int) -> Path:
+        """The folder of an attempt."""
         return self.path / f"attempt_{attempt}"
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
+        """The file of what a rank prints."""
         return self.attempt_path(attempt) / f"rank_{rank}.log"
 
     def stacks_path(self, rank: int, attempt: int = 0) -> Path:
+        """The file of a rank's stacks."""
         return self.attempt_path(attempt) / f"rank_{rank}.stacks"
 
 

@@ -43,6 +43,7 @@ class LogTail:
         self._unfinished = b""
 
     def close(self) -> None:
+        """Read no more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -36,6 +36,7 @@ class StopRequests:
         self.stack_queries: deque[Future[str]] = deque()
 
     def fileno(self) -> int:
+        """A descriptor that can be read once somebody has asked for something: for ``select``."""
         return self._reading
 
     def interrupt(self) -> None:

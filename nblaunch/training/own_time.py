@@ -32,6 +32,7 @@ class OwnTime:
             self._slot.add_own_time(monotonic() - self._since)
 
     def end_backward(self) -> None:
+        """From here on the rank is by itself."""
         self._since = monotonic()
 
     def pause(self) -> None:

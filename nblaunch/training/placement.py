@@ -29,6 +29,7 @@ class Replacements:
         return Replacements, ()  # what is pickled with it has the new parameters already
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+        """``new`` stands for ``old`` from now on."""
         self._new[id(old)] = (weakref.ref(old), new)
 
     def get(self, parameter: Any) -> Any:

@@ -59,6 +59,7 @@ class Assignment:
 
     @property
     def rank(self) -> int:
+        """The rank of the worker."""
         return self.topology.rank
 
     @property

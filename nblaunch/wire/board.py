@@ -80,9 +80,11 @@ class Slot:
 
     @property
     def state(self) -> WorkerState:
+        """What the rank does."""
         return WorkerState(self._ints[_STATE])
 
     def set_state(self, state: WorkerState) -> None:
+        """The rank begins to do something else."""
         self._ints[_STATE] = state
 
     def start_pass(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
@@ -102,13 +104,16 @@ class Slot:
         self._doubles[_STEP_TIME] = monotonic()
 
     def set_loss(self, loss: float) -> None:
+        """The last loss, perhaps not finite."""
         self._doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
     def note_interrupt(self) -> None:
+        """One more SIGINT has arrived."""
         self._ints[_INTERRUPTS] += 1
 
     def add_built_bytes(self, num_bytes: int) -> None:
+        """Parameters of so many bytes were built in this process."""
         self._ints[_BUILT_BYTES] += num_bytes
 
     def add_own_time(self, seconds: float) -> None:
@@ -125,6 +130,7 @@ class Slot:
 
     @property
     def built_bytes(self) -> int:
+        """Bytes of parameters that were built in this process."""
         return self._ints[_BUILT_BYTES]
 
     def count_check(self) -> int:
@@ -134,6 +140,7 @@ class Slot:
 
     @property
     def num_checks(self) -> int:
+        """How often the rank has looked at ``accelerator.should_stop``."""
         return self._ints[_CHECKS]
 
     @num_checks.setter
@@ -169,6 +176,7 @@ class Slot:
         self._ints[_STOP_DECISION] = value
 
     def read(self, rank: int) -> Sample:
+        """All of it as one sample; numbers may be of different moments."""
         ints = self._ints
         return Sample(
             rank=rank,
@@ -212,6 +220,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> Board:
+        """A board in a memory file of its own."""
         fd = create_memory_file("nblaunch-board")
         try:
             os.ftruncate(fd, num_slots * _SLOT_BYTES)
@@ -221,9 +230,11 @@ class Board:
             raise
 
     def slot(self, rank: int) -> Slot:
+        """The slot of a rank."""
         return self._slots[rank]
 
     def sample(self) -> list[Sample]:
+        """What every rank says now, by rank."""
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 
     def close(self) -> None:

@@ -97,4 +97,5 @@ class EventReceiver:
         return events
 
     def close(self) -> None:
+        """Read no more."""
         os.close(self.fd)

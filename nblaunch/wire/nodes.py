@@ -47,6 +47,7 @@ class Member:
 
     @property
     def ranks(self) -> range:
+        """The ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.num_workers)
 
     @property

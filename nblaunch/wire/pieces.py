@@ -41,6 +41,7 @@ class Pieces:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
         return self.parts[0].shape
 
     def numel(self) -> int:

@@ -34,6 +34,7 @@ class Interrupts:
         self._is_pending = False
 
     def install(self) -> None:
+        """Handle SIGINT from now on. For the main thread."""
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: object) -> None:

@@ -36,6 +36,7 @@ class EventPublisher:
         update: bool = False,
         **kwargs: Any,
     ) -> None:
+        """Send what a display shows to the launcher; as IPython calls it."""
         self._emit(
             Displayed(
                 rank=self._rank,

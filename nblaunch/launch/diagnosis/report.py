@@ -42,4 +42,5 @@ class AttemptReport:
 
     @property
     def is_success(self) -> bool:
+        """Whether the function returned on every rank, and nobody stopped the job."""
         return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
