@@ -74,3 +74,16 @@ def test_a_lab_ends_with_who_started_it(tmp_path: Path) -> None:
 
 def test_these_tests_are_watched() -> None:
     assert os.environ[watchman.VARIABLE].startswith(f"{os.getpid()}-")
+
+
+def test_a_watchman_is_not_ended_by_another_one() -> None:
+    """As that of tests which run tests: the inner one is needed just when the outer one acts."""
+    starter, pidfd = start(STARTER.format(WAITS, WAIT))
+    with starter:
+        carriers = watchman._carriers(os.environ[watchman.VARIABLE])
+        commands = [(Path("/proc") / str(pid) / "cmdline").read_bytes() for pid in carriers]
+        assert starter.pid in carriers
+        assert not any(b"watchman.py" in command for command in commands)
+        starter.kill()
+        assert has_ended(pidfd)
+    os.close(pidfd)

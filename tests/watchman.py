@@ -32,7 +32,9 @@ def begin() -> None:
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), token],
-        os.environ,
+        # Without a token that this process may have inherited: whoever looks for that one is to end this process, and
+        # this watchman then what it started.
+        {name: value for name, value in os.environ.items() if name != VARIABLE},
         file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)],
     )
     os.environ[VARIABLE] = token
