@@ -129,16 +129,7 @@ def test_compiling_is_shown_where_it_is_to_be_expected() -> None:
     for rows in (32, 32, 32, 7):
         device.step("training", (rows,))
     device.watch.end_pass()
-    assert [shown for shown in device.shown if shown or device.shown] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]
+    assert device.shown == [True, False, True, False, False, False, True, False]
 
 
 def test_batches_are_described_by_their_shapes() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nblaunch import backends
 from nblaunch.backends.base import Backend
@@ -92,8 +93,17 @@ def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
 def test_random_states_can_be_put_back(backend: Backend) -> None:
     if backend.affinity() == 0:
         pytest.skip("no such device here")
-    backend.set_rng_state(backend.rng_state()) if backend.rng_state() else None
-    assert isinstance(dict(backend.rng_state()), dict)
+
+    def draw() -> list[float]:
+        return torch.rand(8, device=backend.device(Topology())).tolist()
+
+    # The state of the CPU's generator is no backend's, but a part of every process.
+    state, of_cpu = dict(backend.rng_state()), torch.get_rng_state()
+    drawn = draw()
+    assert draw() != drawn
+    backend.set_rng_state(state)
+    torch.set_rng_state(of_cpu)
+    assert draw() == drawn
 
 
 def test_it_is_concrete(backend: Backend) -> None:
