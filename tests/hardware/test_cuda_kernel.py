@@ -216,13 +216,9 @@ def test_bf16(start: StartKernel) -> None:
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=0.1)
 
 
-def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel) -> None:
-    """Each worker's loader forks readers and starts a thread that copies to pinned memory, for copies in the
-    background."""
-    kernel = start(**ONE)
-    kernel.run(
-        """
+READ = """
 from nblaunch.utils import DataLoaderConfiguration
+
 def read():
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
     data = TensorDataset(torch.arange(4096.0).repeat(64, 1), torch.arange(64))
@@ -231,11 +227,17 @@ def read():
     seen = []
     for _ in range(2):
         for rows, numbers in loader:
-            assert rows.is_cuda and bool((rows == torch.arange(4096.0, device=rows.device)).all())
+            assert rows.device == accelerator.device
+            assert bool((rows == torch.arange(4096.0, device=rows.device)).all())
             seen += accelerator.gather(numbers).tolist()
     return sorted(seen) == sorted(list(range(64)) * 2)
 """
-    )
+
+
+def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel) -> None:
+    """Each worker's loader forks readers, and starts a thread that copies to pinned memory."""
+    kernel = start(**ONE)
+    kernel.run(READ)
     cell = kernel.run("notebook_launcher(read, (), 2, backend='cuda', return_all=True)", timeout_s=100)
     assert cell.value == [True, True]
     kernel.wait_for_no_processes()

@@ -1,0 +1,178 @@
+"""The programs of the tests and of the benchmark for GPUs, on CPU cores: no slip in them waits for a machine with GPUs.
+
+What they say about devices is for ``tests/hardware``; what they compute is the same here. fp16 is not offered on the
+CPU, but torch can do it there, so the refusal is lifted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import gpu
+from tests.hardware import test_cuda, test_cuda_kernel
+from tests.kernels import Kernel
+from tests.training import ranks
+from tests.training.ranks import rank_server  # noqa: F401  a fixture
+
+ALLOW_FP16 = """
+from nblaunch.backends.cpu import CpuBackend
+CpuBackend.supports_precision = lambda self, precision: None
+"""
+
+
+def _train(mixed_precision: str) -> dict[str, Any]:
+    exec(ALLOW_FP16)
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator is found")
+    return test_cuda._train(mixed_precision)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+def test_training_of_ranks(mixed_precision: str) -> None:
+    for answers in ranks.run(_train, 2, mixed_precision):
+        assert answers["devices"] == ("cpu", "cpu", "cpu")
+        assert answers["improved"]
+        assert answers["equal"]
+        assert answers["flags"] == [True, False] * 2
+        assert answers["group"] == "gloo"
+        assert answers["board"]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """One kernel with the functions of the tests on GPUs."""
+    with Kernel.start() as kernel:
+        kernel.run(test_cuda_kernel.PREAMBLE)
+        kernel.run(ALLOW_FP16)
+        yield kernel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tolerance"),
+    [("(build(),)", 1e-3), ("(build(), 'bf16')", 0.1), (test_cuda_kernel.FP16, 0.05)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_two_ranks_learn_what_one_process_learns(kernel: Kernel, arguments: str, tolerance: float) -> None:
+    (alone,), _ = test_cuda_kernel._launch(kernel, arguments, ", num_processes=1, backend='cpu'")
+    found, method = test_cuda_kernel._launch(kernel, arguments, ", num_processes=2, backend='cpu'")
+    assert method == "fork"
+    for one in found:
+        assert one["losses"] == pytest.approx(alone["losses"], rel=tolerance)
+        assert one["losses"][-1] < one["losses"][0] / 2
+        assert one["skipped"] == [arguments == test_cuda_kernel.FP16] + [False] * (len(one["skipped"]) - 1)
+        assert one["parent"]
+
+
+def test_loader_processes(kernel: Kernel) -> None:
+    kernel.run(test_cuda_kernel.READ)
+    cell = kernel.run("notebook_launcher(read, (), 2, backend='cpu', return_all=True)", timeout_s=100)
+    assert cell.value == [True, True]
+    kernel.wait_for_no_processes()
+
+
+def test_what_is_asked_of_a_fresh_process() -> None:
+    """Without GPUs no question is a hazard, and every fork fails to use one."""
+    hazard, failure = test_cuda._fresh(test_cuda._FORK.format(before="torch.cuda.is_available()"))
+    assert hazard is None
+    assert "AssertionError" in failure or "RuntimeError" in failure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_benchmark_runs_to_its_end() -> None:
+    found = list(gpu.rows(gpu.REHEARSAL, 2))
+    assert [row.what.partition(",")[0] for row in found] == [
+        "steps/s of a tiny model on a fixed batch",
+        "steps/s of a tiny model with a loader",
+        "steps/s of a tiny large model on a fixed batch",
+        "first launch of a kernel to first step",
+        "first launch of a kernel to first step",
+        "launch to first step",
+        "launch to first step",
+        "launch to first step",
+    ]
+    assert [row.what.rpartition(", ")[2] for row in found[5:]] == [
+        "times a bare fork's",
+        "times a bare fork's",
+        "times faster than accelerate",
+    ]
+    assert [bool(row.target) for row in found] == [True] * 3 + [False] * 4 + [True]
+
+
+def test_the_benchmark_says_what_one_gpu_can_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("_step_rows", "_first_launch_rows", "_launch_rows"):
+        monkeypatch.setattr(gpu, part, lambda *_: ())
+    (row,) = gpu.rows(gpu.FULL, 1)
+    assert "not measured: accelerate starts processes for two GPUs or more" in row.value
+    assert not row.target
+
+
+# A machine with made-up GPUs for a command: the driver's library by a module of the same name, and torch's word that
+# it was built with CUDA.
+COMMAND = """
+import sys, torch
+torch.version.cuda = "12.8"
+from nblaunch.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+DRIVER = """
+class NVMLError(Exception):
+    pass
+
+def _nothing(*_):
+    return None
+
+nvmlInit = nvmlShutdown = _nothing
+def nvmlDeviceGetCount():
+    return {count}
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+def nvmlDeviceGetUUID(index):
+    return f"GPU-0000000{{index}}-aaaa"
+def nvmlDeviceGetName(index):
+    return "NVIDIA H200"
+def nvmlDeviceGetMigMode(index):
+    raise NVMLError("Not Supported")
+"""
+
+
+def _command(folder: Path, count: int, *words: str, **env: str) -> str:
+    (folder / "pynvml.py").write_text(DRIVER.format(count=count))
+    (folder / "train.py").write_text("")
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND, *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{root}", "PATH": "", "HOME": str(folder), **env},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("count", "env", "expected"),
+    [
+        (1, {}, 1),
+        (2, {}, 2),
+        (8, {}, 8),
+        (8, {"CUDA_VISIBLE_DEVICES": "6,7"}, 2),
+        (8, {"CUDA_VISIBLE_DEVICES": "GPU-00000003,GPU-00000005"}, 2),
+    ],
+)
+def test_a_machine_with_so_many_gpus(tmp_path: Path, count: int, env: dict[str, str], expected: int) -> None:
+    report = json.loads(_command(tmp_path, count, "env", "--json", **env))
+    assert report["devices"]["cuda"] == {"count": expected, "noun": "GPU", "unusable_because": None}
+    assert report["launch"]["backend"] == "cuda"
+    assert report["launch"]["num_processes"] == expected
+    assert report["launch"]["process_group"] == "nccl"
+    assert report["launch"]["start_method"] == "fork"
