@@ -11,7 +11,7 @@ shown), ``cuda_in_kernel.py`` (whether a fork is possible), ``cuda_memory.py`` (
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
@@ -36,6 +36,7 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self._last_step = cuda_memory.NO_STEP
+        self._note: Callable[[str], None] | None = None
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -128,9 +129,27 @@ class CudaBackend(Backend):
         import torch
 
         # The launcher asks too, before it forks; torch would make a context to answer. Workers find out by themselves.
-        if precision == "bf16" and torch.cuda.is_initialized() and not torch.cuda.is_bf16_supported():
+        if precision != "bf16" or not torch.cuda.is_initialized():
+            return None
+        if not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name()} has no bf16; use mixed_precision='fp16'"
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            self._tell(
+                f"{torch.cuda.get_device_name()} has no bf16 of its own, and torch imitates it, several times slower: "
+                "mixed_precision='fp16' is what this GPU is fast at"
+            )
         return None
+
+    def observe(
+        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    ) -> None:
+        self._note = note
+
+    def _tell(self, text: str) -> None:
+        """Once in a process."""
+        if self._note is not None:
+            self._note(text)
+        self._note = None
 
     def rng_state(self) -> Mapping[str, Any]:
         import torch
