@@ -48,7 +48,7 @@ test: setup lint browser colab-env  ## lint, then run all tests; with ARGS those
 browser: setup  ## find Chromium for the browser tests; install Debian's where that needs no password
 	@$(BIN)/python scripts/browser.py || true
 
-colab-env: setup  ## make the interpreter for kernels as in Colab (250 MB; at once where it is there already)
+colab-env: setup  ## make the interpreter for kernels as in Colab, and front ends of their time (270 MB; at once where it is there already)
 	$(BIN)/python scripts/colab_env.py .venv-colab-kernel
 
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own

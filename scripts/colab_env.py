@@ -1,10 +1,10 @@
 """Make the interpreter whose kernels are like those of Google Colab: ``make colab-env``.
 
-ipykernel, IPython and ipywidgets as ``constraints-colab.txt`` pins them, in an environment of their own; all else
-(torch above all) is that of the environment that runs this script. So a test can start a kernel of either kind:
-``Kernel.start(python=...)``, see ``tests/profiles.py``.
+ipykernel, IPython and ipywidgets as ``constraints-colab.txt`` pins them, with front ends of their time, in an
+environment of their own; all else (torch above all) is that of the environment that runs this script. So a test can
+start a kernel of either kind: ``Kernel.start(python=...)``, see ``tests/profiles.py``.
 
-    .venv/bin/python scripts/colab_env.py .venv-colab-kernel        250 MB, half a minute; at once where it is complete
+    .venv/bin/python scripts/colab_env.py .venv-colab-kernel        270 MB, half a minute; at once where it is complete
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints-colab.txt"
-PACKAGES = ("ipykernel", "ipython", "ipywidgets", "jupyter_client", "traitlets", "pyzmq", "tornado")
+PACKAGES = (
+    "ipykernel",
+    "ipython",
+    "ipywidgets",
+    "jupyter_client",
+    "jupyterlab",
+    "notebook",
+    "pyzmq",
+    "tornado",
+    "traitlets",
+)
 TIMEOUT_S = 600.0
 
 

@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_notebook(Path(folder) / "train.ipynb", [SETUP, CALL])
         try:
-            with Lab.start(Path(folder)) as lab, Browser.start(scale=2, size=(1060, 1100)) as browser:
+            with Lab(Path(folder)) as lab, Browser.start(scale=2, size=(1060, 1100)) as browser:
                 photograph(lab.open(browser, "train.ipynb"))
         except FileNotFoundError as error:  # no browser: says what to do
             print(error, file=sys.stderr)

@@ -29,5 +29,5 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with Lab.start(Path(tmp_path_factory.mktemp("lab"))) as lab:
+    with Lab(Path(tmp_path_factory.mktemp("lab"))) as lab:
         yield lab

@@ -1,42 +1,32 @@
 """A real JupyterLab in a real browser: start both, open notebooks, run cells, look at what they show.
 
-    with Lab.start(folder) as lab, Browser.start() as browser:
+    with Lab(folder) as lab, Browser.start() as browser:
         page = lab.open(browser, "quickstart.ipynb")
         page.run(3)                       # the cell's position among all cells
         page.wait_for_text(3, "done in")
         page.screenshot("quickstart.png")
 
-The server runs in a process of its own, with its own folders: no setting, extension or running kernel of the person
-who runs the tests takes part. Used by the browser tests and by ``make picture``.
+JupyterLab 4 and 3. Used by the browser tests and by ``make picture``.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.request import Request, urlopen
 
 import nbformat
-import psutil
 from playwright.sync_api import Browser as ChromiumBrowser
 from playwright.sync_api import Locator, Playwright, sync_playwright
 from playwright.sync_api import Page as BrowserPage
 
 from scripts import browser as chromium
-from tests import watchman
+from tests.browser.server import Server
 
-START_TIMEOUT_S = 60.0
 WAIT_S = 60.0
-_TOKEN_VARIABLE = "NBLAUNCH_TEST_LAB"
 
 # What a fresh user is asked and told, and what would move on the screen while a test looks at it.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,108 +38,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lab:
-    """A running JupyterLab server."""
+class Lab(Server):
+    """A running JupyterLab server, 3 or 4."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], url: str, token: str, folder: Path, home: Any
-    ) -> None:
-        self._process = process
-        self.url = url
-        self._token = token
-        self.folder = folder
-        self._home = home
+    ABOUT = "jpserver-{pid}.json"
 
-    @classmethod
-    def start(cls, folder: Path, settings: Mapping[str, dict[str, Any]] = SETTINGS) -> Lab:
-        """Start a server whose file browser shows ``folder``, and wait until it answers."""
-        # A server in a session of its own would outlive this process where that is killed.
-        watchman.begin()
-        home = tempfile.TemporaryDirectory(prefix="nbl-")
-        token = secrets.token_hex(8)
-        config = Path(home.name) / "config"
-        for name, values in settings.items():
-            file = config / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
+    def command(self) -> list[str]:
+        return [
+            "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
+            "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={self.token}",
+            f"--ServerApp.root_dir={self.folder}", "--ServerApp.terminals_enabled=False",
+            "--KernelManager.transport=ipc",
+        ]  # fmt: skip
+
+    def configure(self, folder: Path) -> None:
+        for name, values in SETTINGS.items():
+            file = folder / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(values))
-        log = (Path(home.name) / "server.log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
-             "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={token}",
-             f"--ServerApp.root_dir={folder}", "--ServerApp.terminals_enabled=False",
-             "--KernelManager.transport=ipc"],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True,
-            env={
-                **os.environ,
-                "JUPYTER_CONFIG_DIR": str(config),
-                "JUPYTER_DATA_DIR": f"{home.name}/data",
-                "JUPYTER_RUNTIME_DIR": f"{home.name}/run",
-                "JUPYTER_PREFER_ENV_PATH": "1",
-                "IPYTHONDIR": f"{home.name}/ipython",
-                "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-                _TOKEN_VARIABLE: token,
-            },
-        )  # fmt: skip
-        log.close()
-        lab = cls(process, "", token, folder, home)
-        try:
-            lab._connect()
-        except BaseException:
-            lab.close()
-            raise
-        return lab
-
-    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Call the server's REST API; returns the parsed answer, None where it is empty."""
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(f"{self.url}{path}", data, {"Authorization": f"token {self._token}"}, method=method)
-        with urlopen(request, timeout=WAIT_S) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
 
     def open(self, browser: Browser, name: str) -> Page:
         """Open a notebook of :attr:`folder` in a tab of its own, in single-document mode, with a kernel ready."""
-        page = Page(browser.new_page(), self)
-        page.goto(f"{self.url}doc/tree/{name}?token={self._token}&reset")
+        page = Page(browser.new_page(), self.folder / name)
+        page.goto(f"{self.url}doc/tree/{name}?token={self.token}&reset")
         return page
-
-    def close(self) -> None:
-        """End the server and its kernels."""
-        self._process.terminate()
-        try:
-            self._process.wait(15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(15)
-        # Kernels live in process groups of their own. An orderly server has ended them.
-        left = [p for p in psutil.process_iter() if _carries(p, self._token)]
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, 10)
-        self._home.cleanup()
-
-    def __enter__(self) -> Lab:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @property
-    def log(self) -> str:
-        return (Path(self._home.name) / "server.log").read_text(errors="replace")
-
-    def _connect(self) -> None:
-        """Wait for the file in which the server says where it is, then for an answer."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        about = Path(self._home.name) / "run" / f"jpserver-{self._process.pid}.json"
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                self.url = json.loads(about.read_text())["url"]
-                self.request("GET", "api/status")
-                return
-            except (OSError, ValueError):
-                time.sleep(0.1)  # nothing tells when the file appears
-        raise AssertionError(f"JupyterLab did not start:\n{self.log[-4000:]}")
 
 
 class Browser:
@@ -200,11 +112,22 @@ class Browser:
 
 
 class Page:
-    """A notebook in a browser tab. Cells are counted from 0, text cells included."""
+    """A notebook in a browser tab. Cells are counted from 0, text cells included.
 
-    def __init__(self, page: BrowserPage, lab: Lab) -> None:
+    Args:
+        page: the tab.
+        file: the notebook that it shows.
+    """
+
+    # Where things are in the document: CSS selectors, all but the first below a cell.
+    CELL = ".jp-Notebook .jp-Cell"
+    OUTPUT = ".jp-Cell-outputArea"
+    PROMPT = ".jp-InputPrompt"
+    EDITOR = ".cm-content, .CodeMirror"  # of JupyterLab 4 and 3
+
+    def __init__(self, page: BrowserPage, file: Path) -> None:
         self.page = page
-        self._lab = lab
+        self._file = file
 
     def goto(self, url: str) -> None:
         self.page.goto(url)
@@ -216,15 +139,15 @@ class Page:
         self._wait_for_kernel()
 
     def cell(self, index: int) -> Locator:
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        return self.page.locator(self.CELL).nth(index)
 
     def output(self, index: int) -> Locator:
         """The output area of a cell."""
-        return self.cell(index).locator(".jp-Cell-outputArea")
+        return self.cell(index).locator(self.OUTPUT)
 
     def run(self, index: int) -> None:
         """Run a cell, as a person does: click into it, Shift-Enter. Does not wait for its end."""
-        editor = self.cell(index).locator(".cm-content")
+        editor = self.cell(index).locator(self.EDITOR)
         editor.scroll_into_view_if_needed()
         editor.click()
         self.page.keyboard.press("Shift+Enter")
@@ -235,13 +158,10 @@ class Page:
 
     def wait_until_idle(self, index: int, timeout_s: float = WAIT_S) -> None:
         """Wait until a cell has run: its prompt shows a number."""
-        prompt = self.cell(index).locator(".jp-InputPrompt")
-        self.wait_until(
-            lambda: prompt.inner_text().strip("[]: ").isdigit(), f"cell {index} to end", timeout_s
-        )
+        self.wait_until(lambda: self._prompt(index).isdigit(), f"cell {index} to end", timeout_s)
 
     def is_running(self, index: int) -> bool:
-        return "*" in self.cell(index).locator(".jp-InputPrompt").inner_text()
+        return self._prompt(index) == "*"
 
     def text(self, index: int) -> str:
         """What a reader sees below a cell."""
@@ -266,7 +186,7 @@ class Page:
     def save(self) -> Any:
         """Save the notebook as the menu does; returns what is then in the file."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
-        return nbformat.read(self._lab.folder / self._name, as_version=4)
+        return nbformat.read(self._file, as_version=4)
 
     def screenshot(self, name: str, locator: Locator | None = None) -> Path:
         """Write a picture of the page, or of a part of it, to the folder of artefacts."""
@@ -279,12 +199,12 @@ class Page:
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
 
-    @property
-    def _name(self) -> str:
-        return self.page.url.partition("/tree/")[2].partition("?")[0]
+    def _prompt(self, index: int) -> str:
+        """What stands beside a cell: a number, a star while it runs, or nothing."""
+        return self.cell(index).locator(self.PROMPT).inner_text().removeprefix("In").strip("[]: \xa0")
 
     def _wait_for_kernel(self) -> None:
-        self.page.locator(".jp-Notebook .jp-Cell").first.wait_for()
+        self.page.locator(self.CELL).first.wait_for()
         # What is run before the session is there is lost. A kernel that is busy (after a reload) never gets "idle".
         self.page.wait_for_function(
             """async () => {
@@ -306,10 +226,3 @@ def write_notebook(path: Path, cells: Sequence[str]) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)
-
-
-def _carries(process: psutil.Process, token: str) -> bool:
-    try:
-        return process.environ().get(_TOKEN_VARIABLE) == token
-    except psutil.Error:
-        return False

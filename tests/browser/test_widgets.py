@@ -8,43 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 
-from nblaunch.dashboard.colours import BAD
 from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.panel import (
+    RED,
+    SETUP,
+    bars,
+    button,
+    has_no_widget_state,
+    have_advanced,
+    num_widgets,
+    saved_outputs,
+)
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
-RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
-
-# Steps of a known length, until somebody asks for the end; no process group, so that a start takes no time.
-SETUP = """
-import os, time
-import torch
-from torch.utils.data import DataLoader
-import nblaunch
-from nblaunch import Accelerator, notebook_launcher
-
-def train(num_steps, fails=False):
-    accelerator = Accelerator()
-    rank = accelerator.process_index
-    loader = accelerator.prepare(DataLoader(list(range(num_steps * accelerator.num_processes)), batch_size=1))
-    try:
-        for step, batch in enumerate(loader):
-            time.sleep(0.02)
-            if step % 10 == 0:
-                print(f"rank {rank} at step {step} <b>not bold</b>")
-            if fails and rank == 1 and step == 40:
-                raise ValueError("the loss of <i>this</i> rank is nan")
-            if accelerator.should_stop:
-                break
-    finally:
-        while fails and rank != 1 and not os.path.exists("looked"):     # in the folder of the notebook
-            time.sleep(0.02)
-    return step
-"""
 
 # Of the quickstart: it must last while a slow browser looks, and it takes as much longer as the machine is slower.
 EPOCHS = 60
@@ -73,40 +53,6 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
     page.wait_until_idle(0)
     yield page
     page.shut_down()
-
-
-def bars(page: Page, cell: int) -> list[float]:
-    """How far the progress bars below a cell are, in percent; each is a widget."""
-    script = "bars => bars.map(bar => parseFloat(bar.style.width) || 0)"
-    return page.output(cell).locator(".jupyter-widgets .progress-bar:visible").evaluate_all(script)  # type: ignore[no-any-return]
-
-
-def have_advanced(page: Page, cell: int, samples: list[list[float]]) -> bool:
-    """Look at the four bars once more; whether each was by now seen at four values."""
-    sample = bars(page, cell)
-    if len(sample) == 4:
-        samples.append(sample)
-    return all(len(set(values)) >= 4 for values in zip(*samples, strict=True)) if samples else False
-
-
-def button(page: Page, cell: int, name: str) -> Any:
-    return page.output(cell).get_by_role("button", name=name, exact=True)
-
-
-def num_widgets(page: Page, cell: int) -> int:
-    return page.output(cell).locator(".jupyter-widgets").count()
-
-
-def saved_outputs(page: Page, cell: int) -> tuple[Any, list[Any]]:
-    """Save; returns the notebook's metadata and what a cell's outputs hold in the file."""
-    saved = page.save()
-    return saved.metadata, [dict(output.get("data", output)) for output in saved.cells[cell].outputs]
-
-
-def has_no_widget_state(metadata: Any) -> bool:
-    """GitHub refuses notebooks with widgets but no state; ours have none of both. Lab writes an empty state."""
-    widgets = metadata.get("widgets", {})
-    return all(part["state"] == {} for part in widgets.values())
 
 
 def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, browser: Browser) -> None:

@@ -1,0 +1,158 @@
+"""What a person sees where ipywidgets is 7.7, as in Colab: in JupyterLab 3 and in the classic notebook.
+
+Kernel and server are those of ``make colab-env``. Pictures of each stage are written to ``artifacts/browser``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import nbformat
+import pytest
+
+from tests.browser.classic import Classic
+from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.panel import (
+    RED,
+    SETUP,
+    bars,
+    button,
+    has_no_widget_state,
+    have_advanced,
+    num_widgets,
+    saved_outputs,
+)
+from tests.profiles import python_of
+
+FRONT_ENDS: dict[str, type[Lab] | type[Classic]] = {"lab3": Lab, "classic": Classic}
+VERSIONS = """
+import importlib.metadata as m
+print(*(m.version(name) for name in ("ipykernel", "ipython", "ipywidgets", "jupyterlab", "notebook")))
+"""
+
+FIRST, STOPPED, RESULT, FAILING, SECOND, RELOADED = range(1, 7)
+CELLS = (
+    SETUP + VERSIONS,
+    "notebook_launcher(train, (1000,), 2)",
+    "job = notebook_launcher(train, (100_000,), 2, background=True)",
+    "0 < job.result() < 99_999",
+    "notebook_launcher(train, (1000, True), 2)",
+    "notebook_launcher(train, (50,), 2)",
+    "job = notebook_launcher(train, (100_000,), 2, background=True)",
+)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", params=FRONT_ENDS)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lab | Classic]:
+    with FRONT_ENDS[request.param](tmp_path_factory.mktemp(request.param), python_of("colab")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def page(server: Lab | Classic, browser: Browser) -> Iterator[Page]:
+    """A notebook with these cells, the first of them run."""
+    write_notebook(server.folder / "jobs.ipynb", CELLS)
+    page = server.open(browser, "jobs.ipynb")
+    page.run(0)
+    page.wait_until_idle(0)
+    assert page.text(0).split() == ["6.17.1", "7.34.0", "7.7.1", "3.5.3", "6.5.7"]
+    yield page
+    page.shut_down()
+
+
+def picture(server: Lab | Classic, stage: str) -> str:
+    return f"{'lab3' if isinstance(server, Lab) else 'classic'}_{stage}.png"
+
+
+def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classic, page: Page) -> None:
+    page.run(FIRST)
+    samples: list[list[float]] = []
+    page.wait_until(lambda: have_advanced(page, FIRST, samples, 2), "each bar at four values")
+    assert page.is_running(FIRST), f"the training was too short to be seen: {samples}"
+    bar = page.output(FIRST).locator(".progress-bar").first
+    assert bar.evaluate("bar => getComputedStyle(bar).transitionProperty") == "width"  # it glides
+    page.output(FIRST).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
+    page.wait_for_text(FIRST, "rank 1 at step 10 <b>not bold</b>")
+    assert "rank 0 at step" not in page.text(FIRST)
+    page.screenshot(picture(server, "live"))
+    (server.folder / "enough").touch()
+    page.wait_for_text(FIRST, "done in")
+    page.wait_until(lambda: num_widgets(page, FIRST) == 0, "the widgets to go")
+    assert len(re.findall(r"^\d\s+● done", page.text(FIRST), re.MULTILINE)) == 2
+    page.wait_until_idle(FIRST)
+    page.screenshot(picture(server, "done"))
+    (server.folder / "enough").unlink()
+
+
+def test_a_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> None:
+    page.run(STOPPED)
+    page.wait_for_text(STOPPED, "rank 1 at step ")
+    button(page, STOPPED, "Stacks").click()
+    page.wait_for_text(STOPPED, "in train: time.sleep(0.02)")
+    page.screenshot(picture(server, "stacks"))
+    button(page, STOPPED, "Stop").click()
+    page.wait_for_text(STOPPED, "stopped early, as asked, after")
+    assert num_widgets(page, STOPPED) == 0
+    page.screenshot(picture(server, "stopped"))
+    page.run(RESULT)
+    page.wait_for_text(RESULT, "True")
+
+
+def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Classic, page: Page) -> None:
+    page.run(FAILING)
+    page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
+    # Live: the other rank does not end before it is told to, and meanwhile the widgets tell.
+    assert num_widgets(page, FAILING) > 0
+    dots = page.output(FAILING).locator(".widget-html span:text('●')")
+    assert RED in dots.evaluate_all("dots => dots.map(dot => getComputedStyle(dot).color)")
+    (server.folder / "looked").touch()
+    page.wait_for_text(FAILING, "failed in rank 1 after")
+    page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
+    page.screenshot(picture(server, "failed"))
+    page.run(SECOND)
+    page.wait_for_text(SECOND, "done in")
+    page.wait_until_idle(SECOND)
+
+
+def test_the_saved_notebook_opens_with_its_tables(
+    server: Lab | Classic, page: Page, browser: Browser
+) -> None:
+    metadata, outputs = saved_outputs(page, FIRST)
+    assert has_no_widget_state(metadata)
+    assert {"text/html", "text/plain"} in [set(output) for output in outputs]
+    # Changed since it was signed: as a stranger opens it, whose browser drops what might be harmful.
+    notebook = nbformat.read(server.folder / "jobs.ipynb", as_version=4)
+    notebook.cells.append(nbformat.v4.new_markdown_cell("from somebody else"))
+    nbformat.write(notebook, server.folder / "sent.ipynb")
+    sent = server.open(browser, "sent.ipynb")
+    try:
+        for cell, told in (
+            (FIRST, "done in"),
+            (STOPPED, "stopped early, as asked"),
+            (FAILING, "failed in rank 1"),
+        ):
+            sent.wait_for_text(cell, told)
+        assert len(re.findall(r"^\d\s+● done", sent.text(FIRST), re.MULTILINE)) == 2
+        assert sent.page.locator(".jupyter-widgets").count() == 0
+        sent.cell(FIRST).scroll_into_view_if_needed()
+        sent.screenshot(picture(server, "sent"))
+    finally:
+        sent.shut_down()
+
+
+def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
+    page.run(RELOADED)
+    page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars")
+    page.save()
+    page.reload()
+    page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars after the reload")
+    button(page, RELOADED, "Stop").click()
+    # This page does not know the output as the job's own: it is the widgets that turn into the table.
+    page.wait_for_text(RELOADED, "stopped early, as asked, after")
+    assert "● done" in page.text(RELOADED)
+    assert len(bars(page, RELOADED)) == 0
