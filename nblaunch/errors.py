@@ -11,8 +11,7 @@
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
     ├── CheckpointError       a checkpoint can't be written, or one that was read is damaged or does not fit
-    ├── DistributedOperationException   ranks called a collective with tensors that don't go together; names each rank's
-    └── RemoteTraceback       never raised alone: the ``__cause__`` that shows where in a worker an error arose
+    └── DistributedOperationException   ranks called a collective with tensors that don't go together; names each rank's
 
 A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
 All of these can be pickled, so that they survive a process pool, a notebook runner or a test under xdist.
@@ -99,10 +98,3 @@ class CheckpointError(NblaunchError, RuntimeError):
 
 class DistributedOperationException(NblaunchError, ValueError):
     """Ranks called a collective with tensors that don't go together; names each rank's."""
-
-
-class RemoteTraceback(NblaunchError):
-    """The traceback of a worker as text: the ``__cause__`` of the exception that the kernel raises."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0]) if self.args else ""

@@ -87,6 +87,7 @@ class ExceptionInfo:
         frames: its traceback, outermost first, without the launcher's own frames.
         text: the whole traceback as Python prints it, with causes and contexts, the launcher's frames removed.
         cause: the exception that it was raised from, or that was being handled; None where there is none.
+        parts: of an exception group, those that it holds.
     """
 
     type_name: str
@@ -94,6 +95,7 @@ class ExceptionInfo:
     frames: tuple[FrameInfo, ...] = ()
     text: str = ""
     cause: ExceptionInfo | None = None
+    parts: tuple[ExceptionInfo, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def test_the_promised_bases() -> None:
     assert issubclass(errors.ResultError, TypeError)
 
 
-def test_all_but_the_carrier_of_a_traceback_are_public() -> None:
-    public = {cls.__name__ for cls in ALL} - {"RemoteTraceback"}
+def test_all_are_public() -> None:
+    public = {cls.__name__ for cls in ALL}
     assert public <= set(nblaunch.__all__)
     assert all(getattr(nblaunch, name) is getattr(errors, name) for name in public)

@@ -32,7 +32,9 @@ class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run a function on every device; see ``help(nblaunch.scripts.launch)``."""
         __tracebackhide__ = True
-        return _public_function()(*args, **options)
+        function = _public_function()
+        with importlib.import_module("nblaunch.launch.diagnosis.rendering").ShownAtCall():
+            return function(*args, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (self.__name__,)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nblaunch.events import Event, JobFinished, Metric, Started
 from nblaunch.launch.course import Course, Ending
-from nblaunch.launch.diagnosis.rendering import hide_launcher
+from nblaunch.launch.diagnosis.rendering import ShownAtCall, hide_launcher
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.logtail import read_log
 from nblaunch.launch.metrics import frame_of, row_of
@@ -87,15 +87,17 @@ class Job:
             BaseException: what failed in a worker, with its original type; see :mod:`nblaunch.errors` for the others.
         """
         __tracebackhide__ = True
-        self.wait(timeout)
-        self._raise_error()
+        with ShownAtCall():
+            self.wait(timeout)
+            self._raise_error()
         return self.results() if self.spec.return_all else self._ending.values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Like :meth:`result`, for all ranks. Without ``return_all`` only rank 0's value was kept; others are None."""
         __tracebackhide__ = True
-        self.wait(timeout)
-        self._raise_error()
+        with ShownAtCall():
+            self.wait(timeout)
+            self._raise_error()
         return [self._ending.values.get(rank) for rank in self.ranks]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 from typing import Any
 
@@ -37,6 +38,12 @@ def load(body: bytes) -> BaseException:
 def set_attribute(error: BaseException, name: str, value: Any) -> None:
     """Set an attribute also where the class forbids it, as a frozen dataclass does for each one, ``__cause__`` too."""
     BaseException.__setattr__(error, name, value)
+
+
+def parts_of(error: BaseException) -> tuple[BaseException, ...]:
+    """The exceptions that an exception group holds; none of any other, and none before Python 3.11."""
+    group = getattr(builtins, "BaseExceptionGroup", None)
+    return tuple(error.exceptions) if group is not None and isinstance(error, group) else ()
 
 
 class _Chain:

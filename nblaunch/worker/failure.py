@@ -16,10 +16,12 @@ from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
+from nblaunch.wire.exceptions import parts_of
 from nblaunch.wire.frames import is_own_file, is_user_file
 from nblaunch.wire.texts import shortened
 
 _MAX_FRAMES = 60
+_MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
 """Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
 
@@ -92,7 +94,8 @@ def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
         message=_message_of(error),
         frames=tuple(_frames(error.__traceback__)),
         text=_formatted(error),
-        cause=_info(cause, depth - 1) if cause is not None and depth else None,
+        cause=_info(cause, depth - 1) if cause is not None and depth > 0 else None,
+        parts=tuple(_info(part, depth - 2) for part in parts_of(error)[:_MAX_PARTS]) if depth > 1 else (),
     )
 
 

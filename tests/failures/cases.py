@@ -226,7 +226,7 @@ def load():
         value="no learning rate",
         line='raise Wrapped("config.toml", line=3) from missing',
         shows=('raise RuntimeError("no learning rate") from wrapped', "direct cause"),
-        check="type(error.__cause__.__cause__) is Wrapped and type(error.__cause__.__cause__.__cause__) is KeyError",
+        check="type(error.__cause__) is Wrapped and type(error.__cause__.__cause__) is KeyError",
     ),
     Case(
         "KeyboardInterrupt of the function",

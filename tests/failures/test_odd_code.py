@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -174,3 +175,49 @@ notebook_launcher(train, num_processes=2)
     )
     assert cell.error is not None
     assert len(cell.error.lines) <= MAX_LINES
+
+
+def test_a_syntax_error_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+def read():
+    compile("rate = = 3", "settings.py", "exec")
+def train():
+    read()
+notebook_launcher(train, num_processes=2)
+""",
+        raises="SyntaxError",
+    )
+    assert cell.error is not None
+    assert cell.error.text.count('compile("rate = = 3", "settings.py", "exec")') == 1, cell.describe()
+    assert "in train" in cell.error.text
+    assert "/nblaunch/" not in cell.error.text, cell.describe()
+    assert len(cell.error.lines) <= MAX_LINES, cell.describe()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")
+def test_an_exception_group_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
+    cell = odd_kernel.run(
+        """
+def read(path):
+    raise OSError("no " + path)
+def train():
+    errors = []
+    for path in ("a.txt", "b.txt"):
+        try:
+            read(path)
+        except OSError as error:
+            errors.append(error)
+    raise ExceptionGroup("files", errors)
+notebook_launcher(train, num_processes=2, dashboard="none")
+""",
+        raises="ExceptionGroup",
+    )
+    shown = cell.stderr if cell.error is None else cell.error.text
+    for text, times in (
+        ("OSError: no a.txt", 1),
+        ("OSError: no b.txt", 1),
+        ('raise OSError("no " + path)', 2),
+    ):
+        assert shown.count(text) == times, cell.describe()
+    assert "/nblaunch/" not in shown, cell.describe()

@@ -8,15 +8,12 @@ cell's own source, as if the error had happened in the kernel.
 from __future__ import annotations
 
 import ast
-import linecache
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
-from nblaunch.errors import RemoteTraceback
 from nblaunch.events import ExceptionInfo, FrameInfo
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.frames import is_own_file
@@ -28,7 +25,9 @@ _MAX_CHARACTERS = 4000
 _FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2, 6))
 """(source lines of each frame, lines of the message), tried one after the other until all is short enough."""
 
-_FRAME = re.compile(r'^(?P<indent>[ |]*)  File "(?P<file>.*)", line (?P<line>\d+), in .*$')
+
+class _Made(Exception):
+    """Raised by functions that are made only for their place in a traceback."""
 
 
 def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
@@ -38,23 +37,33 @@ def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
 
 def hide_launcher(error: BaseException) -> None:
     """Show ``error``, raised by the launcher itself, at the line of the cell that called it."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    is_ours = tb is None or _is_own(tb)
-    if is_ours and not hasattr(error, "_render_traceback_"):
+    if _is_raised_here(error) and not hasattr(error, "_render_traceback_"):
         render_as(error, LocalRendering())
 
 
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether the launcher itself raised ``error``, rather than code of the user's or of a library."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb is None or _is_own(tb)
+
+
 class ShownAtCall:
-    """Context manager: what the launcher raises in the block is shown at the line of the cell that called it."""
+    """Context manager: what the block raises is shown at the line that called the launcher, without the launcher.
+
+    The launcher's own errors keep its frames in their traceback, for a report; IPython shows the line of the cell.
+    """
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, cls: object, error: BaseException | None, tb: object) -> None:
-        if error is not None:
-            hide_launcher(error)
+        if error is None:
+            return
+        hide_launcher(error)
+        if not _is_raised_here(error):
+            BaseException.with_traceback(error, _without(error.__traceback__, _is_own))
 
 
 def cell_name(filename: str) -> str:
@@ -72,25 +81,6 @@ def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
     return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
 
 
-def with_sources(text: str) -> str:
-    """A traceback as text, with the lines of the notebook's cells, which a fresh worker does not know."""
-    lines: list[str] = []
-    for line in text.rstrip().splitlines():
-        if lines and (missing := _missing_source(lines[-1], line)):
-            lines.append(missing)
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _missing_source(line: str, following: str) -> str:
-    """The source of the frame that ``line`` names, where it does not follow."""
-    frame = _FRAME.match(line)
-    if frame is None or following.startswith(frame["indent"] + "    "):
-        return ""
-    source = linecache.getline(frame["file"], int(frame["line"])).strip()
-    return f"{frame['indent']}    {source}" if source else ""
-
-
 def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
     """A traceback object through ``frames``, outermost first."""
     result: TracebackType | None = None
@@ -106,10 +96,10 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
 
     The technique is known from template engines, which map errors back to template lines (Jinja2's debug module).
     """
-    function = FunctionType(_raising_code(frame), {"error": RemoteTraceback()})
+    function = FunctionType(_raising_code(frame), {"error": _Made()})
     try:
         function()
-    except RemoteTraceback as raised:
+    except _Made as raised:
         return raised.__traceback__.tb_next if raised.__traceback__ else None
     return None
 
@@ -151,9 +141,9 @@ class RemoteRendering:
         """What is shown for the exception, its message and its cause's in as many lines together."""
         cause = self.info.cause
         if cause is None:
-            return _stand_in(self.info.type_name, self.info.message, max_lines)
-        shown = _stand_in(self.info.type_name, self.info.message, max_lines // 2)
-        shown.__cause__ = _stand_in(cause.type_name, cause.message, max_lines // 2)
+            return stand_in(self.info.type_name, self.info.message, max_lines)
+        shown = stand_in(self.info.type_name, self.info.message, max_lines // 2)
+        shown.__cause__ = stand_in(cause.type_name, cause.message, max_lines // 2)
         shown.__cause__.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
         return shown
 
@@ -168,7 +158,7 @@ class LocalRendering:
         if shell is None or error is None:
             return [f"{type(error).__name__}: {error}"]
         name, message = type(error).__name__, str(error)
-        return _fitting(shell, lambda max_lines: _stand_in(name, message), _without_own_frames(tb), ())
+        return _fitting(shell, lambda max_lines: stand_in(name, message), _without_own_frames(tb), ())
 
 
 def _fitting(
@@ -192,7 +182,7 @@ def _structured(shell: Any, error: BaseException, tb: TracebackType | None, cont
     return lines
 
 
-def _stand_in(type_name: str, message: str, max_lines: int | None = None) -> BaseException:
+def stand_in(type_name: str, message: str, max_lines: int | None = None) -> BaseException:
     """An exception with a name and a text, and nothing of the original that IPython would show besides."""
     if max_lines is not None:
         message = shortened(fewer_lines(message, max_lines), _MAX_CHARACTERS)
@@ -201,16 +191,24 @@ def _stand_in(type_name: str, message: str, max_lines: int | None = None) -> Bas
 
 def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
     """The traceback's entries outside nblaunch and IPython, as new entries on the same frames."""
+    return _without(tb, lambda entry: _is_own(entry) or _is_ipython(entry))
+
+
+def _without(tb: TracebackType | None, is_hidden: Callable[[TracebackType], bool]) -> TracebackType | None:
     entries = []
     while tb is not None:
-        filename = tb.tb_frame.f_code.co_filename
-        if not _is_own(tb) and "/IPython/" not in filename and "/ipykernel/" not in filename:
+        if not is_hidden(tb):
             entries.append(tb)
         tb = tb.tb_next
     result: TracebackType | None = None
     for entry in reversed(entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
+
+
+def _is_ipython(tb: TracebackType) -> bool:
+    filename = tb.tb_frame.f_code.co_filename
+    return "/IPython/" in filename or "/ipykernel/" in filename
 
 
 def _is_own(tb: TracebackType) -> bool:

@@ -1,46 +1,48 @@
-"""A worker's exception as the kernel raises it: the original type, the worker's traceback as its cause."""
+"""A worker's exception as the kernel raises it: the original type, with the worker's frames in its traceback."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nblaunch.errors import RemoteTraceback, WorkerFailed
-from nblaunch.events import Failed
-from nblaunch.launch.diagnosis.rendering import (
-    RemoteRendering,
-    make_traceback,
-    render_as,
-    with_sources,
-    worth_showing,
-)
+from nblaunch.errors import WorkerFailed
+from nblaunch.events import ExceptionInfo, Failed
+from nblaunch.launch.diagnosis.rendering import RemoteRendering, make_traceback, render_as, stand_in
 from nblaunch.wire import exceptions
+from nblaunch.wire.frames import is_own_file
 from nblaunch.wire.texts import fewer_lines
 
 _MAX_NOTES_LINES = 4
 
 
 def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
-    """The exception that the kernel raises for ``failed``.
+    """The exception that the kernel raises for ``failed``: its traceback goes on into the worker's frames.
 
-    Its ``__cause__`` is a :class:`RemoteTraceback`, whose own cause is what the worker's exception was raised from.
+    Causes, and the members of a group, have theirs as well.
 
     Args:
         failed: what the worker told.
         notes: lines added to the exception: rank, process, host, log, other ranks.
     """
     error = _load(failed)
-    own_cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if own_cause is not None and failed.info.cause is not None:
-        own_cause = own_cause.with_traceback(make_traceback(worth_showing(failed.info.cause.frames)))
-    remote = RemoteTraceback(f"rank {failed.rank}:\n{with_sources(failed.info.text)}")
-    remote.__traceback__ = make_traceback(worth_showing(failed.info.frames))
-    remote.__cause__ = own_cause
-    exceptions.set_attribute(error, "__cause__", remote)
+    _give_traceback(error, failed.info)
     own_notes = _notes_of(error)
     exceptions.set_attribute(error, "__notes__", [*own_notes, *notes])
     shown = fewer_lines("\n".join(own_notes), _MAX_NOTES_LINES).splitlines()
     render_as(error, RemoteRendering(failed.info, (*shown, *notes)))
     return error
+
+
+def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
+    frames = [frame for frame in info.frames if not is_own_file(frame.filename)]
+    BaseException.with_traceback(error, make_traceback(frames))
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None and info.cause is not None and isinstance(error, WorkerFailed):
+        cause = stand_in(info.cause.type_name, info.cause.message)
+        error.__cause__ = cause
+    if cause is not None and info.cause is not None:
+        _give_traceback(cause, info.cause)
+    for part, part_info in zip(exceptions.parts_of(error), info.parts, strict=False):
+        _give_traceback(part, part_info)
 
 
 def _notes_of(error: BaseException) -> list[str]:

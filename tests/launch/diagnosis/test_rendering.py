@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import linecache
+import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nblaunch.errors import RemoteTraceback, WorkerFailed
-from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.launch.diagnosis.rendering import make_traceback, with_sources, worth_showing
+from nblaunch.errors import WorkerFailed
+from nblaunch.events import Failed, FrameInfo
+from nblaunch.launch.diagnosis.rendering import ShownAtCall, make_traceback, worth_showing
 from nblaunch.launch.diagnosis.reraise import rebuild
+from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions
 from nblaunch.worker.failure import describe_failure
 
@@ -47,23 +47,58 @@ def frame(name: str, lineno: int = 1, *, is_user: bool = True, filename: str = "
     return FrameInfo(filename, lineno, name, "", is_user)
 
 
-def test_the_original_arrives_with_its_worker_as_cause() -> None:
+def names_in(error: BaseException | None) -> list[str]:
+    assert error is not None
+    return [entry.name for entry in traceback.extract_tb(error.__traceback__)]
+
+
+def test_the_original_arrives_with_its_workers_frames() -> None:
     rebuilt = rebuild(failure(ValueError("the loss is nan")), ["rank 1 on host", "rank 0: finished"])
     assert type(rebuilt) is ValueError
     assert rebuilt.args == ("the loss is nan",)
     assert rebuilt.__notes__ == ["rank 1 on host", "rank 0: finished"]  # type: ignore[attr-defined]
-    cause = rebuilt.__cause__
-    assert isinstance(cause, RemoteTraceback)
-    assert str(cause).startswith("\nrank 1:\nTraceback (most recent call last)")
-    assert "raise error" in str(cause)
-    names = [entry.name for entry in traceback.extract_tb(cause.__traceback__)]
-    assert names == ["failure", "train"]
+    assert rebuilt.__cause__ is None
+    assert names_in(rebuilt) == ["failure", "train"]
 
 
 def test_causes_stay_in_reach() -> None:
     rebuilt = rebuild(failure(RuntimeError("no learning rate"), KeyError("lr")), [])
-    assert rebuilt.__cause__ is not None
-    assert isinstance(rebuilt.__cause__.__cause__, KeyError)
+    assert isinstance(rebuilt.__cause__, KeyError)
+    assert rebuilt.__cause__.__traceback__ is None  # it was never raised
+
+
+def test_causes_and_contexts_have_frames_of_their_own() -> None:
+    def load() -> None:
+        try:
+            look_up()
+        except KeyError:
+            raise ValueError("no rate")  # noqa: B904 - a context is wanted
+
+    def look_up() -> None:
+        raise KeyError("lr")
+
+    try:
+        load()
+    except ValueError as raised:
+        rebuilt = rebuild(describe_failure(1, raised), [])
+    assert isinstance(rebuilt.__context__, KeyError)
+    assert names_in(rebuilt.__context__) == ["load", "look_up"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")
+def test_members_of_a_group_have_frames_of_their_own() -> None:
+    def read(path: str) -> None:
+        raise OSError(path)
+
+    found: list[Exception] = []
+    for path in ("a", "b"):
+        try:
+            read(path)
+        except OSError as error:
+            found.append(error)
+    rebuilt = rebuild(failure(ExceptionGroup("both", found)), [])  # noqa: F821 - from Python 3.11 on
+    assert names_in(rebuilt) == ["failure", "train"]
+    assert [names_in(part)[-1] for part in rebuilt.exceptions] == ["read", "read"]  # type: ignore[attr-defined]
 
 
 def test_notes_of_the_user_come_first() -> None:
@@ -76,7 +111,7 @@ def test_a_class_that_takes_no_attributes_gets_its_notes_and_cause() -> None:
     rebuilt = rebuild(failure(Frozen(5)), ["by us"])
     assert type(rebuilt) is Frozen
     assert rebuilt.code == 5
-    assert isinstance(rebuilt.__cause__, RemoteTraceback)
+    assert names_in(rebuilt) == ["failure", "train"]
     assert rebuilt.__notes__ == ["by us"]  # type: ignore[attr-defined]
 
 
@@ -89,12 +124,13 @@ def test_an_exception_without_a_text_gets_one_and_stays_what_it_is() -> None:
 
 
 def test_what_can_not_travel_is_told() -> None:
-    told = dataclasses.replace(failure(ValueError("x")), exception=None)
+    told = dataclasses.replace(failure(ValueError("x"), KeyError("lr")), exception=None)
     rebuilt = rebuild(told, [])
     assert isinstance(rebuilt, WorkerFailed)
     assert rebuilt.rank == 1
     assert str(rebuilt).startswith("rank 1 raised ValueError: x\n")
-    assert isinstance(rebuilt.__cause__, RemoteTraceback)
+    assert names_in(rebuilt) == ["failure", "train"]
+    assert (type(rebuilt.__cause__).__name__, str(rebuilt.__cause__)) == ("KeyError", "'lr'")
 
 
 def test_what_can_not_be_read_here_says_why() -> None:
@@ -108,11 +144,18 @@ def test_a_rebuilt_exception_can_be_raised_caught_and_printed() -> None:
     with pytest.raises(ValueError) as caught:
         raise rebuild(failure(ValueError("the loss is nan")), ["rank 1 on host"])
     printed = "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
+    assert printed.count("in train") == 1
     assert (
-        printed.index("rank 1:")
-        < printed.index("direct cause")
-        < printed.rindex("ValueError: the loss is nan")
+        printed.index("raise rebuild")
+        < printed.index("in train")
+        < printed.index("ValueError: the loss is nan")
     )
+
+
+def test_the_launchers_own_mistakes_keep_its_frames() -> None:
+    with pytest.raises(TypeError) as caught, ShownAtCall():
+        LaunchSpec("train")  # type: ignore[arg-type]
+    assert "__post_init__" in names_in(caught.value)
 
 
 def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
@@ -139,51 +182,3 @@ def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
 def test_frames_that_are_worth_showing(frames: list[tuple[str, bool]], shown: list[str]) -> None:
     made = [frame(name, is_user=is_user) for name, is_user in frames]
     assert [f.name for f in worth_showing(made)] == shown
-
-
-CELL = "/tmp/ipykernel_1/123.py"
-
-
-@pytest.fixture
-def cell() -> Any:
-    linecache.cache[CELL] = (20, None, ["def train():\n", "    raise ValueError\n"], CELL)
-    yield
-    del linecache.cache[CELL]
-
-
-@pytest.mark.usefixtures("cell")
-def test_sources_of_cells_are_added_where_they_are_missing() -> None:
-    text = (
-        "Traceback (most recent call last):\n"
-        f'  File "{CELL}", line 1, in train\n'
-        '  File "/lib/x.py", line 9, in known\n'
-        "    known()\n"
-        f'  File "{CELL}", line 2, in train\n'
-        "ValueError: x\n"
-    )
-    assert with_sources(text).splitlines() == [
-        "Traceback (most recent call last):",
-        f'  File "{CELL}", line 1, in train',
-        "    def train():",
-        '  File "/lib/x.py", line 9, in known',
-        "    known()",
-        f'  File "{CELL}", line 2, in train',
-        "    raise ValueError",
-        "ValueError: x",
-    ]
-
-
-@pytest.mark.usefixtures("cell")
-def test_sources_within_a_group_are_indented_like_it() -> None:
-    text = f'  + Exception Group Traceback:\n  |   File "{CELL}", line 2, in train\n  | ExceptionGroup: two\n'
-    assert "  |     raise ValueError" in with_sources(text).splitlines()
-
-
-def test_a_traceback_that_has_its_sources_is_left_alone() -> None:
-    text = failure(ValueError("x")).info.text
-    assert with_sources(text) == text.rstrip()
-
-
-def test_a_message_that_looks_like_a_frame_does_no_harm() -> None:
-    info = ExceptionInfo("ValueError", "x", text='ValueError: see\n  File "/nowhere.py", line 3, in f\nend\n')
-    assert with_sources(info.text) == info.text.rstrip()
