@@ -73,11 +73,11 @@ class Neighbours:
                 notes.append(f"{neighbour.member} is heard of again, after {silent_s:.0f} s")
             neighbour.ahead_s = min(neighbour.ahead_s, now_s - page.clock_s)
             neighbour.beat, neighbour.heard_s, neighbour.is_silent = page.beat, now_s, False
-            events += self._take_summary(neighbour, page, now_s)
+            events += self._take_summary(neighbour, page)
             notes += self._take_state(neighbour, page)
         return events, notes
 
-    def _take_summary(self, neighbour: _Neighbour, page: NodeNews, now_s: float) -> list[Event]:
+    def _take_summary(self, neighbour: _Neighbour, page: NodeNews) -> list[Event]:
         if page.start != self._start:
             return []
         summary, own = page.summary, neighbour.member.ranks

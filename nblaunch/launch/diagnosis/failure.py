@@ -115,7 +115,7 @@ def _memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
     record = report.memory
     if record is None or root.left_early:
         return []
-    verdict = memory.judge(
+    return memory.judge(
         before=record.before,
         after=memory.read_facts(),
         lowest_available=record.lowest_available,
@@ -124,7 +124,6 @@ def _memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
         is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
         message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
     )
-    return list(verdict.lines) if verdict else []
 
 
 def _shm_evidence(root: RootCause) -> list[str]:

@@ -43,14 +43,6 @@ def read_facts() -> MemoryFacts:
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
 
 
-@dataclass(frozen=True)
-class MemoryVerdict:
-    """Whether memory ran out: ``is_certain`` where the system or an allocator said so."""
-
-    is_certain: bool
-    lines: tuple[str, ...]
-
-
 def judge(
     *,
     before: MemoryFacts,
@@ -60,8 +52,8 @@ def judge(
     built_bytes: Mapping[int, int],
     is_killed: bool,
     message: str = "",
-) -> MemoryVerdict | None:
-    """What memory has to do with a failure; None where nothing speaks for it.
+) -> list[str]:
+    """What memory has to do with a failure, line by line; nothing where nothing speaks for it.
 
     Args:
         before: at the start of the attempt.
@@ -86,9 +78,9 @@ def judge(
     elif is_killed and is_scarce:
         first = "Memory most likely ran out: hardly any was left when it happened."
     else:
-        return None
-    lines = [first, _host_line(before, lowest_available), *_worker_lines(own_bytes)]
-    return MemoryVerdict(kills > 0 or is_refused, (*lines, _remedy(built_bytes, before)))
+        return []
+    host = _host_line(before, lowest_available)
+    return [first, host, *_worker_lines(own_bytes), _remedy(built_bytes, before)]
 
 
 def _host_line(before: MemoryFacts, lowest: int | None) -> str:
@@ -101,7 +93,7 @@ def _host_line(before: MemoryFacts, lowest: int | None) -> str:
 
 
 def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
-    """What each process took: all in one line, the total first."""
+    """What each process took, all in one line."""
     if not own_bytes:
         return []
     most = ", ".join(f"rank {rank} {in_words.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
