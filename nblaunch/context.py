@@ -82,8 +82,11 @@ def current() -> WorkerContext:
     return _current
 
 
-def install(context: WorkerContext) -> None:
-    """Make ``context`` this process's own. Called by the worker's bootstrap and by the inline engine."""
+def install(context: WorkerContext | None) -> None:
+    """Make ``context`` this process's own; None: as if the process had just started.
+
+    Called by the worker's bootstrap and by the inline engine.
+    """
     global _current
     _current = context
 
@@ -95,18 +98,6 @@ def take() -> WorkerContext | None:
     return taken
 
 
-def put_back(context: WorkerContext | None) -> None:
-    """Undo :func:`take`."""
-    global _current
-    _current = context
-
-
 def is_worker() -> bool:
     """True inside a worker that nblaunch launched. Does not create a context."""
     return _current is not None and _current.is_launched
-
-
-def reset() -> None:
-    """Forget the context, as if the process had just started."""
-    global _current
-    _current = None

@@ -201,7 +201,7 @@ def test_a_launch_inside_a_worker(engine: str) -> None:
         with pytest.raises(RuntimeError, match=r"inside a worker \(rank 1\)"):
             debug_launcher(train, (1,))
     finally:
-        context.put_back(before)
+        context.install(before)
 
 
 def test_the_debug_launcher_checks_the_same() -> None:

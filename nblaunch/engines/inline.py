@@ -52,7 +52,7 @@ def run_inline(
         try:
             return function(*args)
         finally:
-            context.put_back(before)
+            context.install(before)
             if not was_in_group:
                 process_group.leave()
             backend.empty_cache()  # what the function has freed is kept by torch otherwise, and this process lives on

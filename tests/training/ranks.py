@@ -130,7 +130,6 @@ def _rank_main(
     env.apply(environment)
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
-    context.reset()
     context.install(context.WorkerContext(Topology.from_env(environment), backends.choose(backend)))
     try:
         function, args = cloudpickle.loads(call)

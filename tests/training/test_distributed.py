@@ -360,7 +360,6 @@ def _join_before() -> tuple[int, int, str]:
     """A script that made its process group itself, and tells us nothing by the environment."""
     topology = context.current().topology
     dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size)
-    context.reset()
     context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
     accelerator = Accelerator()
     return (

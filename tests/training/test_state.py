@@ -154,7 +154,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE='maybe' is not a valid flag"):
         _ = PartialState().debug
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
-    context.reset()
+    context.take()
     assert PartialState().device == torch.device("cpu")
 
 

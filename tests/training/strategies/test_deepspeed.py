@@ -101,7 +101,6 @@ def _same(ours: SimpleNamespace, alone: SimpleNamespace, tolerance: float = 2e-5
 @pytest.fixture(scope="module")
 def alone() -> SimpleNamespace:
     """What one process, without DeepSpeed, makes of the same data."""
-    context.reset()
     context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
     return _train(None)
 
@@ -263,7 +262,6 @@ def test_a_configuration_file_describes_optimizer_schedule_clipping_and_accumula
     # first of the four steps of its way.
     assert told["rates"] == pytest.approx([0.02 * part / 4 for part in (0, 0, 0, 1, 1, 2, 3)])
     # Clipping is the configuration's: the loop does not ask for it.
-    context.reset()
     context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
     assert told["losses"][:STEPS] == pytest.approx(_train(None, epochs=1).losses[:STEPS], abs=2e-5)
 
