@@ -288,7 +288,7 @@ class Kernel:
         try:
             kernel._launch(str(python), dict(env or {}), cwd)
             kernel._connect(timeout_s)
-            kernel._enable_stacks()
+            kernel._prepare()
         except BaseException:
             kernel.kill()
             kernel.close(check=False)
@@ -514,10 +514,19 @@ class Kernel:
         for probe in (*probes["shell"], *probes["control"]):
             del self._cells[probe.msg_id]
 
-    def _enable_stacks(self) -> None:
-        """Let a fatal signal write all stacks to a file; ipykernel turns stderr into a pipe that it reads itself."""
+    def _prepare(self) -> None:
+        """Let a fatal signal write all stacks to a file; ipykernel turns stderr into a pipe that it reads itself.
+
+        And let the kernel end without looking for reference cycles once more: with torch that takes up to a second of
+        each kernel's end, for memory that the system takes back a moment later.
+        """
         file = str(self._folder / "stacks")
-        self.run(f"__import__('faulthandler').enable(open({file!r}, 'w'))", silent=True, store_history=False)
+        self.run(
+            f"__import__('faulthandler').enable(open({file!r}, 'w'))\n"
+            "__import__('atexit').register(__import__('gc').freeze)",
+            silent=True,
+            store_history=False,
+        )
 
     def _read(self, timeout_s: float) -> None:
         """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
