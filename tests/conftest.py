@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import left_behind, watchman
@@ -14,6 +15,9 @@ from tests.kernels import Kernel
 def pytest_configure() -> None:
     left_behind.adopt_orphans()
     watchman.begin()
+    # How long one example takes says more about the machine's load than about the code; pytest's timeout holds.
+    hypothesis.settings.register_profile("nblaunch", deadline=None)
+    hypothesis.settings.load_profile("nblaunch")
     # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

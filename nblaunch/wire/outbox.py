@@ -9,13 +9,17 @@ Each part is written and read by itself, so that one that can't travel does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.events import Contents
 from nblaunch.wire import blame, payload
 from nblaunch.wire.modules import Place, place_name
+
+_MIN_KEPT_BYTES = 64 << 20
+"""Of a value that stays in the file it came in."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,10 @@ def write(fd: int, value: Any, weights: Mapping[Place, Mapping[str, Any]]) -> Co
 
 def read(fd: int, contents: Contents) -> Outcome:
     """Read what :func:`write` wrote. Never raises for what a part's own code raises while it is rebuilt."""
-    value, value_error = _load(fd, contents.value_at) if contents.value_at >= 0 else (None, "")
+    value, value_error = _read_value(fd, contents) if contents.value_at >= 0 else (None, "")
     weights, weights_errors = {}, dict(contents.lost_weights)
     for place, at in contents.weights_at.items():
-        state, error = _load(fd, at)
+        state, error = _tried(payload.load, fd, at)
         if error:
             weights_errors[place] = error
         else:
@@ -78,8 +82,20 @@ def _append(writer: payload.PayloadWriter, value: Any, name: str) -> tuple[int, 
         return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def _load(fd: int, at: int) -> tuple[Any, str]:
+def _read_value(fd: int, contents: Contents) -> tuple[Any, str]:
+    """The value, and why it can't be had.
+
+    People keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
+    the weights beside it in memory, and a thousand losses a thousand descriptors.
+    """
+    whole = os.fstat(fd).st_size
+    num_bytes = min(contents.weights_at.values(), default=whole) - contents.value_at
+    is_most = num_bytes >= max(_MIN_KEPT_BYTES, whole // 2)
+    return _tried(payload.load if is_most else payload.take, fd, contents.value_at)
+
+
+def _tried(read: Callable[[int, int], Any], fd: int, at: int) -> tuple[Any, str]:
     try:
-        return payload.load(fd, at), ""
+        return read(fd, at), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"

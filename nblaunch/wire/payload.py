@@ -5,8 +5,8 @@
     then       the pickle (cloudpickle: functions and classes of ``__main__`` by value), then the table of buffers
     then       the next value of the file, if there is one: its header, and so on
 
-The reader maps the file privately and builds tensors on the mapped pages. A state dict of 1 GB is therefore copied
-once, into the file, and never passes through a pipe; nobody can wait for anybody. Tensors arrive on the CPU.
+Nothing passes through a pipe, so that nobody can wait for anybody. What is read is either built on the file's pages,
+mapped privately (:func:`load`), or moved into memory of its own (:func:`take`). Tensors arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<QQ")
 _ALIGN = 64
 _MIN_BUFFER_BYTES = 4096
+_MIN_PAGES_BYTES = 1 << 20
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
 
 
@@ -65,14 +66,61 @@ def dump(value: Any, fd: int) -> None:
 
 
 def load(fd: int, at: int = 0) -> Any:
-    """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write."""
-    mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-    view = memoryview(mapping)
-    start, length, num_buffers = _HEADER.unpack_from(view, at)
-    table = _aligned(start + length)
-    entries = [_ENTRY.unpack_from(view, table + i * _ENTRY.size) for i in range(num_buffers)]
-    buffers = [view[offset : offset + size] for offset, size in entries]
-    return _Unpickler(io.BytesIO(view[start : start + length]), mapping, buffers).load()
+    """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write.
+
+    As long as one of them lives, so does the whole file, with a descriptor.
+    """
+    return _read(_MappedFile(fd), at)
+
+
+def take(fd: int, at: int = 0) -> Any:
+    """Read what was written at ``at`` into memory of its own, for values that are kept: the file may hold much more."""
+    return _read(_CopiedFile(fd), at)
+
+
+def _read(file: _MappedFile | _CopiedFile, at: int) -> Any:
+    start, length, num_buffers = _HEADER.unpack(file.part(at, _HEADER.size))
+    table = file.part(_aligned(start + length), num_buffers * _ENTRY.size) if num_buffers else b""
+    buffers = [file.part(offset, size) for offset, size in _ENTRY.iter_unpack(table)]
+    return _Unpickler(io.BytesIO(file.part(start, length)), file, buffers).load()
+
+
+class _MappedFile:
+    """Parts of a file where they lie, mapped copy-on-write."""
+
+    def __init__(self, fd: int) -> None:
+        self._view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+
+    def part(self, offset: int, size: int) -> Any:
+        """So many bytes, to be read and written."""
+        return self._view[offset : offset + size]
+
+
+class _CopiedFile:
+    """Parts of a file, each in memory of its own; what shared memory before it was written does so again."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._parts: dict[tuple[int, int], Any] = {}
+
+    def part(self, offset: int, size: int) -> Any:
+        """So many bytes, to be read and written."""
+        if (offset, size) not in self._parts:
+            self._parts[offset, size] = self._copy(offset, size)
+        return self._parts[offset, size]
+
+    def _copy(self, offset: int, size: int) -> Any:
+        if size < _MIN_PAGES_BYTES:
+            whole: Any = bytearray(size)
+        else:  # these need not be zeroed, and are back with the system as soon as they are given up
+            whole = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        rest = memoryview(whole)
+        while rest:
+            count = os.preadv(self._fd, [rest[:_MAX_WRITE_BYTES]], offset)
+            if count == 0:
+                raise EOFError(f"the memory file ends at {offset}, before its contents")
+            rest, offset = rest[count:], offset + count
+        return whole
 
 
 def can_pickle(value: Any) -> Exception | None:
@@ -183,11 +231,11 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors on the mapped file; one object per object that was written, so that tied weights stay tied."""
+    """Builds tensors on parts of the file; one object per object that was written, so that tied weights stay tied."""
 
-    def __init__(self, stream: io.BytesIO, mapping: mmap.mmap, buffers: list[memoryview]) -> None:
+    def __init__(self, stream: io.BytesIO, file: _MappedFile | _CopiedFile, buffers: list[Any]) -> None:
         super().__init__(stream, buffers=buffers)
-        self._mapping = mapping
+        self._file = file
         self._tensors: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
@@ -201,8 +249,8 @@ class _Unpickler(pickle.Unpickler):
             if count == 0:
                 tensor = torch.empty(shape, dtype=dtype)
             else:
-                tensor = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
-                tensor = tensor.reshape(shape)
+                part = self._file.part(offset, count * dtype.itemsize)
+                tensor = torch.frombuffer(part, dtype=dtype).reshape(shape)
             if is_parameter:
                 tensor = torch.nn.Parameter(tensor, requires_grad=needs_grad)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,42 @@ def test_what_is_loaded_outlives_the_file_and_can_be_changed() -> None:
     tensor += 1
     array += 1
     assert (tensor.sum(), array.sum()) == (5000, 5000)
+
+
+def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
+    """A loss that somebody keeps must not keep the weights that lie beside it, nor a descriptor."""
+    small, array, large = torch.ones(3), np.arange(5000), torch.arange(MB)
+    at = payload.PayloadWriter(file).append(
+        {"small": small, "array": array, "large": large, "tied": large[:]}
+    )
+    before = set(os.listdir("/proc/self/fd"))
+    taken = payload.take(file, at)
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert (
+        os.readlink(f"/proc/self/fd/{file}").removesuffix(" (deleted)")
+        not in Path("/proc/self/maps").read_text()
+    )
+    os.ftruncate(file, 0)
+    assert torch.equal(taken["small"], small)
+    assert np.array_equal(taken["array"], array)
+    assert torch.equal(taken["large"], large)
+    taken["array"] += 1
+    taken["large"] += 1
+    assert torch.equal(taken["tied"], large + 1)
+
+
+def test_what_is_taken_is_not_shared_with_children() -> None:
+    """As any other tensor of the kernel: a worker that is forked later has its own."""
+    fd = create_memory_file("test")
+    payload.dump(torch.zeros(MB), fd)
+    tensor = payload.take(fd)
+    os.close(fd)
+    child = os.fork()
+    if child == 0:
+        tensor[0] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert tensor[0] == 0
 
 
 def test_functions_and_classes_of_a_notebook_go_by_value() -> None:
