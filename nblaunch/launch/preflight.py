@@ -17,7 +17,7 @@ from nblaunch import backends, context, env, in_words
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launch import rendezvous
+from nblaunch.launch import foreign_accelerator, rendezvous
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.diagnosis.rendering import cell_name
 from nblaunch.launch.weights import trainable_bytes
@@ -55,7 +55,8 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
     """Decide what ``spec`` leaves open, and refuse what can't work here.
 
     Raises:
-        ValueError: more processes than devices, or a precision that the device can't do.
+        ValueError: more processes than devices, a precision that the device can't do, or an argument that can't work
+            in another process.
         RuntimeError: called inside a worker; or the backend can't be used on this machine.
         LaunchError: the devices, or the start method asked for, can't be used from this kernel.
     """
@@ -72,6 +73,8 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
     _check_precision(spec, backend)
     num_processes = _num_processes(spec, backend)
     start_method, reason = _start_method(spec, backend)
+    if start_method != "inline":
+        foreign_accelerator.refuse(spec)
     modules = modules_in(spec.args)
     return LaunchPlan(
         backend=backend,
@@ -85,6 +88,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *_memory_warnings(modules, backend, num_processes),
+            *(foreign_accelerator.warnings(spec) if start_method != "inline" else ()),
         ),
     )
 

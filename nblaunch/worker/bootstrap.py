@@ -143,9 +143,10 @@ class _Worker:
         return construction
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """What the device has to do with ``error``. Whatever goes wrong here must not hide the error itself."""
+        """What kernel or device have to do with ``error``. Whatever goes wrong here must not hide the error itself."""
         try:
-            return backends.discover()[self.assignment.backend].explain_failure(error)
+            own = inherited.explain(error)
+            return own or backends.discover()[self.assignment.backend].explain_failure(error)
         except Exception as broken:
             return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
 

@@ -189,5 +189,25 @@ def _reset_accelerate() -> None:
     """An ``accelerate.Accelerator`` made in a cell describes the kernel, not this worker."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
+        global _had_accelerator
+        _had_accelerator = state.is_initialized()
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
+
+
+_had_accelerator = False
+
+
+def explain(error: BaseException) -> tuple[str, ...]:
+    """What the kernel has to do with ``error``: a line for the person where it was an Accelerator made there."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    is_of_state = tb is not None and tb.tb_frame.f_code.co_filename.endswith("/accelerate/state.py")
+    if not (_had_accelerator and is_of_state and isinstance(error, AttributeError)):
+        return ()
+    return (
+        "the accelerate.Accelerator that it used was made in the notebook, outside of the function that was launched, "
+        "and knows nothing of the workers; make it inside the function, before its first use: accelerator = "
+        "Accelerator()",
+    )

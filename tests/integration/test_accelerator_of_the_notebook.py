@@ -54,3 +54,58 @@ accelerator.backward(prepared(torch.ones(1, 2)).sum())
     )
     printed = [line for line in cell.stdout.splitlines() if not line.startswith("nblaunch")]
     assert printed == ["[(2, [[0, 0, 0, 0]]), (2, [[1, 1, 1, 1]])]", "1 (1, [[0, 0, 0, 0]]) 0"]
+
+
+THEIRS = """
+import accelerate, torch
+from nblaunch import notebook_launcher
+theirs = accelerate.Accelerator(cpu=True)
+"""
+
+
+def test_one_of_accelerate_is_told_with_what_to_do(shared: Kernel) -> None:
+    cell = shared.run(
+        f"{THEIRS}\ndef train():\n    return theirs.prepare(torch.nn.Linear(1, 1))\nnotebook_launcher(train, (), 2)",
+        raises="AttributeError",
+    )
+    assert cell.error is not None
+    assert "theirs.prepare(" in cell.error.text
+    told = " ".join(cell.error.text.split())
+    assert "accelerate.Accelerator that it used was made in the notebook" in told, cell.describe()
+    assert "make it inside the function" in told
+    assert "train uses theirs of the notebook, an accelerate.Accelerator" in cell.stdout, cell.describe()
+
+
+def test_one_of_accelerate_among_the_arguments_is_refused(shared: Kernel) -> None:
+    for method in ("fork", "spawn"):
+        cell = shared.run(
+            f"{THEIRS}\nnotebook_launcher(print, (1, theirs), 2, start_method={method!r})",
+            raises="ValueError",
+        )
+        assert cell.error is not None
+        assert "args[1] is an accelerate.Accelerator" in cell.error.value
+        assert "inside the function" in cell.error.value
+
+
+def test_one_of_accelerate_that_is_made_in_the_function_is_no_matter(shared: Kernel) -> None:
+    cell = shared.run(
+        f"""{THEIRS}
+def train():
+    theirs = accelerate.Accelerator(cpu=True)
+    return theirs.num_processes
+def inline():
+    return theirs.num_processes
+notebook_launcher(train, (), 2), notebook_launcher(inline, engine="inline")
+"""
+    )
+    assert cell.value == (2, 1)
+    assert "accelerate.Accelerator" not in cell.stdout
+
+
+def test_other_attribute_errors_are_left_alone(shared: Kernel) -> None:
+    cell = shared.run(
+        f"{THEIRS}\ndef train():\n    return torch.nosuch\nnotebook_launcher(train, (), 2)",
+        raises="AttributeError",
+    )
+    assert cell.error is not None
+    assert "Accelerator" not in cell.error.text
