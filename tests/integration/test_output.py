@@ -120,19 +120,14 @@ notebook_launcher(train, ({"to_kernels_streams" if method == "fork" else "print"
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.autonotebook"])
-def test_bars_of_every_kind_are_status_lines(shared: Kernel, module: str, method: str) -> None:
+def test_bars_of_every_kind_are_status_lines(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
-import warnings
+import importlib, warnings
 warnings.simplefilter("ignore")
-from {module} import tqdm as theirs, trange
-def train(where):
-    if where == "inside":
-        from {module} import tqdm as bar_class
-        warnings.simplefilter("ignore")
-    else:
-        bar_class = theirs
+MODULES = ("tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.autonotebook")
+theirs = {{module: importlib.import_module(module).tqdm for module in MODULES}}
+def show(where, module, bar_class):
     for _ in bar_class(range(3), desc=where):
         pass
     for _ in bar_class(range(2), desc="outer"):
@@ -141,8 +136,11 @@ def train(where):
     with bar_class(total=5, desc="by hand") as bar:
         bar.update(2); bar.set_postfix(loss=0.5); bar.set_description("renamed"); bar.update(3)
         bar.write("written beside the bar")
-    bar.reset() if where == "never" else None
-    print("end")
+    print("end of", module)
+def train(where):
+    warnings.simplefilter("ignore")
+    for module in MODULES:
+        show(where, module, theirs[module] if where == "cell" else importlib.import_module(module).tqdm)
 for where in ("cell", "inside"):
     notebook_launcher(train, (where,), 2, start_method={method!r})
     print("----")
@@ -150,17 +148,22 @@ for where in ("cell", "inside"):
     )
     assert cell.stderr == ""
     assert [set(display.data) for display in cell.displays] == [{"text/html", "text/plain"}] * 2
-    for where, part in zip(("cell", "inside"), cell.stdout.split("----\n"), strict=False):
+    of_cell, of_inside, rest = cell.stdout.split("----\n")
+    assert rest == ""
+    for where, part in (("cell", of_cell), ("inside", of_inside)):
         for rank in (0, 1):
             lines = [
                 line.removeprefix(f"[{rank}] ") for line in part.splitlines() if line.startswith(f"[{rank}] ")
             ]
-            assert any(line.startswith(f"{where}: 100%") and "3/3" in line for line in lines), lines
-            assert any(line.startswith("outer: 100%") and "2/2" in line for line in lines), lines
-            assert any(line.startswith("renamed: 100%") and "loss=0.5" in line for line in lines), lines
-            assert "written beside the bar" in lines
-            assert lines[-1] == "end"
-            assert len([line for line in lines if line.strip()]) <= 6, lines
+            for module in ("tqdm", "tqdm.auto", "tqdm.notebook", "tqdm.autonotebook"):
+                end = lines.index(f"end of {module}") + 1
+                shown, lines = lines[:end], lines[end:]
+                assert any(line.startswith(f"{where}: 100%") and "3/3" in line for line in shown), shown
+                assert any(line.startswith("outer: 100%") and "2/2" in line for line in shown), shown
+                assert any(line.startswith("renamed: 100%") and "loss=0.5" in line for line in shown), shown
+                assert "written beside the bar" in shown
+                assert len([line for line in shown if line.strip()]) <= 6, shown
+            assert lines == []
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
