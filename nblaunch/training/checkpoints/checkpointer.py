@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nblaunch.training.checkpoints.loading import Loader
+from nblaunch.training.checkpoints.restoring import Restorer
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.training_state import TrainingState
 from nblaunch.training.prepare import Preparer
@@ -22,4 +22,4 @@ class Checkpointer:
     def __init__(self, session: Session, preparer: Preparer, project: ProjectConfiguration) -> None:
         self.state = TrainingState(session, preparer, project)
         self.saver = Saver(self.state)
-        self.loader = Loader(self.state, self.saver.wait)
+        self.restorer = Restorer(self.state, self.saver.wait)

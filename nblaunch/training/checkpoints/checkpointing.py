@@ -125,7 +125,7 @@ class Checkpointing(ABC):
             CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
-        self._checkpointer.loader.load(input_dir, load_kwargs, any_world_size, **model_options)
+        self._checkpointer.restorer.load(input_dir, load_kwargs, any_world_size, **model_options)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have ``save_state`` and ``load_state`` include these objects.

@@ -20,7 +20,7 @@ from nblaunch.training.strategies import PLUGINS
 _PLACES = (None, "cpu", "on_device")
 
 
-class Loader:
+class Restorer:
     """Loads checkpoints.
 
     Args:
