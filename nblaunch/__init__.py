@@ -60,7 +60,7 @@ _PUBLIC = {
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
-    "one_at_a_time": "nblaunch.training.process",
+    "one_at_a_time": "nblaunch.training.waiting",
     "set_seed": "nblaunch.training.rng",
     "skip_first_batches": "nblaunch.training.data.skipping",
     "synchronize_rng_states": "nblaunch.training.rng",
@@ -168,10 +168,10 @@ if TYPE_CHECKING:
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
-    from nblaunch.training.process import one_at_a_time
     from nblaunch.training.project import ProjectConfiguration
     from nblaunch.training.rng import set_seed, synchronize_rng_states
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from nblaunch.training.waiting import one_at_a_time
 
 
 module_aliases.install()

@@ -29,6 +29,7 @@ from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.gathering import GatherControl
 from nblaunch.training.given_handlers import GivenHandlers
 from nblaunch.training.gradients import GradientControl
+from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     DataLoaderConfiguration,
@@ -42,7 +43,7 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.parallel_labels import ParallelLabels
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.process import Member, ProcessControl
+from nblaunch.training.process import ProcessControl
 from nblaunch.training.project import ProjectConfiguration, project_of
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training import advice, nested
+from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
-from nblaunch.training.process import compares_shapes, is_distributed, waiting
+from nblaunch.training.waiting import waiting
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -33,6 +35,11 @@ _SETTLE_S = 1.0  # far more than it takes
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def compares_shapes() -> bool:
+    """Whether collectives compare the shapes of their tensors over ranks first."""
+    return bool(context.current().defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
 
 
 def world_size() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
-from nblaunch.training.process import Member
+from nblaunch.training.joining import Member
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nblaunch.training.process import waiting
+from nblaunch.training.waiting import waiting
 from nblaunch.wire.pieces import Piece
 
 T = TypeVar("T")

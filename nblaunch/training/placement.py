@@ -16,7 +16,8 @@ import torch
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.training import collectives, parts
-from nblaunch.training.process import Member, barrier
+from nblaunch.training.joining import Member
+from nblaunch.training.waiting import barrier
 
 
 class Replacements:

@@ -1,4 +1,4 @@
-"""This process among the processes of its job: joining them, knowing one's place, waiting, taking turns.
+"""What a person asks of a process's place in its job: ranks, barriers, turns, work that only some do.
 
 :class:`ProcessControl` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
 needs nothing but a :class:`Member`, and never looks at models, loaders or precision.
@@ -10,156 +10,20 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from nblaunch import backends, context, env
+from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.backends.base import Backend
-from nblaunch.events import WorkerState
-from nblaunch.topology import Topology
 from nblaunch.training import splitting
-from nblaunch.training.options import InitProcessGroupKwargs
+from nblaunch.training.collectives import compares_shapes
+from nblaunch.training.joining import Member, is_distributed
+from nblaunch.training.waiting import barrier
 from nblaunch.wire import stopping
-from nblaunch.wire.board import Slot
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process that has taken its place in the job.
-
-    Args:
-        topology: its ranks, those of the process group where there is one.
-        backend: the device family it computes on.
-        device: its device.
-        slot: its slot of the progress board.
-    """
-
-    topology: Topology
-    backend: Backend
-    device: torch.device
-    slot: Slot
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _here, ()  # what is pickled with it takes the place of the process that it arrives in
-
-
-def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Member:
-    """Take this process's place: choose its device and join the process group, unless that was done already.
-
-    Args:
-        cpu: compute on the CPU even where the context has another backend.
-        init: how to join the process group.
-
-    Raises:
-        RuntimeError: the environment speaks of several processes but not of where they meet.
-    """
-    ctx = context.current()
-    backend = backends.choose("cpu") if cpu else ctx.backend
-    device = backend.device(ctx.topology)
-    init = init or InitProcessGroupKwargs()
-    ctx.end_building()  # joining waits for all ranks
-    if init.backend is not None or init.init_method is not None:
-        _join_by_hand(ctx.topology, backend, init)
-    backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    return Member(_agreed_topology(ctx.topology), backend, device, ctx.slot)
-
-
-def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKwargs) -> None:
-    """Join a group of the kind, or at the place, that the user names; a lone process needs none."""
-    if is_distributed() or topology.world_size == 1:
-        return
-    dist.init_process_group(
-        init.backend or backend.process_group,
-        init_method=init.init_method,
-        timeout=init.timeout,
-        rank=topology.rank,
-        world_size=topology.world_size,
-    )
-
-
-def _here() -> Member:
-    session = context.current().training
-    return join() if session is None else session.member
-
-
-def compares_shapes() -> bool:
-    """Whether collectives compare the shapes of their tensors over ranks first."""
-    return bool(context.current().defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
-
-
-def is_distributed() -> bool:
-    """Whether this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def _agreed_topology(topology: Topology) -> Topology:
-    """The topology of the context, corrected by the process group that a script may have made by itself."""
-    if not is_distributed():
-        if topology.world_size > 1:
-            raise RuntimeError(
-                f"this process is rank {topology.rank} of {topology.world_size} by its environment, but MASTER_PORT is "
-                "not set, so that it can't find the others. Start it with notebook_launcher or torchrun, or call "
-                "torch.distributed.init_process_group before the Accelerator is built."
-            )
-        return topology
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (rank, world_size) == (topology.rank, topology.world_size):
-        return topology
-    # Without a launcher's word on nodes, all processes are taken to run on this one.
-    return Topology(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-
-
-class Waiting:
-    """Context manager: the board shows that this rank waits for others, then what it showed before."""
-
-    __slots__ = ("_before", "_slot")
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-
-    def __enter__(self) -> None:
-        context.current().end_building()  # or the others, who wait for their turn, would never come
-        self._before = self._slot.state
-        self._slot.set_state(WorkerState.WAITING)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._slot.set_state(self._before)
-
-
-def waiting() -> Waiting:
-    """:class:`Waiting` on the slot of this process."""
-    return Waiting(context.current().slot)
-
-
-def barrier(device: torch.device) -> None:
-    """Wait until every rank has come here; returns at once where there is no process group."""
-    if not is_distributed():
-        return
-    with waiting():
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[device.index or 0])
-        else:
-            dist.barrier()
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Run the block in one process of this machine after the other, as to build a model that memory holds but once.
-
-        with nblaunch.one_at_a_time():
-            model = build_model().to(accelerator.device)
-
-    Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
-    does nothing.
-    """
-    with context.current().turn(is_alone=True):
-        yield
 
 
 class ProcessControl(ABC):

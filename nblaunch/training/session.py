@@ -10,16 +10,16 @@ import torch
 
 from nblaunch import context
 from nblaunch.context import WorkerContext
-from nblaunch.training import advice, process
+from nblaunch.training import advice, joining
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugins
 from nblaunch.training.device_memory import DeviceMemoryReport
+from nblaunch.training.joining import Member
 from nblaunch.training.losses import LossReport
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.own_time import OwnTime
 from nblaunch.training.passes import PassStack
 from nblaunch.training.precision import Precision
-from nblaunch.training.process import Member
 
 
 @dataclass
@@ -106,11 +106,11 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     """
     ctx = context.current()
     init = init or InitProcessGroupKwargs()
-    if process.is_distributed() and init.to_kwargs():
+    if joining.is_distributed() and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         advice.warn(f"{given} has no effect: this process has joined its process group already")
     if ctx.training is None:
-        member = process.join(cpu, init)
+        member = joining.join(cpu, init)
         losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))
         ctx.training = Session(
             member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot), home=ctx

@@ -12,8 +12,9 @@ from typing import Any
 from nblaunch import context
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DeepSpeedPlugins
+from nblaunch.training.joining import Member
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
-from nblaunch.training.process import Member, ProcessControl
+from nblaunch.training.process import ProcessControl
 from nblaunch.training.session import Session, open_session
 
 

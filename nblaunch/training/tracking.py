@@ -20,7 +20,7 @@ from nblaunch import context
 from nblaunch.events import Metric
 from nblaunch.installed import is_installed
 from nblaunch.training import advice
-from nblaunch.training.process import Member
+from nblaunch.training.joining import Member
 from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.trackers import BUILT_IN, GeneralTracker
 from nblaunch.training.trackers.base import flat

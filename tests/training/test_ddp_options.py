@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
+from nblaunch.training.joining import Member
 from nblaunch.training.options import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     TorchDynamoPlugin,
 )
-from nblaunch.training.process import Member
 from nblaunch.training.session import open_session
 from nblaunch.training.strategies.ddp import DdpStrategy
 from tests.training import ranks

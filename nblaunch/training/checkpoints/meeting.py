@@ -16,7 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nblaunch.training.process import is_distributed, waiting
+from nblaunch.training.joining import is_distributed
+from nblaunch.training.waiting import waiting
 
 PATIENCE_S = 5.0
 SHORT_PATIENCE_S = 1.0  # where nobody came the last time

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
+from nblaunch.training.joining import Member
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.process import Member
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import ddp as data_parallel
 from nblaunch.training.strategies.base import Strategy

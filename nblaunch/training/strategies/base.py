@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from nblaunch.training import compiling
+from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.process import Member
 
 
 class Strategy(ABC):

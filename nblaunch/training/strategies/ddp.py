@@ -14,10 +14,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.training import advice, compiling
+from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.process import Member, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.waiting import Waiting, waiting
 
 _HOOKS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_hook,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nblaunch.training import advice, collectives
-from nblaunch.training.process import Member
+from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
 
 

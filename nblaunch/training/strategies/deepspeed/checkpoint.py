@@ -22,8 +22,9 @@ import torch
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training import collectives, compiling
-from nblaunch.training.process import Member, barrier
+from nblaunch.training.joining import Member
 from nblaunch.training.strategies.deepspeed import library
+from nblaunch.training.waiting import barrier
 from nblaunch.training.wrappers import bare_module
 
 _NAME = "pytorch_model"

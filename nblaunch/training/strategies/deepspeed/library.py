@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nblaunch import env
 from nblaunch.installed import is_installed
-from nblaunch.training.process import Member, is_distributed
+from nblaunch.training.joining import Member, is_distributed
 from nblaunch.training.wrappers import add_wrapper
 
 DEVICES = ("cpu", "cuda")

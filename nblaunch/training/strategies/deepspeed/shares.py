@@ -8,7 +8,7 @@ from typing import Any
 from nblaunch import context, in_words
 from nblaunch.events import Note
 from nblaunch.training import collectives
-from nblaunch.training.process import Member
+from nblaunch.training.joining import Member
 from nblaunch.training.strategies.deepspeed import library
 
 _SHARDED = {

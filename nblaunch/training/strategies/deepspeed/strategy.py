@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.training import advice
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
+from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
-from nblaunch.training.process import Member, Waiting
 from nblaunch.training.session import Session
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.deepspeed import checkpoint, norm, shares, weights
@@ -33,6 +33,7 @@ from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
 from nblaunch.training.strategies.deepspeed.steps import EngineOptimizer, EngineScheduler
+from nblaunch.training.waiting import Waiting
 from nblaunch.training.wrappers import unwrap
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training.process import waiting
+from nblaunch.training.waiting import waiting
 from nblaunch.training.wrappers import bare_module
 
 _MODEL = "pytorch_model_fsdp_{}"

@@ -23,7 +23,7 @@ from nblaunch.backends import host_memory
 from nblaunch.events import Note
 from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-from nblaunch.training.process import Member
+from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import files, outputs, watch
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units

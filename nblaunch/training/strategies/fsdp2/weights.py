@@ -19,8 +19,8 @@ from torch import nn
 
 from nblaunch.backends import host_memory
 from nblaunch.training import collectives, parts
-from nblaunch.training.process import waiting
 from nblaunch.training.strategies.replicated import checksum
+from nblaunch.training.waiting import waiting
 
 _META = "meta"
 _UNKNOWN = "unknown"
