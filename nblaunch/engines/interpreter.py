@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from nblaunch.engines.boot import Boot, capture_random_states
 from nblaunch.errors import LaunchError, PayloadError
+from nblaunch.spec_call import name_of
 from nblaunch.wire import blame, payload
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import create_memory_file
@@ -117,7 +118,7 @@ def _blame(call: Call, error: Exception) -> str:
     parts = blame.unpicklable_variables(function, args)
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
     return (
-        f"{getattr(function, '__name__', function)} can't be sent to fresh processes, because this can't be pickled: "
+        f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: "
         f"{named}. Create it inside the function, or pass what it is made from in args; with start_method='fork' "
         "nothing needs to be pickled."
     )

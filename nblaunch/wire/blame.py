@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 from nblaunch.wire.captured import captured_variables
 from nblaunch.wire.payload import can_pickle
 
+_KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
 
@@ -60,23 +63,41 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
-    elif inspect.isfunction(value):
+    elif isinstance(value, _KINDS_OF_FUNCTION):
         yield from _variables(value, ())
     elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
         yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
 
 
-def _variables(function: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     """Everything that travels with a call, under the name it has in the person's code."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        names = []
+    while isinstance(function, functools.partial):
+        yield from function.keywords.items()
+        function, args = function.func, (*function.args, *args)
+    if inspect.ismethod(function):
+        function, args = function.__func__, (function.__self__, *args)
+    names = _parameters(function)
     for i, arg in enumerate(args):
         yield (names[i] if i < len(names) else f"args[{i}]"), arg
-    plain = inspect.unwrap(function)
+    plain = function if inspect.isfunction(function) else inspect.unwrap(function)
     if inspect.isfunction(plain):
+        yield from _defaults(plain)
         yield from captured_variables(plain)
+    elif callable(plain) and not inspect.isclass(plain):
+        yield from (("self." + name, part) for name, part in getattr(plain, "__dict__", {}).items())
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code, values = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(values) : code.co_argcount], values, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _pruned(value: Any, depth: int) -> Any:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from nblaunch.wire import blame
 
@@ -51,6 +55,48 @@ def test_variables_of_a_call() -> None:
 
     names = {name for name, _ in blame.unpicklable_variables(train, (1, {"lock": guard}))}
     assert names >= {"guard", "config['lock']"}
+
+
+class Trainer:
+    def __init__(self, lock: object) -> None:
+        self.lock = lock
+
+    def fit(self, model: object) -> None:
+        """Trains."""
+
+    __call__ = fit
+
+
+def logged(function: Callable[..., Any], lock: object) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: object) -> object:
+        return lock, function(*args)
+
+    return wrapper
+
+
+def fit(model: object, extra: object, *, lr: object = 1) -> None:
+    """Trains."""
+
+
+CALLS: list[tuple[Any, tuple[Any, ...], str]] = [
+    (Trainer(LOCK).fit, (1,), "self.lock"),
+    (Trainer(LOCK), (1,), "self.lock"),
+    (functools.partial(fit, lr=LOCK), (1, 2), "lr"),
+    (functools.partial(fit, 1, LOCK), (), "extra"),
+    (functools.partial(fit, 1), (LOCK,), "extra"),
+    (functools.partial(Trainer(LOCK).fit, 1), (), "self.lock"),
+    (lambda model, guard=LOCK: model, (1,), "guard"),
+    (logged(fit, LOCK), (1, 2), "lock"),
+    (logged(functools.partial(fit, lr=LOCK), 1), (1, 2), "lr"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "name"), CALLS)
+def test_variables_of_other_things_that_can_be_called(
+    function: Any, args: tuple[Any, ...], name: str
+) -> None:
+    assert [found for found, _ in blame.unpicklable_variables(function, args)] == [name]
 
 
 def test_pruning_keeps_the_rest_and_never_raises() -> None:
