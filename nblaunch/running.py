@@ -8,7 +8,7 @@ from nblaunch import dashboard as dashboards
 from nblaunch.launch import job as jobs
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
-from nblaunch.spec import LaunchSpec
+from nblaunch.spec import LaunchSpec, check_flag
 from nblaunch.wire import descriptors
 
 
@@ -19,6 +19,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         BaseException: as :func:`nblaunch.notebook_launcher` describes.
     """
     __tracebackhide__ = True
+    check_flag("background", background)
     descriptors.occupy_standard_ones()
     plan = plan_launch(spec)
     listeners = dashboards.choose(dashboard, background=background)

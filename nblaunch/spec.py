@@ -7,7 +7,10 @@ this machine's devices is checked by ``launch/preflight.py``.
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Template
 from typing import Any
@@ -104,12 +107,14 @@ class LaunchSpec:
     """All that an ``Accelerator()`` in a worker takes where its own argument is not given, by the argument's name."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mixed_precision", str(self.mixed_precision).lower())
+        _settle_forms(self)
         object.__setattr__(self, "num_nodes", parse_num_nodes(self.num_nodes))
         check_call(self.function, self.args)
         _check_choices(self)
         _check_counts(self)
         _check_durations(self)
+        for name in ("return_all", "sync_weights"):
+            check_flag(name, getattr(self, name))
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
         given = {"mixed_precision": self.mixed_precision}
@@ -168,6 +173,28 @@ def parse_strategy(strategy: Any) -> bool:
     return bool(strategy == "spmd")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither true nor false: ``"no"`` would count as true.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):  # numpy's, too
+        raise TypeError(f"{name}={value!r} must be True or False, but is a {type(value).__name__}")
+
+
+def _settle_forms(spec: LaunchSpec) -> None:
+    """One form for what may be written in several: ``"BF16"``, numpy's whole numbers."""
+    precision = str(spec.mixed_precision).lower()
+    if precision in MIXED_PRECISIONS:
+        object.__setattr__(spec, "mixed_precision", precision)
+    for name in _LEAST:
+        value = getattr(spec, name)
+        if not isinstance(value, (bool, int)):
+            with suppress(TypeError):
+                object.__setattr__(spec, name, operator.index(value))
+
+
 def _check_choices(spec: LaunchSpec) -> None:
     if not isinstance(spec.master_addr, str) or not spec.master_addr:
         raise TypeError(
@@ -189,6 +216,8 @@ def _check_choices(spec: LaunchSpec) -> None:
             f"but is {spec.log_line_prefix_template!r}"
         )
     _check_template(spec.log_line_prefix_template or "")
+    if spec.log_dir is not None and not isinstance(spec.log_dir, (str, os.PathLike)):
+        raise TypeError(f"log_dir={spec.log_dir!r} must be the path of a folder")
 
 
 def _check_template(template: str) -> None:
@@ -202,19 +231,15 @@ def _check_template(template: str) -> None:
             )
 
 
+_LEAST = {"num_processes": 1, "threads_per_process": 1, "max_restarts": 0, "node_rank": 0}
 _MOST = {"num_processes": 4096, "threads_per_process": 4096}
 """Beyond what any machine has: a slip, and the attempt alone would use up its memory."""
 
 
 def _check_counts(spec: LaunchSpec) -> None:
-    for name, least, optional in (
-        ("num_processes", 1, True),
-        ("threads_per_process", 1, True),
-        ("max_restarts", 0, False),
-        ("node_rank", 0, False),
-    ):
+    for name, least in _LEAST.items():
         value = getattr(spec, name)
-        if value is None and optional:
+        if value is None and name in _MOST:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}={value!r} must be a whole number, but is a {type(value).__name__}")
@@ -234,10 +259,11 @@ def _check_durations(spec: LaunchSpec) -> None:
         value = getattr(spec, name)
         if value is None and optional:
             continue
+        given = f"{'monitor_interval' if name == 'monitor_interval_s' else name}={value!r}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name}={value!r} must be a number of seconds")
-        if value < 0 or (name != "interrupt_grace_s" and value == 0):
-            raise ValueError(f"{name}={value!r} must be a positive number of seconds")
+            raise TypeError(f"{given} must be a number of seconds")
+        if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also where it is not a number
+            raise ValueError(f"{given} must be a positive number of seconds")
 
 
 def _check_nodes(spec: LaunchSpec) -> None:

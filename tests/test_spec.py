@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nblaunch import LaunchError, context, debug_launcher, notebook_launcher
@@ -135,7 +136,17 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"rdzv_endpoint": "host:1"}, ValueError, ("rdzv_endpoint", "num_nodes=1 is one")),
     ({"rdzv_conf": {"timeout": 3}}, ValueError, ("rdzv_conf", "num_nodes=1 is one")),
     ({"max_restarts": -1}, ValueError, ("max_restarts=-1", "at least 0")),
-    ({"monitor_interval": 0}, ValueError, ("monitor_interval_s=0", "positive")),
+    ({"monitor_interval": 0}, ValueError, ("monitor_interval=0 ", "positive")),
+    ({"monitor_interval": "1"}, TypeError, ("monitor_interval='1' ", "seconds")),
+    ({"interrupt_grace_s": float("nan")}, ValueError, ("interrupt_grace_s=nan", "positive")),
+    ({"mixed_precision": None}, ValueError, ("mixed_precision=None", "'no'", "'fp16'", "'bf16'")),
+    ({"num_processes": np.float32(2)}, TypeError, ("num_processes=", "whole number", "float32")),
+    ({"num_processes": np.int64(0)}, ValueError, ("num_processes=0", "at least 1")),
+    ({"return_all": "yes"}, TypeError, ("return_all='yes'", "True or False")),
+    ({"sync_weights": "no"}, TypeError, ("sync_weights='no'", "True or False")),
+    ({"sync_weights": None}, TypeError, ("sync_weights=None", "True or False")),
+    ({"background": "yes"}, TypeError, ("background='yes'", "True or False")),
+    ({"log_dir": 5}, TypeError, ("log_dir=5", "folder")),
     ({"interrupt_grace_s": -1}, ValueError, ("interrupt_grace_s=-1", "positive")),
     ({"interrupt_grace_s": "5"}, TypeError, ("interrupt_grace_s='5'", "seconds")),
     ({"log_line_prefix_template": "[${rnk}] "}, ValueError,
@@ -186,8 +197,11 @@ def test_a_port_in_use() -> None:
 
 def test_an_address_of_another_machine() -> None:
     # TEST-NET-1 of RFC 5737 belongs to nobody.
-    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
-        notebook_launcher(train, (1,), 2, master_addr="192.0.2.1", dashboard="none")
+    for address in ("192.0.2.1", "nowhere.invalid"):
+        with pytest.raises(
+            LaunchError, match=rf"{address}: .*; master_addr must be an address of this machine"
+        ):
+            notebook_launcher(train, (1,), 2, master_addr=address, dashboard="none")
 
 
 @pytest.mark.parametrize("engine", ["auto", "local", "inline"])
@@ -214,6 +228,8 @@ def test_the_debug_launcher_checks_the_same() -> None:
 def test_what_is_good_is_taken() -> None:
     spec = LaunchSpec(train, [1], mixed_precision="BF16")  # type: ignore[arg-type]
     assert (spec.args, spec.mixed_precision, spec.defaults) == ((1,), "bf16", {"mixed_precision": "bf16"})
+    spec = LaunchSpec(train, (1,), num_processes=np.int64(2), return_all=np.bool_(True))  # type: ignore[arg-type]
+    assert (spec.num_processes, type(spec.num_processes)) == (2, int)
     assert LaunchSpec(lambda *values: None, (1, 2, 3)).args == (1, 2, 3)
     assert LaunchSpec(print, ("C functions have no signature at times",)).function_name == "print"
     assert LaunchSpec(dict, ()).args == ()

@@ -116,4 +116,7 @@ def _refusal(error: OSError, address: str, port: int | None) -> str:
             f"port {port} on {address} is in use by another process; leave use_port out, and the system chooses "
             "a free one"
         )
-    return f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}"
+    return (
+        f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}; master_addr must be an address of "
+        "this machine, as the default '127.0.0.1' is"
+    )
