@@ -40,6 +40,34 @@ def set_attribute(error: BaseException, name: str, value: Any) -> None:
     BaseException.__setattr__(error, name, value)
 
 
+def with_text(error: BaseException, text: str) -> BaseException:
+    """``error`` with ``text`` for its ``str``: itself if its class allows, else one like it of a derived class."""
+    cls = type(error)
+
+    def reduce(self: BaseException) -> tuple[Any, ...]:
+        maker, *rest = tuple[Any, ...](cls.__reduce__(self))
+        return (cls if maker is derived else maker, *rest)
+
+    body = {"__str__": lambda self: text, "__reduce__": reduce, "__module__": cls.__module__, "__slots__": ()}
+    derived = type(cls.__name__, (cls,), body)
+    try:
+        set_attribute(error, "__class__", derived)
+        return error
+    except TypeError:  # of Python's own classes no object can change into another
+        made: BaseException = derived(*_reduced(error)[1])
+    set_attribute(made, "args", error.args)
+    made.__dict__.update(vars(error))
+    for name in ("__cause__", "__context__", "__suppress_context__"):
+        set_attribute(made, name, getattr(error, name))
+    return made
+
+
+def _reduced(error: BaseException) -> tuple[Any, ...]:
+    """``error.__reduce__()``, which Python's own exceptions answer with more than their ``args``."""
+    made: Any = error.__reduce__()
+    return tuple(made)
+
+
 def parts_of(error: BaseException) -> tuple[BaseException, ...]:
     """The exceptions that an exception group holds; none of any other, and none before Python 3.11."""
     group = getattr(builtins, "BaseExceptionGroup", None)

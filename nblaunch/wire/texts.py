@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MAX_CHARACTERS = 1 << 16
+"""Of an exception's text that travels and is shown. The exception itself keeps all of its own."""
+
 
 def shortened(text: str, max_characters: int) -> str:
     """``text`` in about as many characters as are allowed, with a word about how many are missing."""

@@ -91,7 +91,8 @@ class _Worker:
         except BaseException as error:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
-            tell_failure(self.sender.send, self.assignment.rank, error, self._evidence(error))
+            rank, log_path = self.assignment.rank, self.assignment.log_path
+            tell_failure(self.sender.send, rank, error, self._evidence(error), log_path)
             return self._farewell(1)
         return self._farewell(0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +19,14 @@ from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import parts_of
 from nblaunch.wire.frames import is_own_file, is_user_file
-from nblaunch.wire.texts import shortened
+from nblaunch.wire.texts import MAX_CHARACTERS, shortened
 
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
 """Beyond, only the last of a traceback are formatted: Python takes seconds for those of a runaway recursion."""
 
-_MAX_CHARACTERS = 1 << 16
-"""Of a text that is shown. The exception itself keeps all of its own."""
+_FOLDED_CHARACTERS = 8000  # of a message that is longer than that
 
 _PATIENCE_S = 5.0
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -51,14 +51,16 @@ def describe_failure(rank: int, error: BaseException) -> Failed:
 
 
 def tell_failure(
-    send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...]
+    send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...], log_path: str
 ) -> None:
     """Send what :func:`describe_failure` makes, with what the device has to say about ``error``.
+
+    A message that is too long to be shown is written to a file beside ``log_path``.
 
     Of an exception that takes for ever to be pickled, only the text is sent: its own code may wait for a lock that
     nobody releases any more, and the other ranks would wait for this one.
     """
-    told = _described(rank, error, evidence)
+    told = _folded(_described(rank, error, evidence), error, Path(log_path).with_suffix(".message"))
     timer = threading.Timer(_PATIENCE_S, send, (told,))
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be had, for want of memory maybe: then without that patience
@@ -78,6 +80,30 @@ def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Fa
         is_consequence=not evidence and _is_consequence(error),
         evidence=evidence,
     )
+
+
+def _folded(told: Failed, error: BaseException, path: Path) -> Failed:
+    """``told``, of whose message, if it is too long, only the ends are left, and where the whole of it is."""
+    with suppress(BaseException):  # its own code; then there is no message
+        message = str(error)
+        if len(message) > MAX_CHARACTERS:
+            where = _written(message, path)
+            info = replace(
+                told.info,
+                message=f"{shortened(message, _FOLDED_CHARACTERS)}\n{where}",
+                text=f"{shortened(told.info.text, _FOLDED_CHARACTERS)}\n{where}\n",
+            )
+            return replace(told, info=info)
+    return told
+
+
+def _written(message: str, path: Path) -> str:
+    """Write ``message`` to a file; returns a line that says where it is."""
+    try:
+        path.write_text(message, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        return f"(the complete message, {len(message):,} characters, could not be written to {path}: {error.strerror})"
+    return f"(the complete message, {len(message):,} characters, is in {path})"
 
 
 def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
@@ -123,12 +149,12 @@ def _formatted(error: BaseException) -> str:
         lines = traceback.format_exception(type(error), error, error.__traceback__, limit)
     except BaseException as broken:  # a __str__ that raises, or exits, must not hide the error itself
         return f"{_qualified_name(type(error))} (can't be formatted: {type(broken).__name__})\n"
-    return shortened("".join(lines), _MAX_CHARACTERS)
+    return shortened("".join(lines), MAX_CHARACTERS)
 
 
 def _message_of(error: BaseException) -> str:
     try:
-        return shortened(str(error), _MAX_CHARACTERS)
+        return shortened(str(error), MAX_CHARACTERS)
     except BaseException as broken:
         return f"<its message can't be shown: str() raises {type(broken).__name__}>"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 from tests.kernels import Cell, Kernel
 
 SETUP = """
-import os, shutil, sys, tempfile, threading
+import os, pickle, shutil, sys, tempfile, threading
 import torch
 import nblaunch.worker.failure
 from nblaunch import notebook_launcher
@@ -119,15 +120,33 @@ except Large as arrived:
 
 
 @pytest.mark.parametrize("message", ["'x' * 30_000_000", "'word\\n' * 2_000_000"], ids=["line", "lines"])
-def test_a_message_beyond_all_bounds_is_shown_in_part(odd_kernel: Kernel, message: str) -> None:
-    cell = odd_kernel.run(f"launch(ValueError({message} + 'the end'))", raises="ValueError", timeout_s=40)
+@pytest.mark.parametrize("kind", ["ValueError", "Base"])
+def test_a_message_beyond_all_bounds_is_shown_in_part(odd_kernel: Kernel, kind: str, message: str) -> None:
+    cell = odd_kernel.run(
+        f"""
+message = {message} + 'the end'
+try:
+    launch({kind}(message), dashboard="none")
+except {kind} as arrived:
+    print(arrived.args[0] == message, type(arrived).__name__, pickle.loads(pickle.dumps(arrived)).args[0] == message)
+launch({kind}(message))
+""",
+        raises=kind,
+        timeout_s=60,
+    )
     assert cell.error is not None
+    assert f"True {kind} True" in cell.stdout
     assert len(cell.error.lines) <= MAX_LINES, cell.error.lines[:MAX_LINES]
     assert len(cell.error.text) < 10_000
-    assert "left out" in cell.error.text
-    assert "the end" in cell.error.text
-    assert cell.error.value.endswith("the end")
-    assert len(cell.error.value) > 1_000_000
+    assert len(cell.error.value) < 10_000  # what a saved notebook keeps
+    assert len(cell.stdout) < 30_000
+    for shown in (cell.error.text, cell.error.value):
+        assert "left out" in shown
+        assert "the end" in shown
+    path = re.search(r"\(the complete message, [\d,]+ characters, is in (\S+)\)", cell.error.value)
+    assert path is not None, cell.describe()
+    whole = odd_kernel.run(f"open({path[1]!r}).read() == message")
+    assert whole.value is True
 
 
 def test_a_descriptor_that_was_closed_is_named(odd_kernel: Kernel) -> None:

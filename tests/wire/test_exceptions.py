@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import sys
 import threading
 from typing import Any
@@ -171,3 +172,26 @@ def test_what_does_not_come_back_as_itself_goes_as_text_or_in_parts(make: Any) -
 
 def test_a_message_beyond_all_bounds_goes_as_text() -> None:
     assert exceptions.dump(ValueError("x" * (65 << 20))) is None
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("long", 3), Required(4, reason="config"), OSError(2, "gone", "a.txt"), Frozen(5)]
+)
+def test_a_text_can_be_put_in_place_of_its_own(error: BaseException) -> None:
+    exceptions.set_attribute(error, "__cause__", KeyError("lr"))
+    changed = exceptions.with_text(error, "short")
+    assert str(changed) == "short"
+    assert isinstance(changed, type(error).__mro__[1])
+    assert type(changed).__name__ == type(error).__name__
+    assert changed.args == error.args
+    assert isinstance(changed.__cause__, KeyError)
+    if isinstance(error, OSError):
+        assert isinstance(changed, OSError)
+        assert (changed.errno, changed.filename) == (2, "a.txt")
+
+
+def test_one_with_another_text_is_pickled_as_what_it_was() -> None:
+    changed = exceptions.with_text(ValueError("long"), "short")
+    again = pickle.loads(pickle.dumps(changed))
+    assert type(again) is ValueError
+    assert str(again) == "long"

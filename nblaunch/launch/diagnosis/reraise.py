@@ -9,7 +9,7 @@ from nblaunch.events import ExceptionInfo, Failed
 from nblaunch.launch.diagnosis.rendering import RemoteRendering, make_traceback, render_as, stand_in
 from nblaunch.wire import exceptions
 from nblaunch.wire.frames import is_own_file
-from nblaunch.wire.texts import fewer_lines
+from nblaunch.wire.texts import MAX_CHARACTERS, fewer_lines
 
 _MAX_NOTES_LINES = 4
 
@@ -70,11 +70,13 @@ def _load(failed: Failed) -> BaseException:
 
 
 def _with_text(error: BaseException, message: str) -> BaseException:
-    """``error``, of a class with a text where its own has none: ipykernel calls ``str``, and fails if that raises."""
+    """``error``, with ``message`` for its text where its own can't be made, or is longer than anybody reads.
+
+    ipykernel calls ``str``: it fails if that raises, and puts all that comes into the notebook. The exception becomes
+    one of a class that differs from its own in nothing else; its ``args`` stay whole.
+    """
     try:
-        str(error)
+        is_good = len(str(error)) <= MAX_CHARACTERS
     except BaseException:  # it may even call sys.exit()
-        cls = type(error)
-        body = {"__str__": lambda self: message, "__module__": cls.__module__, "__slots__": ()}
-        exceptions.set_attribute(error, "__class__", type(cls.__name__, (cls,), body))
-    return error
+        is_good = False
+    return error if is_good else exceptions.with_text(error, message)
