@@ -16,10 +16,12 @@ one, the first in a fresh kernel is, with what remains in the kernel afterwards.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,8 @@ from nblaunch.backends.cuda import BACKEND
 from tests.benchmarks.bench import Row, batches, call, free_port, kernel, show
 
 MIN_STEPS, MIN_LAUNCH = 0.98, 3.0
+HAS_PEER = importlib.util.find_spec("accelerate") is not None
+FASTER = "launch to first step, times faster"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Extent:
 
 
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
-REHEARSAL = Extent("cpu", 2, 3, 3, "tiny", "tiny large", 1, 1, env=(("ACCELERATE_USE_CPU", "true"),))
+ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
+REHEARSAL = Extent("cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, env=ON_CPU)
 
 # Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
 SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny large": (2, 4, 24)}
@@ -76,15 +81,23 @@ def measure() -> Iterator[Row]:
 
 def rows(extent: Extent, size: int) -> Iterator[Row]:
     """Everything that can be measured on ``size`` devices, 1 or 2."""
-    yield from _step_rows(extent, size)
-    yield from _first_launch_rows(extent)
+    yield from _as_far_as_possible("steps", _step_rows(extent, size))
+    yield from _as_far_as_possible("first launches", _first_launch_rows(extent))
     for count in range(1, size + 1):
-        yield from _launch_rows(extent, count)
-    if size < 2:
-        yield Row(
-            "launch to first step, times faster than accelerate",
-            "not measured: accelerate starts processes for two GPUs or more",
-        )
+        yield from _as_far_as_possible(f"launches of {count}", _launch_rows(extent, count))
+    if size < 2 or not HAS_PEER:
+        why = "starts processes for two GPUs or more" if HAS_PEER else "is not installed"
+        yield Row(f"{FASTER} than accelerate", f"not measured: accelerate {why}")
+
+
+def _as_far_as_possible(what: str, found: Iterator[Row]) -> Iterator[Row]:
+    """What goes wrong in one part is told at its place, and the other parts are measured all the same."""
+    try:
+        yield from found
+    except Exception as error:
+        print(f"{what}: {type(error).__name__}: {error}", file=sys.stderr)
+        first = (str(error).splitlines() or [""])[0]
+        yield Row(what, f"FAILED ({type(error).__name__}: {first:.80}), see above", "a number", False)
 
 
 def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
@@ -111,7 +124,7 @@ def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
 
 def _first_launch_rows(extent: Extent) -> Iterator[Row]:
     """The first launch of a kernel, on one device: ours and accelerate's, each in kernels of their own."""
-    times: dict[str, list[float]] = {"nblaunch": [], "accelerate": []}
+    times: dict[str, list[float]] = {"nblaunch": []} | ({"accelerate": []} if HAS_PEER else {})
     is_held = {}
     for _ in range(extent.kernels):
         for library, found in times.items():
@@ -181,7 +194,7 @@ def in_kernel_launches(size: int, backend: str, num_launches: int) -> list[dict[
         "nblaunch": lambda path: notebook_launcher(_first_step, ("nblaunch", path), size, backend=backend),
         "bare fork": lambda path: _fork_bare(size, backend, path),
     }
-    if size > 1:
+    if size > 1 and HAS_PEER:
         from accelerate import notebook_launcher as peer
 
         launchers["accelerate"] = lambda path: peer(
@@ -206,13 +219,16 @@ class _Timer:
         return self
 
     def time(self, launch: Callable[[], object]) -> float:
-        """Seconds; FileNotFoundError where no step was taken."""
+        """Seconds; RuntimeError with what was written instead of a time, FileNotFoundError where nothing was."""
         begun = time.monotonic()
         launch()
         with open(self.path) as file:
-            ended = float(file.read())
+            text = file.read()
         os.unlink(self.path)
-        return ended - begun
+        try:
+            return float(text) - begun
+        except ValueError:
+            raise RuntimeError(text) from None
 
     def __exit__(self, *exc_info: object) -> None:
         self._folder.cleanup()
@@ -222,7 +238,11 @@ def _fork_bare(size: int, backend: str, path: str) -> None:
     from tests.benchmarks.launch_cost import bare, bare_group
 
     def work(rank: int) -> None:
-        _bare_first_step(rank, size, backend, path)
+        try:
+            _bare_first_step(rank, size, backend, path)
+        except Exception:  # nobody would hear of it
+            with open(path, "w") as file:
+                file.write(traceback.format_exc())
 
     if size == 1:
         bare(1, work)

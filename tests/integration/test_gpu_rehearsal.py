@@ -106,12 +106,35 @@ def test_the_benchmark_runs_to_its_end() -> None:
     assert [bool(row.target) for row in found] == [True] * 3 + [False] * 4 + [True]
 
 
-def test_the_benchmark_says_what_one_gpu_can_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in ("_step_rows", "_first_launch_rows", "_launch_rows"):
+def test_the_benchmark_says_what_it_could_not_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> Iterator[gpu.Row]:
+        yield gpu.Row("one", "1")
+        raise AssertionError("the cell was expected to end without an error\nCUDA error: out of memory")
+
+    monkeypatch.setattr(gpu, "_step_rows", fail)
+    for part in ("_first_launch_rows", "_launch_rows"):
         monkeypatch.setattr(gpu, part, lambda *_: ())
-    (row,) = gpu.rows(gpu.FULL, 1)
+    first, failed, row = gpu.rows(gpu.FULL, 1)
+    assert first.what == "one"
+    assert failed.value.startswith("FAILED (AssertionError: the cell was expected to end without an error)")
+    assert not failed.holds
+    assert "CUDA error: out of memory" in capsys.readouterr().err
     assert "not measured: accelerate starts processes for two GPUs or more" in row.value
     assert not row.target
+    monkeypatch.setattr(gpu, "HAS_PEER", False)
+    assert "not measured: accelerate is not installed" in [*gpu.rows(gpu.FULL, 2)][-1].value
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12's, beside any thread
+def test_a_bare_fork_that_fails_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("no such device")
+
+    monkeypatch.setattr(gpu, "_bare_first_step", fail)
+    with gpu._Timer() as timer, pytest.raises(RuntimeError, match="LookupError: no such device"):
+        timer.time(lambda: gpu._fork_bare(1, "cpu", timer.path))
 
 
 # A machine with made-up GPUs for a command: the driver's library by a module of the same name, and torch's word that
