@@ -68,7 +68,7 @@ class FullyShardedDataParallelPlugin:
         cpu_offload: keep parts of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
         ignored_modules: modules, or a regular expression for their names, that are not sharded: every rank holds them
-            whole, and trains them by itself.
+            whole, and trains them by itself; a warning says so where they are not frozen.
         state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's part, to be loaded on any
             number of ranks. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
         activation_checkpointing: compute the activations of units anew in backward instead of keeping them.

@@ -184,8 +184,6 @@ def _train_unequal(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         with torch.no_grad():
             model.entry.weight.add_(1.0)
             model.scale.add_(1.0)
-    if not is_main and where == "meta":
-        model.scale = torch.zeros(1)
     accelerator, *rest = prepared({}, model)
     return [*epoch(accelerator, *rest), *epoch(accelerator, *rest)], accelerator.get_state_dict(rest[0])
 
@@ -193,6 +191,36 @@ def _train_unequal(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_ranks_without_the_weights_of_rank_0_get_them(where: str) -> None:
     same(ranks.run(_train_unequal, 2, where))
+
+
+def _whole_tensors() -> dict[str, Any]:
+    """A model that only rank 0 has the weights of, with a layer that is not sharded, and a buffer of two names."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))
+    model[1:].requires_grad_(False)
+    model[2].running_mean = model[1].running_mean
+    plugin = FullyShardedDataParallelPlugin(ignored_modules="[12]")
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    if not accelerator.is_main_process:
+        model.to("meta")
+        model[2].running_mean = model[1].running_mean
+    accelerator.prepare(model)
+    return {
+        "weights": parts.gather_weights(model, keep=True),
+        "in parts": [name for name, tensor in model.named_parameters() if parts.is_part(tensor)],
+        "is one": model[2].running_mean is model[1].running_mean,
+    }
+
+
+def test_what_every_rank_holds_whole_is_sent_by_rank_0_too() -> None:
+    first, second = ranks.run(_whole_tensors, 2)
+    torch.testing.assert_close(second["weights"], first["weights"])
+    assert first["weights"]["1.bias"].tolist() == first["weights"]["1.running_mean"].tolist() == [0, 1, 2]
+    for one in (first, second):
+        assert one["in parts"] == ["0.weight", "0.bias"]
+        assert one["is one"]
 
 
 def _shares() -> dict[str, Any]:
@@ -355,6 +383,7 @@ def test_an_optimizer_keeps_the_state_that_it_had_before() -> None:
 
 
 def _norms(norm_type: float, ignored: str | None) -> float:
+    warnings.filterwarnings("ignore", message="ignored_modules leaves")
     accelerator, model, _, _ = prepared({"ignored_modules": ignored}, network())
     accelerator.backward(model(data().tensors[0]).pow(2).mean())
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
@@ -386,6 +415,23 @@ def _evaluate_in_between(settings: dict[str, Any] | None) -> list[float]:
     told = _evaluate(accelerator, model)  # before torch has gathered anything
     told += epoch(accelerator, model, *rest)
     return told + _evaluate(accelerator, model) + epoch(accelerator, model, *rest)
+
+
+def _warnings_of_ignored(is_frozen: bool) -> list[str]:
+    model = network()
+    model.exit.requires_grad_(not is_frozen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared({"ignored_modules": "exit"}, model)
+    return [str(one.message) for one in caught]
+
+
+def test_what_ranks_train_each_for_itself_is_warned_of_once() -> None:
+    (message,), others = ranks.run(_warnings_of_ignored, 2, False)
+    assert message.startswith("ignored_modules leaves exit.weight, exit.bias to each rank alone")
+    assert "requires_grad_(False)" in message
+    assert others == []
+    assert ranks.run(_warnings_of_ignored, 2, True) == [[], []]
 
 
 def test_evaluating_in_inference_mode_leaves_training_possible() -> None:

@@ -83,6 +83,8 @@ class Fsdp2Strategy(Strategy):
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         host_memory.tune_allocator()
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
+        if self._member.topology.rank == 0:
+            _warn_of_drift(model, ignored)
         device, mesh = self._member.device, self._mesh()
         offload = self.plugin.offload_policy()
         name = type(model).__name__  # before fully_shard makes another class of it
@@ -245,6 +247,18 @@ def shares_line(
         f"{model_name}: {in_words.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "
         f"{in_words.size_range(sizes)} each; gathered in {in_words.count(num_units, 'unit')}, each {kept}"
     )
+
+
+def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Say which weights will differ between ranks, because nobody averages their gradients."""
+    names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        advice.warn(
+            f"ignored_modules leaves {', '.join(names[:3])}{more} to each rank alone: their gradients are not "
+            "averaged, so that ranks come to differ, and checkpoints have those of rank 0. Freeze them with "
+            "requires_grad_(False), or average their gradients before each step"
+        )
 
 
 def _has_fully_shard() -> bool:

@@ -31,7 +31,7 @@ class Sources:
 
     Args:
         model: as the person built it.
-        ignored: parameters that stay whole.
+        ignored: parameters that stay whole; those that get their memory anew are exchanged in it.
         device: where parts go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
 
@@ -44,6 +44,7 @@ class Sources:
     ) -> None:
         self._model = model
         self._device = device
+        self._ignored = ignored
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
@@ -66,19 +67,30 @@ class Sources:
                 empty[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
             _owner(self._model, name)[_own_name(name)] = empty[id(old)]
         for name, tensor in self._others.items():
-            if not tensor.is_meta:
+            if self._origins[name] != "nowhere":
                 self._settle_whole(name, tensor)
 
     def _settle_whole(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor that every rank holds whole: to the device, and equal to that of rank 0."""
-        module = self._model.get_submodule(name.rpartition(".")[0])
-        moved = tensor.detach().to(self._device)
+        # Where only rank 0 has it, the others make room for what it sends.
+        moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
         if self._origins[name] == "rank 0":
             moved = collectives.broadcast(moved.clone())
-        if isinstance(tensor, nn.Parameter):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
+        elif isinstance(tensor, nn.Parameter):  # which can't be given memory: another one takes its place
+            self._ignored.remove(tensor)
+            self._put(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
+            self._ignored.add(_owner(self._model, name)[_own_name(name)])  # type: ignore[arg-type]
         else:
-            module._buffers[_own_name(name)] = moved
+            self._put(tensor, moved)
+
+    def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """``new`` wherever the model has ``old``, which may go by several names."""
+        for module in self._model.modules():
+            for held in (module._parameters, module._buffers):
+                for name in [name for name, tensor in held.items() if tensor is old]:
+                    held[name] = new  # type: ignore[assignment]
 
     def make_parts(self, device: torch.device) -> None:
         """Give memory to the parts that the model now has the shapes of.
@@ -245,6 +257,10 @@ def _random_state_of_main() -> Iterator[None]:
 
 def _owner(model: nn.Module, name: str) -> dict[str, nn.Parameter | None]:
     return model.get_submodule(name.rpartition(".")[0])._parameters
+
+
+def _room_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
 def _own_name(name: str) -> str:
