@@ -50,8 +50,11 @@ def fork_failure(attempt: Callable[[], None] | None = None, timeout_s: float = _
 
 
 def _answer(reader: int, timeout_s: float) -> str | None:
-    readable, _, _ = select.select([reader], [], [], timeout_s)
-    if not readable:
+    poller = (
+        select.poll()
+    )  # select.select() takes no descriptor from 1024 on, as a kernel with many open files has
+    poller.register(reader, select.POLLIN)
+    if not poller.poll(timeout_s * 1000):
         return f"backward() does not end within {timeout_s:g} s in a forked process"
     message = os.read(reader, 65536)
     if message == _GOOD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -44,3 +45,20 @@ def test_nothing_is_forked_where_torch_is_not_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     assert autograd_probe.fork_failure() is None
+
+
+def test_a_process_with_many_open_files() -> None:
+    """Beyond 1023, where some ways of waiting for a descriptor end."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip(f"no more than {limits[1]} files may be open here")
+    if limits[0] != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
+    try:
+        assert autograd_probe.fork_failure(lambda: None) is None
+        assert autograd_probe.fork_failure(_raise) is not None
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

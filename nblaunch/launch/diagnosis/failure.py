@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.logtail import read_log
 
 _LAST_LINES = 5
+_LINE = 200  # characters
+# Of an error that ends a process from C++, as NCCL's watchdog does: one line says what it was, a dozen where.
+_NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
+_NATIVE_ERROR = re.compile(r"\s*what\(\): ")
+_SAID = 600
 _LAST_BYTES = 1 << 16
 _HEADLINE = 500  # characters
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
@@ -143,8 +149,9 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog,
 
 def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
     text = read_log(log.log_path(rank, attempt), max_bytes=_LAST_BYTES)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return ["Its last lines:", *(f"    {line[:200]}" for line in lines[-_LAST_LINES:])] if lines else []
+    lines = [line for line in text.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
+    told = [line[: _SAID if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
+    return ["Its last lines:", *(f"    {line}" for line in told)] if told else []
 
 
 def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:

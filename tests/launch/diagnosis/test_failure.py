@@ -51,6 +51,35 @@ Current thread 0x00007f2 (most recent call first):
 """
 
 
+WATCHDOG = """\
+step 5
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: [Rank 1] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=1048576, NumelOut=1048576, \
+Timeout(ms)=600000) ran for 600013 milliseconds before timing out.
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:635 (most recent call \
+first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f12 in /site-packages/torch/lib/libc10.so)
+frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<>) + 0x23d (0x7f13 in /lib/libtorch_cuda.so)
+frame #2: c10d::ProcessGroupNCCL::Watchdog::runLoop() + 0x7a0 (0x7f13 in /lib/libtorch_cuda.so)
+frame #3: <unknown function> + 0xdc253 (0x7f15 in /lib/x86_64-linux-gnu/libstdc++.so.6)
+frame #4: <unknown function> + 0x94ac3 (0x7f15 in /lib/x86_64-linux-gnu/libc.so.6)
+frame #5: clone + 0x44 (0x7f15 in /lib/x86_64-linux-gnu/libc.so.6)
+
+"""
+
+
+def test_a_death_in_native_code_shows_what_was_said_and_not_where(log: JobLog) -> None:
+    """As where a rank waits in NCCL for others until its group's patience is over."""
+    log.log_path(1).write_text(WATCHDOG)
+    text = str(failure_of(died(-6), {0: 40, 1: 41}, log, 0).error)
+    assert "rank 1 (pid 41) was killed by SIGABRT" in text
+    assert "OpType=ALLREDUCE" in text
+    assert "ran for 600013 milliseconds before timing out." in text
+    assert "    step 5" in text
+    assert "frame #" not in text
+
+
 def test_a_crash_with_its_evidence(log: JobLog) -> None:
     log.log_path(1).write_text("".join(f"step {i}\n\n" for i in range(9)))
     log.stacks_path(1).write_text(CRASH)
