@@ -272,7 +272,9 @@ def render(report: Mapping[str, Any]) -> str:
     lines += ["", "devices"]
     lines += [_line(name, _device_text(found)) for name, found in report["devices"].items()]
     lines += [_line(f"GPU {index}", text) for index, text in enumerate(report["gpus"])]
-    lines += [_line(f"TPU {kind}", f"{count} chips") for kind, count in report["tpu_chips"].items()]
+    lines += [
+        _line(f"TPU {kind}", in_words.count(count, "chip")) for kind, count in report["tpu_chips"].items()
+    ]
     lines += ["", "memory"]
     lines += [_line("host", f"{_size(facts['available_bytes'])} available of {_size(facts['limit_bytes'])}")]
     shm_text = f"{_size(facts['dev_shm_used_bytes'])} used of {_size(facts['dev_shm_bytes'])}"

@@ -13,13 +13,13 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import backends
+from nblaunch import backends, in_words
 from nblaunch.cli.usage import UsageError
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import START_METHODS, LaunchSpec
 
 if TYPE_CHECKING:
-    from nblaunch.cli.selfcheck_jobs import Check, Machine
+    from nblaunch.cli.selfcheck_jobs import Check, Setup
 
 _CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, and so not before a test is run
 _MANY_CORES = 4  # processes on CPU cores: more of them would try the machine and not nblaunch
@@ -54,15 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = [name for name in chosen if name not in jobs.CHECKS]
     if unknown:
         raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
-    word = "process" if plan.num_processes == 1 else "processes"
     print(
-        f"{plan.num_processes} {word} on {plan.backend.name} ({plan.backend.process_group}), started by "
-        f"{plan.start_method}: {plan.reason}",
+        f"{in_words.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.process_group}), "
+        f"started by {plan.start_method}: {plan.reason}",
         flush=True,
     )
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="nblaunch-test-") as log_dir:
-        machine = jobs.Machine(
+        setup = jobs.Setup(
             backend=plan.backend.name,
             num_processes=plan.num_processes,
             start_method=arguments.start_method,
@@ -70,8 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
             # TPUs multiply fp32 in passes of bf16; elsewhere only the order of summation differs.
             tolerance=2e-2 if plan.backend.is_lazy else 1e-4,
         )
-        failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], machine)]
-    print(f"{len(chosen)} checks in {time.monotonic() - started_s:.1f} s: {_verdict(failed)}")
+        failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], setup)]
+    print(
+        f"{in_words.count(len(chosen), 'check')} in {time.monotonic() - started_s:.1f} s: {_verdict(failed)}"
+    )
     return 1 if failed else 0
 
 
@@ -93,11 +94,11 @@ def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchP
         raise UsageError(str(error)) from error
 
 
-def _passes(name: str, check: Check, machine: Machine) -> bool:
+def _passes(name: str, check: Check, setup: Setup) -> bool:
     """Run a check and print its line, and where it failed the evidence."""
     began_s = time.monotonic()
     try:
-        text, evidence = check(machine), ""
+        text, evidence = check(setup), ""
     except Exception as error:
         # Whatever it raises: the next checks still tell something, and this one's evidence is what it raised.
         text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "not as it must be:"

@@ -37,8 +37,8 @@ class CheckFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Machine:
-    """On what the checks run.
+class Setup:
+    """How the checks are launched.
 
     Args:
         backend: name of the device family.
@@ -73,45 +73,45 @@ class Machine:
         return list(job.result())
 
 
-Check = Callable[[Machine], str]
+Check = Callable[[Setup], str]
 
 
-def check_collectives(machine: Machine) -> str:
+def check_collectives(setup: Setup) -> str:
     """Every collective operation gives what it must."""
-    _expect_nothing_wrong(machine.run(ranks.collectives))
+    _expect_nothing_wrong(setup.run(ranks.collectives))
     return "gather, reduce, broadcast, pad and objects give what they must on every rank"
 
 
-def check_gradients(machine: Machine) -> str:
+def check_gradients(setup: Setup) -> str:
     """Training on all ranks comes to the weights of training in one process."""
-    _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance))
+    _expect_nothing_wrong(setup.run(ranks.gradients, setup.tolerance))
     return "the weights are those of training in a single process on the same samples"
 
 
-def check_sharded(machine: Machine) -> str:
+def check_sharded(setup: Setup) -> str:
     """The same where every rank holds a part of the weights."""
-    _expect_nothing_wrong(machine.run(ranks.gradients, machine.tolerance, True))
+    _expect_nothing_wrong(setup.run(ranks.gradients, setup.tolerance, True))
     return "the same with the weights in parts, one on each rank (FSDP2)"
 
 
-def check_metrics(machine: Machine) -> str:
+def check_metrics(setup: Setup) -> str:
     """Metrics are of every sample once, also where ranks have unequal numbers of them."""
-    _expect_nothing_wrong(machine.run(ranks.metrics))
+    _expect_nothing_wrong(setup.run(ranks.metrics))
     return "gather_for_metrics gives every sample of an uneven set once, in order"
 
 
-def check_checkpoint(machine: Machine) -> str:
+def check_checkpoint(setup: Setup) -> str:
     """Training goes on from a checkpoint as if it had never stopped."""
     with tempfile.TemporaryDirectory() as folder:
-        _expect_nothing_wrong(machine.run(ranks.checkpoint, str(Path(folder, "state")), machine.tolerance))
+        _expect_nothing_wrong(setup.run(ranks.checkpoint, str(Path(folder, "state")), setup.tolerance))
     return "steps after load_state are those after save_state: weights, optimizer, random numbers"
 
 
-def check_weights_back(machine: Machine) -> str:
+def check_weights_back(setup: Setup) -> str:
     """The trained weights come back into the module that was passed."""
     model = ranks.build_model()
     before = ranks.first_weights(model)
-    trained = machine.run(ranks.train_passed_model, model)
+    trained = setup.run(ranks.train_passed_model, model)
     after = ranks.first_weights(model)
     if after != trained[0]:
         raise CheckFailed(f"rank 0's trained model begins with {trained[0]}, and the one here with {after}")
@@ -120,37 +120,37 @@ def check_weights_back(machine: Machine) -> str:
     return "the model that was passed has rank 0's trained weights"
 
 
-def check_errors(machine: Machine) -> str:
+def check_errors(setup: Setup) -> str:
     """An exception arrives as it was raised, and ends the job."""
-    job, _ = machine.job(ranks.raise_in_last_rank)
+    job, _ = setup.job(ranks.raise_in_last_rank)
     job.run()
     error = job.exception()
     _expect_gone(job, [])
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
         raise CheckFailed(
-            f"rank {machine.num_processes - 1} raised ZeroDivisionError, and here arrived: {error!r}"
+            f"rank {setup.num_processes - 1} raised ZeroDivisionError, and here arrived: {error!r}"
         )
     return "an exception of one rank arrives as it is, and ends the others that wait for it"
 
 
-def check_interrupt(machine: Machine) -> str:
+def check_interrupt(setup: Setup) -> str:
     """An interrupt lets every rank clean up, and leaves no process."""
-    with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
+    with tempfile.TemporaryDirectory() as folder, _waiting_job(setup, folder) as (job, children):
         job.interrupt()
         error = job.exception(_START_TIMEOUT_S)
         if not isinstance(error, KeyboardInterrupt):
             raise CheckFailed(f"the job was interrupted, and ended with {error!r}")
         _expect_gone(job, children)
-        left = [rank for rank in range(machine.num_processes) if not Path(folder, f"{rank}.finally").exists()]
+        left = [rank for rank in range(setup.num_processes) if not Path(folder, f"{rank}.finally").exists()]
         if left:
             raise CheckFailed(f"`finally` blocks did not run on ranks {left}")
     return "`finally` blocks ran; no process is left, nor what workers had started"
 
 
-def check_kill(machine: Machine) -> str:
+def check_kill(setup: Setup) -> str:
     """A rank that is killed is named, and leaves no process."""
-    victim = machine.num_processes - 1
-    with tempfile.TemporaryDirectory() as folder, _waiting_job(machine, folder) as (job, children):
+    victim = setup.num_processes - 1
+    with tempfile.TemporaryDirectory() as folder, _waiting_job(setup, folder) as (job, children):
         os.kill(job.pids[victim], signal.SIGKILL)
         error = job.exception(_START_TIMEOUT_S)
         if not isinstance(error, WorkerDied) or error.rank != victim or error.exitcode != -signal.SIGKILL:
@@ -190,10 +190,10 @@ def _expect_nothing_wrong(found: Sequence[Sequence[str]]) -> None:
 class _waiting_job:  # a context manager, named as a function is
     """A job all of whose ranks wait, each with a child process of its own; what is left of it ends at the end."""
 
-    def __init__(self, machine: Machine, folder: str) -> None:
+    def __init__(self, setup: Setup, folder: str) -> None:
         self._folder = folder
-        self._ready = _Announcements(machine.num_processes)
-        self._job, _ = machine.job(ranks.wait_with_child, folder, listeners=[self._ready])
+        self._ready = _Announcements(setup.num_processes)
+        self._job, _ = setup.job(ranks.wait_with_child, folder, listeners=[self._ready])
 
     def __enter__(self) -> tuple[Job, list[int]]:
         self._job.run_in_background()

@@ -34,6 +34,7 @@ from nblaunch.worker import stdio
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
+    """Live by the orders that the launcher wrote to the pipe whose descriptor is given."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         orders: Orders = pickle.load(file)
     stdio.capture(orders.log_path)

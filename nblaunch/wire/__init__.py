@@ -1,0 +1,1 @@
+"""How things travel between a launcher and its workers, and between nodes."""
