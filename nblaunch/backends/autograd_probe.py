@@ -50,9 +50,8 @@ def fork_failure(attempt: Callable[[], None] | None = None, timeout_s: float = _
 
 
 def _answer(reader: int, timeout_s: float) -> str | None:
-    poller = (
-        select.poll()
-    )  # select.select() takes no descriptor from 1024 on, as a kernel with many open files has
+    # Not select.select(), which takes no descriptor from 1024 on: a kernel may have many files open.
+    poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):
         return f"backward() does not end within {timeout_s:g} s in a forked process"
