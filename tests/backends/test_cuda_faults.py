@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,14 +197,15 @@ def test_for_which_gpus_and_which_cuda_torch_was_built(monkeypatch: pytest.Monke
     assert "was built for (sm_75, sm_90)." in explain(RuntimeError("no kernel image is available for"))[0]
 
 
-def test_what_is_explained_is_the_cause_and_travels_as_itself() -> None:
+def test_what_is_explained_is_the_cause_and_travels_as_itself(tmp_path: Path) -> None:
     """NCCL's errors mostly tell that another rank is gone; these tell of this one."""
     duplicate = nccl(
         "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on"
     )
     assert describe_failure(1, duplicate).is_consequence
-    told = []
-    tell_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate))
+    told: list[Any] = []
+    log_path = str(tmp_path / "rank1.log")
+    tell_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate), log_path)
     assert not told[-1].is_consequence
     asserted = cuda("device-side assert triggered", "cudaErrorAssert")
     asserted.error_code = 710  # type: ignore[attr-defined]
