@@ -6,13 +6,13 @@ NVML makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a proc
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from nblaunch.backends.cuda_visible import Gpu
 from nblaunch.backends.meter import DeviceMeter, DeviceReading
+from nblaunch.installed import is_installed
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:
@@ -101,7 +101,7 @@ class NvmlMeter(DeviceMeter):
 
 def _initialised() -> Any:
     """The module with NVML up; None where there is no driver, or one that does not fit its library."""
-    if importlib.util.find_spec("pynvml") is None:
+    if not is_installed("pynvml"):
         return None
     pynvml: Any = importlib.import_module("pynvml")  # optional, and without types
     try:

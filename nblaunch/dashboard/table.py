@@ -7,7 +7,6 @@ HTML and widgets can't disagree. Knows no markup and no widths.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nblaunch import in_words
@@ -148,20 +147,16 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
             is_other = rank.rank != view.failed_rank
             grouped.setdefault((is_other, rank.is_consequence, words), []).append(rank)
     groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
-    lines = [
-        (_names(ranks) + (" (as a consequence)" if ranks[0].is_consequence else ""), ranks[0].failure)
-        for ranks in groups
-    ]
+    lines = []
+    for ranks in groups:
+        who = in_words.ranks(rank.rank for rank in ranks)
+        lines.append((f"{who} (as a consequence)" if ranks[0].is_consequence else who, ranks[0].failure))
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (in_words.count(hidden, "more rank"), "see the logs")]
     if not lines and view.outcome == "failed" and view.message:
         lines = [("job", clean(view.message.strip().partition("\n")[0]))]
     return tuple(lines)
-
-
-def _names(ranks: Sequence[RankView]) -> str:
-    return in_words.ranks([rank.rank for rank in ranks])
 
 
 def _metrics(view: JobView) -> str:
