@@ -1,0 +1,90 @@
+"""Descriptions of public names: each has one, and none tells of a parameter that is not there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from tests.architecture.source import FunctionNode, Module, listing, modules
+
+_ARGS = re.compile(r"^Args:\n((?:    .*\n?|\n)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^    ((?:\*{0,2}\w+,\s+)*\*{0,2}\w+):", re.MULTILINE)
+
+
+def test_every_public_name_has_a_description() -> None:
+    offenders = [
+        f"{module.at(node)} {node.name}"
+        for module in modules()
+        for owner, node in _definitions(module)
+        if _is_public(owner, node) and ast.get_docstring(node) is None
+    ]
+    assert not offenders, f"say in a line what they are for:{listing(offenders)}"
+
+
+def test_descriptions_tell_of_parameters_that_are_there() -> None:
+    offenders = [
+        f"{module.at(node)} {node.name} has no {name}"
+        for module in modules()
+        for _, node in _definitions(module)
+        for name in sorted(_described(node) - _parameters(node))
+    ]
+    assert not offenders, listing(offenders)
+
+
+Definition = FunctionNode | ast.ClassDef
+
+
+def _definitions(module: Module) -> Iterator[tuple[ast.ClassDef | None, Definition]]:
+    """Functions and classes of a module with their methods, each with the class that it is defined in."""
+    for node in module.tree.body:
+        if isinstance(node, Definition):
+            yield None, node
+        if isinstance(node, ast.ClassDef):
+            yield from ((node, inner) for inner in node.body if isinstance(inner, Definition))
+
+
+def _is_public(owner: ast.ClassDef | None, node: Definition) -> bool:
+    """Whether a stranger may use it, and its description belongs here: not to a getter, or to what it overrides."""
+    if node.name.startswith("_") or (owner is not None and owner.name.startswith("_")):
+        return False
+    if any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list):
+        return False
+    return owner is None or not _overrides(owner, node.name)
+
+
+def _overrides(owner: ast.ClassDef, name: str) -> bool:
+    """Whether a base has the method; it may where the base is not of this package."""
+    bases = {ast.unparse(base).partition("[")[0].split(".")[-1] for base in owner.bases} - {"ABC", "Protocol"}
+    return any(
+        base not in _classes()
+        or any(isinstance(one, FunctionNode) and one.name == name for one in _classes()[base].body)
+        or _overrides(_classes()[base], name)
+        for base in bases
+    )
+
+
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    return {
+        node.name: node
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _described(node: Definition) -> set[str]:
+    """Names under ``Args``: of one entry, or of several that share one."""
+    section = _ARGS.search(ast.get_docstring(node) or "")
+    entries = _ENTRY.findall(section[1]) if section else []
+    return {name.strip().lstrip("*") for entry in entries for name in entry.split(",")}
+
+
+def _parameters(node: Definition) -> set[str]:
+    if isinstance(node, ast.ClassDef):
+        made = [one for one in node.body if isinstance(one, FunctionNode) and one.name == "__init__"]
+        fields = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+        return set().union(fields, *map(_parameters, made))
+    return {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
