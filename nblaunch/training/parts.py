@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nblaunch.training import nested
 from nblaunch.training.waiting import waiting
 from nblaunch.wire.pieces import Piece
 
@@ -23,6 +24,18 @@ def is_part(value: Any) -> bool:
     """Whether ``value`` is a tensor of which this rank holds a part."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
     return module is not None and isinstance(value, module.DTensor)
+
+
+def num_torn(state: Any) -> int:
+    """How many tensors in a nested state lie in parts on several ranks."""
+    return sum(is_part(leaf) and _is_torn(leaf) for leaf in nested.leaves(state))
+
+
+def _is_torn(part: Any) -> bool:
+    sizes = part.device_mesh.shape
+    return any(
+        size > 1 and not place.is_replicate() for size, place in zip(sizes, part.placements, strict=True)
+    )
 
 
 def local(value: T) -> T:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from nblaunch import Accelerator
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from tests.training import ranks
 
 SHAPES = ["circle", "square", "triangle", "star"]
@@ -83,6 +83,36 @@ def test_a_small_bert_learns_the_same_on_one_process_and_on_two(precision: str) 
 
 
 # --- a real encoder --------------------------------------------------------------------------------------------------
+
+
+def _train_t5(is_recomputed: bool) -> list[float]:
+    transformers = _offline()
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=is_recomputed)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.stack([row["input_ids"] for row in _tokens(8)])
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_decoder_with_a_cache_computes_its_activations_anew() -> None:
+    plain, recomputed = (ranks.run(_train_t5, 2, is_recomputed) for is_recomputed in (False, True))
+    assert plain[0][0] > plain[0][1]
+    for losses in recomputed:
+        assert losses == pytest.approx(plain[0], rel=1e-5)
 
 
 def _sentences(count: int, seed: int) -> list[tuple[str, int]]:

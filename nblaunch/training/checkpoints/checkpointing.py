@@ -218,7 +218,11 @@ class Checkpointing(ABC):
             obj: what to save.
             f: a path, or a binary file that is open.
             safe_serialization: safetensors' format, for a dict of tensors.
+
+        Raises:
+            CheckpointError: ``obj`` has weights of which this rank holds but a part.
         """
+        model_files.refuse_parts(obj)
         if self._writes:
             model_files.write_object(obj, f, safe_serialization)
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nblaunch import context
+from nblaunch import context, in_words
 from nblaunch.errors import CheckpointError
 from nblaunch.training import parts
 from nblaunch.training.checkpoints.names import (
@@ -46,10 +46,26 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         f: a path, or a binary file that is open.
         save_on_each_node: on the main process of each machine.
         safe_serialization: safetensors' format, for a dict of tensors.
+
+    Raises:
+        CheckpointError: ``obj`` has weights of which this rank holds but a part.
     """
+    refuse_parts(obj)
     topology = context.current().topology
     if (topology.local_rank if save_on_each_node else topology.rank) == 0:
         write_object(obj, f, safe_serialization)
+
+
+def refuse_parts(obj: Any) -> None:
+    """Raise CheckpointError where a file of ``obj`` would have parts of weights alone: nothing can be made of them."""
+    count = parts.num_torn(obj)
+    if count:
+        raise CheckpointError(
+            f"save was given {in_words.count(count, 'tensor')} of which each rank holds but a part, and would write "
+            "that of the main process. Save whole weights with accelerator.save_model(model, folder), or with "
+            "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
+            "saves optimizers, too"
+        )
 
 
 def write_object(obj: Any, f: Any, safe_serialization: bool = False) -> None:

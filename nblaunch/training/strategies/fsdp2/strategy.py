@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
 
 What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what they return
-(``outputs``), what is saved in parts (``files``), and what torch keeps inside (``watch``).
+(``outputs``), what they compute twice (``recomputing``), what is saved in parts (``files``) or by people themselves
+(``own_saves``), and what torch keeps inside (``watch``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
@@ -25,7 +25,7 @@ from nblaunch.training import advice, collectives, compiling, parts
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.fsdp2 import files, outputs, watch
+from nblaunch.training.strategies.fsdp2 import files, outputs, own_saves, recomputing, watch
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
 from nblaunch.training.wrappers import bare_module
@@ -73,10 +73,11 @@ class Fsdp2Strategy(Strategy):
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                _checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
+                recomputing.apply(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_parts:
             self._shard(inner, units)
             context.current().trained_weights = _pieces
+            own_saves.watch()
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -277,22 +278,3 @@ def _cut(value: Any, parameter: torch.Tensor) -> Any:
 
 def _pieces(module: nn.Module) -> dict[str, Any]:
     return parts.pieces(module.state_dict(), is_main=context.current().topology.local_rank == 0)
-
-
-def _checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
-    """Have ``module`` compute its activations anew in backward.
-
-    In its own ``forward``, which the hooks that gather and free weights are around: the second time runs while they
-    are gathered for backward.
-    """
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        saving = torch.autograd.graph.save_on_cpu(pin_memory=True) if is_offloaded else nullcontext()
-        with saving:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    module.forward = recomputed
