@@ -199,3 +199,17 @@ def test_a_machine_with_so_many_gpus(tmp_path: Path, count: int, env: dict[str, 
     assert report["launch"]["num_processes"] == expected
     assert report["launch"]["process_group"] == "nccl"
     assert report["launch"]["start_method"] == "fork"
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "expected"),
+    [
+        (1, ["--multi_gpu"], "1 cuda process of"),
+        (8, ["--multi_gpu"], "8 cuda processes of"),
+        (8, ["--gpu_ids", "3,5"], "2 cuda processes of"),
+    ],
+)
+def test_a_script_runs_on_so_many_gpus(tmp_path: Path, count: int, options: list[str], expected: str) -> None:
+    assert f"on this machine: {expected}" in _command(
+        tmp_path, count, "launch", *options, "--print_plan", "train.py"
+    )
