@@ -20,6 +20,7 @@ class DeviceReading:
         total_bytes: of its memory.
         utilisation: share of the last moments in which it computed, 0 to 1; None where the device does not tell.
         by_process: process id -> bytes, as far as the driver tells. In a container these are the host's numbers.
+        position: its number among all devices of the meter, where others may be missing; None: none is.
     """
 
     name: str
@@ -27,6 +28,7 @@ class DeviceReading:
     total_bytes: int
     utilisation: float | None = None
     by_process: Mapping[int, int] = field(default_factory=dict)
+    position: int | None = field(default=None, compare=False)
 
 
 class DeviceMeter:
@@ -34,6 +36,9 @@ class DeviceMeter:
 
     is_cheap = True
     """Whether a reading takes a millisecond or so, and can be taken several times a second."""
+
+    num_devices = 0
+    """Of how many it would tell if all could be read; 0: of those that it tells."""
 
     def read(self) -> tuple[DeviceReading, ...]:
         """The devices now, in the order of local ranks; those that can't be read are left out. Never raises."""

@@ -50,10 +50,11 @@ class NvmlMeter(DeviceMeter):
         self._pynvml = pynvml
         # Of functions that a driver before 510 lacks the module says so by an error of another kind.
         self._refusals = (pynvml.NVMLError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError))
-        self._handles: list[tuple[str, Any]] = []
+        self._handles: list[tuple[int, Any]] = []
+        self.num_devices = len(uuids)
         for index, uuid in enumerate(uuids):
             try:
-                self._handles.append((f"GPU {index}", pynvml.nvmlDeviceGetHandleByUUID(uuid)))
+                self._handles.append((index, pynvml.nvmlDeviceGetHandleByUUID(uuid)))
             except pynvml.NVMLError:
                 continue
 
@@ -65,18 +66,19 @@ class NvmlMeter(DeviceMeter):
 
     def read(self) -> tuple[DeviceReading, ...]:
         readings = []
-        for name, handle in self._handles:
+        for index, handle in self._handles:
             try:
                 memory = self._pynvml.nvmlDeviceGetMemoryInfo(handle)
             except self._pynvml.NVMLError:
                 continue
             readings.append(
                 DeviceReading(
-                    name,
+                    f"GPU {index}",
                     int(memory.used),
                     int(memory.total),
                     self._utilisation(handle),
                     self._processes(handle),
+                    position=index,
                 )
             )
         return tuple(readings)

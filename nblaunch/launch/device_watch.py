@@ -45,10 +45,13 @@ class DeviceWatch:
             return []
         self._next_s = self._clock() + _INTERVAL_S
         readings = self._meter.read()
+        # One that can't be read, as a GPU that is lost, must not move the others to its neighbours' ranks.
+        count = self._meter.num_devices or len(readings)
+        placed = {index if one.position is None else one.position: one for index, one in enumerate(readings)}
         told = []
         for local_rank in range(self._num_workers if readings else 0):
-            reading = readings[local_rank % len(readings)]
-            if reading.utilisation is not None:
+            reading = placed.get(local_rank % count)
+            if reading is not None and reading.utilisation is not None:
                 told.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
         return told
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.backends.meter import DeviceMeter, DeviceReading
+from nblaunch.backends.nvml import NvmlMeter
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.view_events import fold
@@ -11,6 +12,7 @@ from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import Exited, JobStarted, Started, WorkerState
 from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.wire.board import Sample
+from tests.backends.fake_nvml import FakeGpu, FakeNvml
 
 
 class _Backend(CpuBackend, DeviceMeter):
@@ -47,6 +49,19 @@ def test_ranks_are_told_of_their_devices_once_a_second() -> None:
     assert watch.look() == []
     watch.close()
     assert backend.is_closed
+
+
+def test_a_gpu_that_is_lost_does_not_lend_its_rank_to_another() -> None:
+    gpus = [FakeGpu(f"GPU-{index}", utilisation=10 * index) for index in range(3)]
+    backend, now_s = _Backend(), 100.0
+    backend.open_meter = lambda: NvmlMeter([gpu.uuid for gpu in gpus], driver)  # type: ignore[method-assign]
+    driver = FakeNvml(gpus)
+    driver.nvmlInit()
+    watch = DeviceWatch(backend, 0, 4, clock=lambda: now_s)
+    gpus[1].is_lost = True
+    now_s = 102.0
+    assert [(one.rank, one.share) for one in watch.look()] == [(0, 0.0), (2, 0.2), (3, 0.0)]
+    watch.close()
 
 
 def test_a_dear_meter_is_not_read() -> None:
