@@ -126,6 +126,13 @@ class LaunchSpec:
         return name_of(self.function)
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which other frameworks learn in a worker what was asked for here."""
+        # Accelerate's own Accelerator reads this one, and its launcher sets another, so that nothing reaches it there.
+        asked = self.mixed_precision != "no"
+        return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if asked else {}
+
+    @property
     def min_nodes(self) -> int:
         """The fewest machines that will do."""
         return bounds(self.num_nodes)[0]

@@ -24,6 +24,7 @@ def run_inline(
     backend: Backend,
     defaults: Mapping[str, Any],
     emit: Callable[[Event], None],
+    environment: Mapping[str, str],
     spans_devices: bool = False,
 ) -> Any:
     """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards.
@@ -34,6 +35,7 @@ def run_inline(
         backend: the device family that it computes on.
         defaults: as in :class:`nblaunch.context.WorkerContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.
+        environment: further variables to set meanwhile.
         spans_devices: let this process drive all devices, which it then does until it ends.
 
     Raises:
@@ -43,7 +45,8 @@ def run_inline(
     before = context.take()
     was_in_group = process_group.is_joined()
     spanning = backend.spanning_env() if spans_devices else None
-    with env.patched(topology.to_env() | backend.worker_env(topology) | (spanning or {})):
+    settings = {**topology.to_env(), **environment, **backend.worker_env(topology), **(spanning or {})}
+    with env.patched(settings):
         if spans_devices:
             backend.span_devices()
         context.install(

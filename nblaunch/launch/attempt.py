@@ -178,7 +178,7 @@ class Attempt:
         return own | (spanning or {})
 
     def _assignment(self, topology: Topology, board_fd: int, event_fd: int, outbox_fd: int) -> Assignment:
-        settings = {**topology.to_env(self.number), **self._device_env(topology)}
+        settings = {**topology.to_env(self.number), **self.spec.environment, **self._device_env(topology)}
         if self.nodes is not None:
             settings |= self.nodes.worker_settings(topology, self.restart_count)
         return Assignment(

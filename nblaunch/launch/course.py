@@ -205,7 +205,9 @@ class Course:
             topology = Topology(master_addr=self.spec.master_addr, master_port=rendezvous.port)
             call = (self.spec.function, self.spec.args)
             spec, backend = self.spec, self.plan.backend
-            value = run_inline(call, topology, backend, spec.defaults, self._tell, spec.spans_devices)
+            value = run_inline(
+                call, topology, backend, spec.defaults, self._tell, spec.environment, spec.spans_devices
+            )
         finally:
             rendezvous.close()
         return Ending("done", values={0: value})

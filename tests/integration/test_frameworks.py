@@ -56,6 +56,23 @@ notebook_launcher(train, (nn.Linear(1, 1),), 2, start_method={method!r}, return_
     assert cell.value == [one, one]
 
 
+def test_accelerate_computes_with_the_precision_of_the_launch(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+from accelerate import Accelerator as TheirAccelerator
+from accelerate.state import AcceleratorState, PartialState
+def train():
+    return TheirAccelerator().mixed_precision
+asked = [notebook_launcher(train, (), 2, precision, start_method=method)
+         for method in ("fork", "forkserver") for precision in ("bf16", "no")]
+asked.append(notebook_launcher(train, (), 1, "bf16", engine="inline"))
+AcceleratorState._reset_state(); PartialState._reset_state()
+asked, "ACCELERATE_MIXED_PRECISION" in os.environ
+"""
+    )
+    assert cell.value == (["bf16", "no", "bf16", "no", "bf16"], False)
+
+
 @pytest.mark.parametrize("imported", ["in the kernel", "inside"])
 def test_lightning_fabric(fresh: Kernel, imported: str) -> None:
     if imported == "in the kernel":
