@@ -32,7 +32,7 @@ LAB = """
 import signal, sys
 from pathlib import Path
 from tests.browser.lab import Lab
-lab = Lab.start(Path(sys.argv[1]))
+lab = Lab(Path(sys.argv[1]))
 print(lab._process.pid, flush=True)
 signal.pause()
 """
@@ -48,8 +48,11 @@ def start(program: str, *args: str) -> tuple[subprocess.Popen[str], int]:
         [sys.executable, "-c", program, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert starter.stdout is not None
-    pidfd = os.pidfd_open(int(starter.stdout.readline()))
-    return starter, pidfd
+    told = starter.stdout.readline()
+    if not told:  # it has failed, and its error is on the standard error
+        with starter:
+            pytest.fail("the program ended before it had started anything")
+    return starter, os.pidfd_open(int(told))
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit"])
