@@ -294,7 +294,7 @@ def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Ke
     longest_s, seconds = ast.literal_eval(cell.result or "")
     end = FrontEnd(cell.messages)
     assert end.num_updates > 40
-    assert end.num_bytes / seconds < 20_000
+    assert end.num_bytes < 20_000 * seconds + BURST_BYTES
     assert longest_s < 1.0  # nothing waits for a front end: this one reads after the cell only
 
 
