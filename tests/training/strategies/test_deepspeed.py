@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import warnings
@@ -451,6 +452,14 @@ def test_without_deepspeed_the_line_that_installs_it_is_told(monkeypatch: pytest
     monkeypatch.delitem(__import__("sys").modules, "deepspeed", raising=False)
     with pytest.raises(ImportError, match="pip install deepspeed"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+
+
+def test_a_version_that_trains_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.6")
+    with pytest.raises(ImportError, match=r"DeepSpeed 0\.17\.6 is too old.* pip install -U deepspeed"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(

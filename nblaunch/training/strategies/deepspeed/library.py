@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from nblaunch import env
 from nblaunch.installed import is_installed
 from nblaunch.training.joining import Member, is_distributed
+from nblaunch.training.versions import compare_versions
 from nblaunch.training.wrappers import add_wrapper
 
 DEVICES = ("cpu", "cuda")
+OLDEST = "0.19.2"
+"""The oldest DeepSpeed that trains as one process does, accumulation included, in every stage."""
 
 # What DeepSpeed warns of that is as it should be here.
 _EXPECTED = (
@@ -46,14 +50,28 @@ def check_installed() -> None:
         )
 
 
+def _check_version() -> None:
+    """Raise ImportError where DeepSpeed is so old that it would train wrong without a word."""
+    try:
+        is_old = compare_versions("deepspeed", "<", OLDEST)
+    except importlib.metadata.PackageNotFoundError:
+        return  # from sources on the path, which people know the version of
+    if is_old:
+        raise ImportError(
+            f"DeepSpeed {importlib.metadata.version('deepspeed')} is too old: stage 2 of 0.17 accumulates "
+            f"gradients wrong, and of 0.18 fails; {OLDEST} or newer is needed: pip install -U deepspeed"
+        )
+
+
 def load(member: Member) -> Any:
     """The module ``deepspeed``, computing on this process's kind of device, in this process's group.
 
     Raises:
-        ImportError: it is not installed, or its import fails.
+        ImportError: it is not installed, too old, or its import fails.
         ValueError: it can't compute on this device.
     """
     check_installed()
+    _check_version()
     kind = member.backend.device_type
     if kind not in DEVICES:
         raise ValueError(
