@@ -12,9 +12,6 @@ from tests.failures.conftest import assert_as_before, source_line, value_of
 from tests.kernels import Cell, Kernel
 
 POSSIBLE = [case for case in CASES if case.is_possible]
-# The exceptions that workers of their own interpreters are tried with. The others are tried where workers have the
-# kernel's memory, and where they have not and are forked.
-OF_SPAWN = ("error", "error in backward", "exception class of a cell")
 
 MAX_LINES = 25
 FOLDED = re.compile(r"^ranks? [\d, ]+: (?!.*complete log)")
@@ -28,10 +25,6 @@ job = nblaunch.last_job()
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("case", POSSIBLE, ids=lambda case: case.name)
 def test_a_failure_is_told_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
-    if method == "spawn" and case.is_remote and case.name not in OF_SPAWN:
-        pytest.skip(
-            "how an exception travels does not depend on how a worker without the kernel's memory began"
-        )
     cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises, timeout_s=30)
     shared.wait_for_no_processes(1.0)
     shared.run(INSPECT)
