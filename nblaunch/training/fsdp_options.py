@@ -124,6 +124,19 @@ class FullyShardedDataParallelPlugin:
                 _sharding_name(self.reshard_after_forward),
                 None,
             )
+        if (
+            not isinstance(self.reshard_after_forward, (int, type(None)))
+            or int(self.reshard_after_forward or 0) < 0
+        ):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r:.80} is none of: True, False, a number of ranks"
+            )
+        for name in (
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "cpu_ram_efficient_loading",
+        ):
+            setattr(self, name, _truth(name, getattr(self, name)))
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy = self.auto_wrap_policy.lower()
             check_choice("auto_wrap_policy", self.auto_wrap_policy, WRAP_POLICIES)
@@ -258,6 +271,13 @@ def _offload(offload: Any) -> Any:
     if type(offload).__name__ == "OffloadPolicy":
         return False
     raise ValueError(f"cpu_offload={offload!r:.80} is none of: True, False, torch's CPUOffloadPolicy")
+
+
+def _truth(name: str, value: Any) -> bool | None:
+    value = _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
+    if value not in (None, True, False):
+        raise ValueError(f"{name}={value!r:.80} is none of: True, False")
+    return None if value is None else bool(value)
 
 
 def _count(name: str, value: Any) -> int:

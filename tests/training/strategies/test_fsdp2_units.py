@@ -116,6 +116,12 @@ def test_ignored_modules() -> None:
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "of FSDP version 1; use 'SHARDED_STATE_DICT'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+        ({"activation_checkpointing": "maybe"}, "activation_checkpointing='maybe' is none of: True, False"),
+        (
+            {"reshard_after_forward": -1},
+            "reshard_after_forward=-1 is none of: True, False, a number of ranks",
+        ),
+        ({"reshard_after_forward": 3.5}, "reshard_after_forward=3.5 is none of"),
         ({"cpu_offload": "cpu"}, "cpu_offload='cpu' is none of: True, False, torch's CPUOffloadPolicy"),
         ({"min_num_params": "many"}, "min_num_params='many' is no number of elements"),
     ],
