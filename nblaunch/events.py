@@ -232,6 +232,7 @@ class JobStarted(Event):
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
         spans_devices: one worker drives all devices, rather than one each.
         mixed_precision: what accelerators in the workers use by default.
+        first_rank: the lowest of this machine.
     """
 
     function_name: str = ""
@@ -245,6 +246,7 @@ class JobStarted(Event):
     label_template: str | None = None
     spans_devices: bool = False
     mixed_precision: str = ""
+    first_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class LinesPrinter(Dashboard):
         self._num_displays: dict[int, int] = {}
         self._display_ids: set[tuple[int, str]] = set()
         self._num_processes = 1
+        self._first_rank = 0
         self._log_dir = ""
         self._label_template: str | None = None
 
@@ -105,6 +106,7 @@ class LinesPrinter(Dashboard):
             )
         elif isinstance(event, JobStarted):
             self._num_processes = event.num_processes
+            self._first_rank = event.first_rank
             self._log_dir = event.log_dir
             self._label_template = event.label_template
             self._pace.restart()
@@ -125,7 +127,7 @@ class LinesPrinter(Dashboard):
 
     def _label(self, rank: int) -> str:
         if self._label_template is not None:
-            names = {"rank": rank, "local_rank": rank, "role_name": "default"}
+            names = {"rank": rank, "local_rank": rank - self._first_rank, "role_name": "default"}
             return Template(self._label_template).safe_substitute(names)
         width = len(str(self._num_processes - 1))
         return f"[{rank:{width}}] " if self._num_processes > 1 else ""

@@ -20,7 +20,6 @@ Two things of torch's are not used. Workers do not share the agents' store: each
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.wire import descriptors
 from nblaunch.wire.channel import EventReceiver, EventSender
+from nblaunch.wire.polling import is_writable, wait_until_readable
 
 LINGER_S = 4.0
 """How long an agent stays at most so that the others hear its last news."""
@@ -154,7 +154,7 @@ class AgentProcess:
 
     def send_if_heard(self, message: Event) -> None:
         """The same for what may be left out: nothing if the agent does not listen at the moment."""
-        if select.select([], [self._writing], [], 0)[1]:
+        if is_writable(self._writing):
             self._sender.send(message)
 
     def close(self, patience_s: float = _EXIT_S) -> None:
@@ -173,7 +173,7 @@ def _wait_for_end(pidfd: int | None) -> None:
     if pidfd is None:
         time.sleep(0.02)
     else:
-        select.select([pidfd], [], [], 0.1)
+        wait_until_readable([pidfd], 0.1)
 
 
 def _start(orders: Orders, inherited: list[int]) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.polling import wait_until_readable
 from nblaunch.worker import bootstrap, guard, shell, stdio
 from nblaunch.worker.failure import describe_failure
 
@@ -120,7 +120,8 @@ def _report_until_all_ended(boot: Boot, pids: Mapping[int, int]) -> None:
     children = Children(pids)
     num_alive = len(pids)
     while num_alive:
-        select.select(children.waitables(), [], [], 0.1 if not children.waitables() else None)
+        fds = children.waitables()
+        wait_until_readable(fds, None if fds else 0.1)
         for rank, status in children.poll():
             num_alive -= 1
             os.write(boot.report_fd, REPORT.pack(ENDED, rank, status.code))

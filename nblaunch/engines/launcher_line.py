@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ from nblaunch.engines.agent_news import NewsExchange
 from nblaunch.events import Event
 from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.wire.nodes import Ended, Hosting, Leave, Summary
+from nblaunch.wire.polling import wait_until_readable
 
 
 class LauncherLine:
@@ -41,7 +41,7 @@ class LauncherLine:
         """Take in what the launcher says. If it is gone, so is this node."""
         receiver = EventReceiver(self._reading_fd)
         while True:
-            select.select([receiver.fd], [], [])
+            wait_until_readable([receiver.fd])
             messages, is_closed = receiver.receive()
             for message in messages:
                 self._heed(message)

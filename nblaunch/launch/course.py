@@ -228,6 +228,7 @@ class Course:
                 label_template=self.spec.log_line_prefix_template,
                 spans_devices=self.spec.spans_devices,
                 mixed_precision=self.spec.mixed_precision,
+                first_rank=self.place.rank,
             )
         )
 

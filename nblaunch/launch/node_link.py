@@ -10,7 +10,6 @@ is known of them ``neighbours.py``'s.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from nblaunch.topology import Topology
 from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample, Slot
 from nblaunch.wire.nodes import Ended, Formed, Hosting, News, Stopping, StopWorkers, Summary
+from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
@@ -228,7 +228,7 @@ class NodeLink:
         while neighbours.can_be_waited_for and not neighbours.must_stop and time.monotonic() < deadline:
             if self._requests.interrupts or self._requests.is_cancelled:
                 return
-            select.select([self._line.fileno(), self._requests.fileno()], [], [], _TICK_S)
+            wait_until_readable([self._line.fileno(), self._requests.fileno()], _TICK_S)
             self._requests.acknowledge()
             self.hear()
             for text in neighbours.look(time.monotonic()):

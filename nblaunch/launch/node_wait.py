@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import select
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from nblaunch.launch.requests import StopRequests
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import nodes
 from nblaunch.wire.nodes import Formed, Over
+from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
 _FIRST_WORD_S = 3.0
@@ -62,7 +62,7 @@ class NodeWait:
         patience_s = self._patience_for_agent()
         said = ""
         while True:
-            select.select([self._line.fileno(), self._requests.fileno()], [], [], _TICK_S)
+            wait_until_readable([self._line.fileno(), self._requests.fileno()], _TICK_S)
             is_anybody_expected = look()
             formed = self._line.take_formed()
             if formed is not None:

@@ -19,7 +19,7 @@ from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.text import TextDashboard
-from nblaunch.events import Displayed, Event, LogLines, Note
+from nblaunch.events import Displayed, JobStarted, Event, LogLines, Note
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
@@ -167,6 +167,16 @@ def test_labels_are_aligned_and_a_single_process_has_none() -> None:
     feed(one := LinesPrinter(stream=stream), [*started(1), lines_of(0, 0, 1)])
     one.close()
     assert stream.getvalue() == "[ 2] line 0\n[11] line 0\nline 0\n"
+
+
+def test_a_label_of_ones_own_knows_the_rank_on_this_machine() -> None:
+    stream = Writes()
+    begin = JobStarted(
+        -1, START_S, num_processes=4, label_template="<${rank}, here ${local_rank}> ", first_rank=2
+    )
+    feed(printer := LinesPrinter(stream=stream), [begin, lines_of(2, 0, 1), lines_of(3, 0, 1)])
+    printer.close()
+    assert stream.getvalue() == "<2, here 0> line 0\n<3, here 1> line 0\n"
 
 
 def said(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
