@@ -19,7 +19,7 @@ from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.text import TextDashboard
-from nblaunch.events import Displayed, JobStarted, Event, LogLines, Note
+from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
