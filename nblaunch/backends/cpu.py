@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.backends import cgroup, system_files
+from nblaunch.backends import cgroup, process_group, system_files
 from nblaunch.backends.base import Backend
 from nblaunch.topology import Topology
 
@@ -43,9 +43,10 @@ class CpuBackend(Backend):
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         # Accelerate would otherwise make N unconnected processes of N workers on a machine without a GPU.
-        changes: dict[str, str | None] = {"ACCELERATE_USE_CPU": "true"}
-        # Else a rank whose function is short closes its connections while others still open theirs, and these fail.
-        changes["TORCH_DIST_INIT_BARRIER"] = "1"
+        changes: dict[str, str | None] = {
+            "ACCELERATE_USE_CPU": "true",
+            **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON,
+        }
         if topology.num_nodes == 1:
             # Gloo listens on the address that the host name resolves to; nothing of one machine's job leaves it.
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK

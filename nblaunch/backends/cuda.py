@@ -94,7 +94,7 @@ class CudaBackend(Backend):
         return cuda_host.open_meter()
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        changes: dict[str, str | None] = {}
+        changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
         is_set = env.read("NCCL_P2P_DISABLE") is not None
         if topology.local_world_size > 1 and not is_set and cuda_host.lacks_p2p() is not None:
             changes |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}

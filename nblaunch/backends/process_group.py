@@ -9,6 +9,9 @@ from typing import Any
 
 from nblaunch.topology import Topology
 
+ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
+"""Environment of a worker. A rank with a short function would close its connections while others open theirs."""
+
 _SETTLE_S = 0.005
 
 _abandoned: list[Any] = []

@@ -121,6 +121,7 @@ class DeepSpeedStrategy(Strategy):
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
         if deepspeed_library.parameters_in_parts(model):
             context.current().trained_weights = weights.pieces
+            weights.warn_of_empty(model)
         shares.tell(engine, type(model).__name__, member)
         if optimizer is not None:
             self.engine, self.config = engine, config

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nblaunch import context
+from nblaunch import context, in_words
+from nblaunch.training import advice
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.wire.pieces import Piece
 
@@ -46,6 +49,37 @@ def pieces(module: torch.nn.Module) -> dict[str, Any]:
         elif is_main:
             told[name] = value.detach() if isinstance(value, torch.Tensor) else value
     return told
+
+
+def warn_of_empty(module: torch.nn.Module) -> None:
+    """Have ``module.state_dict()`` warn a person from now on that it is empty where parameters lie in parts."""
+    module.register_state_dict_post_hook(_warn_of_empty)
+
+
+def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
+    cut = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
+    values = [state.get(prefix + name) for name in cut]
+    # Whoever asks for the variables themselves can put them together, as this file does.
+    num_empty = sum(
+        isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
+    )
+    if num_empty and not _is_asked_by_deepspeed():
+        advice.warn(
+            f"state_dict() has nothing in {in_words.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
+            "rank's part of them elsewhere. Take whole weights from accelerator.get_state_dict(model), called on all "
+            "ranks, or save them with accelerator.save_model(model, folder)"
+        )
+
+
+def _is_asked_by_deepspeed() -> bool:
+    """Its checkpoints take a state dict, too, and add the parts."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "torch",
+        "nblaunch",
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
 
 
 def _piece(parameter: Any) -> Piece:
