@@ -88,6 +88,7 @@ class ExceptionInfo:
         text: the whole traceback as Python prints it, with causes and contexts, the launcher's frames removed.
         cause: the exception that it was raised from, or that was being handled; None where there is none.
         parts: of an exception group, those that it holds.
+        is_raised_from: whether ``cause`` was named by ``raise ... from``, and not only being handled.
     """
 
     type_name: str
@@ -96,6 +97,7 @@ class ExceptionInfo:
     text: str = ""
     cause: ExceptionInfo | None = None
     parts: tuple[ExceptionInfo, ...] = ()
+    is_raised_from: bool = False
 
 
 @dataclass(frozen=True)

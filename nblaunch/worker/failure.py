@@ -122,6 +122,7 @@ def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
         text=_formatted(error),
         cause=_info(cause, depth - 1) if cause is not None and depth > 0 else None,
         parts=tuple(_info(part, depth - 2) for part in parts_of(error)[:_MAX_PARTS]) if depth > 1 else (),
+        is_raised_from=error.__cause__ is not None,
     )
 
 

@@ -229,6 +229,24 @@ def load():
         check="type(error.__cause__) is Wrapped and type(error.__cause__.__cause__) is KeyError",
     ),
     Case(
+        "error while another is handled",
+        _raising(
+            "load()",
+            """
+def load():
+    try:
+        {}["lr"]
+    except KeyError:
+        raise RuntimeError("no learning rate")
+""",
+        ),
+        raises="RuntimeError",
+        value="no learning rate",
+        line='{}["lr"]',
+        shows=('raise RuntimeError("no learning rate")', "During handling of the above exception"),
+        check="error.__cause__ is None and type(error.__context__) is KeyError",
+    ),
+    Case(
         "KeyboardInterrupt of the function",
         _raising('raise KeyboardInterrupt("by hand")'),
         raises="KeyboardInterrupt",

@@ -143,8 +143,9 @@ class RemoteRendering:
         if cause is None:
             return stand_in(self.info.type_name, self.info.message, max_lines)
         shown = stand_in(self.info.type_name, self.info.message, max_lines // 2)
-        shown.__cause__ = stand_in(cause.type_name, cause.message, max_lines // 2)
-        shown.__cause__.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        before = stand_in(cause.type_name, cause.message, max_lines // 2)
+        before.__traceback__ = make_traceback(worth_showing(cause.frames)[-1:])
+        put_before(shown, before, self.info)
         return shown
 
 
@@ -187,6 +188,14 @@ def stand_in(type_name: str, message: str, max_lines: int | None = None) -> Base
     if max_lines is not None:
         message = shortened(fewer_lines(message, max_lines), _MAX_CHARACTERS)
     return type(type_name.rpartition(".")[2], (Exception,), {"__module__": "builtins"})(message)
+
+
+def put_before(error: BaseException, cause: BaseException, info: ExceptionInfo) -> None:
+    """Make ``cause`` what ``error`` was raised from, or while handling which it was raised, as ``info`` says."""
+    if info.is_raised_from:
+        error.__cause__ = cause
+    else:
+        error.__context__ = cause
 
 
 def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:

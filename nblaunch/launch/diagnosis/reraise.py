@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed
-from nblaunch.launch.diagnosis.rendering import RemoteRendering, make_traceback, render_as, stand_in
+from nblaunch.launch.diagnosis.rendering import (
+    RemoteRendering,
+    make_traceback,
+    put_before,
+    render_as,
+    stand_in,
+)
 from nblaunch.wire import exceptions
 from nblaunch.wire.frames import is_own_file
 from nblaunch.wire.texts import MAX_CHARACTERS, fewer_lines
@@ -38,7 +44,7 @@ def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None and info.cause is not None and isinstance(error, WorkerFailed):
         cause = stand_in(info.cause.type_name, info.cause.message)
-        error.__cause__ = cause
+        put_before(error, cause, info)
     if cause is not None and info.cause is not None:
         _give_traceback(cause, info.cause)
     for part, part_info in zip(exceptions.parts_of(error), info.parts, strict=False):
