@@ -18,10 +18,14 @@ PROGRAM = [sys.executable, "-m", "nblaunch"]
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's user is read or written; scripts are in the working folder."""
+    """Nothing of this machine's user is read or written; scripts are in the working folder.
+
+    Pseudo-terminals are of a usual kind, also where the tests run without a terminal.
+    """
     monkeypatch.setenv("NBLAUNCH_CONFIG_FILE", str(tmp_path / "config" / "default.yaml"))
     monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path / "logs"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.chdir(tmp_path)
 
 
