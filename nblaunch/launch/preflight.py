@@ -218,7 +218,7 @@ def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_process
     if available is None or needed <= available:
         return ()
     return (
-        f"training {in_words.size(trained)} of parameters in {num_processes} processes takes at least "
+        f"training {in_words.size(trained)} of parameters in {in_words.count(num_processes, 'process')} takes at least "
         f"{in_words.size(needed)} of host memory (changed weights and gradients), but {in_words.size(available)} are "
         "available: it will most likely run out. Use fewer processes.",
     )
