@@ -2,22 +2,28 @@
 
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel
+        .nblaunch_job.json             marks the folder as ours: its name, its kernel, when it was made
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.message                 text of its exception, where that is too long to be shown
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned.
+Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a
+folder that carries its mark is ever removed: a log folder may be one that holds other things, under any names. A job's
+folder that is renamed or copied is no longer ours, and stays.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nblaunch import env
@@ -26,6 +32,9 @@ from nblaunch.errors import LaunchError
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
 """jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
+
+_MARK = ".nblaunch_job.json"
+_MAX_MARK_BYTES = 4096
 
 _in_use: set[Path] = set()
 """Folders of this process's jobs that still run."""
@@ -45,8 +54,10 @@ class JobLog:
         self._root = _root(folder)
         number = next(_job_numbers)
         self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
+        mark = _Mark(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
         try:
             self.path.mkdir(mode=0o700)
+            mark.write(self.path)
         except OSError as error:
             raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
         _in_use.add(self.path)
@@ -99,21 +110,63 @@ def _root(folder: str | None) -> Path:
     return root
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """What a job's folder carries.
+
+    Args:
+        job: name of the folder.
+        host: of the kernel.
+        pid: of the kernel.
+        number: of the job in that kernel.
+        made_s: ``time.time()`` of its start.
+    """
+
+    job: str
+    host: str
+    pid: int
+    number: int
+    made_s: float
+
+    def write(self, folder: Path) -> None:
+        """Mark ``folder``."""
+        (folder / _MARK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def of(cls, folder: Path) -> _Mark | None:
+        """The mark of a folder that :class:`JobLog` has made, and that is where it was; None of any other."""
+        if folder.is_symlink():
+            return None
+        try:
+            # Not through a link, and not from a named pipe, which would never answer.
+            fd = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+            text = file.read(_MAX_MARK_BYTES) if is_ours else b""
+        try:
+            mark = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_whole = all(isinstance(value, int) for value in (mark.pid, mark.number)) and mark.pid in range(
+            1, 1 << 31
+        )
+        return mark if is_whole and isinstance(mark.made_s, float) and mark.job == folder.name else None
+
+
 def _prune(root: Path, keep: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``keep``, but none that still runs, and none of another process that does."""
-    names = [name for name in os.listdir(root) if name != current and _pid_of(name) is not None]
-    # By numbers: job 10 is younger than job 9.
-    jobs = sorted(names, key=lambda name: [int(part) for part in name.split("-")])
-    for name in jobs[: max(0, len(jobs) - (keep - 1))]:
-        pid = _pid_of(name)
-        is_over = root / name not in _in_use if pid == os.getpid() else not _is_alive(pid or 0)
+    """Remove the oldest jobs beyond ``keep`` of this machine, but none that still runs, in whichever process."""
+    found = [_Mark.of(root / name) for name in os.listdir(root) if name != current]
+    # Whether a process of another machine that shares the folder still runs can't be seen from here.
+    marks = [mark for mark in found if mark is not None and mark.host == socket.gethostname()]
+    marks.sort(key=lambda mark: (mark.made_s, mark.number))
+    for mark in marks[: max(0, len(marks) - (keep - 1))]:
+        folder = root / mark.job
+        is_over = folder not in _in_use if mark.pid == os.getpid() else not _is_alive(mark.pid)
         if is_over:
-            shutil.rmtree(root / name, ignore_errors=True)
-
-
-def _pid_of(job_name: str) -> int | None:
-    parts = job_name.split("-")
-    return int(parts[2]) if len(parts) == 4 and all(part.isdigit() for part in parts) else None
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
