@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser colab-env test-xla xla-env lint format bench picture clean
+.PHONY: help setup demo test browser colab-env test-xla xla-env lint format stubs bench picture clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ lint: setup  ## format, style, types and import floors, without changing a file;
 format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
+
+stubs: setup  ## write the type stubs of Accelerate's module names anew, from nblaunch/compat/names.py
+	$(BIN)/python -m tests.tools.stubs
 
 bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
 	$(BIN)/python -m tests.benchmarks $(ARGS)

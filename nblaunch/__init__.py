@@ -14,8 +14,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import module_aliases
 from nblaunch.backends import cuda_in_kernel
+from nblaunch.compat import finder
 from nblaunch.worker import imports
 
 __version__ = "0.1.0"
@@ -66,22 +66,7 @@ _PUBLIC = {
     "synchronize_rng_states": "nblaunch.training.rng",
 }
 
-_SUBMODULES = (
-    "accelerator",
-    "big_modeling",
-    "checkpointing",
-    "data_loader",
-    "errors",
-    "launchers",
-    "local_sgd",
-    "logging",
-    "memory_utils",
-    "optimizer",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-)
+_SUBMODULES = ("errors", *finder.submodules_of("nblaunch"))
 """Modules that code written for Accelerate uses as attributes: ``nblaunch.utils.set_seed(0)``."""
 
 __all__ = [
@@ -174,7 +159,7 @@ if TYPE_CHECKING:
     from nblaunch.training.waiting import one_at_a_time
 
 
-module_aliases.install()
+finder.install()
 
 # So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
 cuda_in_kernel.watch()
@@ -185,7 +170,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(module_aliases.without(__name__, name))
+        raise AttributeError(finder.missing_attribute(__name__, name))
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     # Where a folder has the name too, importing it has set the attribute: the folder, which can be called as well.
     value = sys.modules.get(f"{__name__}.{name}", value)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 from fnmatch import translate
 from functools import cache
 
-import pytest
-
-from nblaunch.not_offered import explanation
-from tests.architecture.source import Module, modules
+from nblaunch.compat.unsupported import explanation
 from tests.hf_surface.deviations import DEVIATIONS
 from tests.hf_surface.surface import differences, our_module, snapshot
-
-HAND_ON = {module.name for module in modules() if module.name.removeprefix("nblaunch.") in snapshot()} | {
-    "nblaunch.accelerator"
-}
-
-HAS_ALIASES = "__getattr__ = attributes_of(__name__)"
 
 
 @cache
@@ -51,24 +40,6 @@ def test_every_deviation_is_still_one() -> None:
 def test_the_snapshot_has_what_people_use() -> None:
     assert len(snapshot()["utils"]) > 200
     assert "gather_for_metrics" in snapshot()[""]["Accelerator"]["members"]
-
-
-@pytest.mark.parametrize(
-    "module", [m for m in modules() if m.name in HAND_ON], ids=lambda module: module.name
-)
-def test_modules_of_the_surface_only_hand_on(module: Module) -> None:
-    for statement in module.tree.body:
-        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        is_import = isinstance(statement, ast.ImportFrom)
-        is_all = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__"
-        assert is_docstring or is_import or is_all or ast.unparse(statement) == HAS_ALIASES, (
-            f"{module.at(statement)}: {ast.unparse(statement):.80}"
-        )
-    loaded = importlib.import_module(module.name)
-    for name in loaded.__all__:
-        if not name.isupper():
-            assert getattr(loaded, name).__module__.startswith("nblaunch."), name
-            assert getattr(loaded, name).__module__ != module.name, name
 
 
 def test_every_module_of_the_surface_is_there_or_explained() -> None:

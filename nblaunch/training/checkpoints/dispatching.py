@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import not_offered
+from nblaunch.compat import unsupported
 from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
 
 _OF_PIECES = (
@@ -64,7 +64,7 @@ def _only_device(device_map: Mapping[str, Any] | str | None) -> torch.device | N
         return None
     if isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk":
         raise NotImplementedError(
-            f'device_map={device_map!r}: {not_offered.LARGE_MODELS}. Here device_map is None or {{"": device}}'
+            f'device_map={device_map!r}: {unsupported.LARGE_MODELS}. Here device_map is None or {{"": device}}'
         )
     return torch.device(device_map[""])
 

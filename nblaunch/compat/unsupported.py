@@ -1,7 +1,4 @@
-"""Names of Hugging Face Accelerate that nblaunch leaves out, each with what to do instead.
-
-Only the text of an error is made of this: see :mod:`nblaunch.module_aliases`.
-"""
+"""Names of Hugging Face Accelerate that nblaunch does not support, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -53,10 +50,10 @@ _INSTEAD = {
 }  # fmt: skip
 
 INSTEAD = {name: text for text, names in _INSTEAD.items() for name in names}
-"""Name -> why it is not here, and what to do."""
+"""Name -> why it is not supported, and what to use instead."""
 
 
 def explanation(name: str) -> str:
-    """One sentence for a person who looks for ``name``; empty where there is nothing to say about it."""
+    """Return one sentence on an unsupported ``name`` and what to use instead; empty for any other name."""
     text = INSTEAD.get(name, "")
     return f"nblaunch has no {name}: {text}" if text else ""

@@ -6,14 +6,18 @@ import importlib
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
+import cloudpickle
 import pytest
 
 import nblaunch
 import nblaunch.utils
-from nblaunch.module_aliases import ALIASES, _Finder, install
-from nblaunch.not_offered import INSTEAD
+from nblaunch.compat.finder import _Finder, install
+from nblaunch.compat.names import FILES, HOMES
+from nblaunch.compat.unsupported import INSTEAD
 from tests.hf_surface.surface import snapshot
+from tests.tools import stubs
 
 LINES = """
 from nblaunch.utils.operations import gather, send_to_device
@@ -46,17 +50,51 @@ def test_submodules_need_no_import_of_their_own() -> None:
     assert _run("import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)") == "True"
 
 
-@pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_an_alias_has_what_it_stands_for(alias: str) -> None:
-    module, source = importlib.import_module(alias), importlib.import_module(ALIASES[alias])
-    assert {name for name in source.__all__ if name != "__version__"} <= set(dir(module))
-    for name in source.__all__:
-        assert getattr(module, name) is getattr(source, name)
+@pytest.mark.parametrize("module", sorted(HOMES))
+def test_every_name_of_the_table_is_defined_in_its_home(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert loaded.__all__ == sorted(HOMES[module])
+    for name, home in HOMES[module].items():
+        value = getattr(loaded, name)
+        assert value is getattr(importlib.import_module(home), name)
+        if not name.isupper():
+            assert value.__module__ == home, f"{name} is only imported in {home}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_type_checkers_see_the_same_names(module: str) -> None:
+    assert stubs.path_of(module).read_text(encoding="utf-8") == stubs.stub_of(module), "run: make stubs"
+
+
+def test_importing_a_module_of_the_table_loads_no_home() -> None:
+    code = "import sys, nblaunch.utils, nblaunch.state; print('torch' in sys.modules)"
+    assert _run(code) == "False"
+
+
+def test_a_star_import_has_every_name() -> None:
+    assert _run("from nblaunch.state import *; print(PartialState.__name__, is_initialized())") == (
+        "PartialState False"
+    )
+
+
+def test_a_module_travels_by_its_name() -> None:
+    assert cloudpickle.loads(cloudpickle.dumps(nblaunch.utils)) is nblaunch.utils
+
+
+def test_a_folder_of_an_older_version_does_not_hide_a_module(tmp_path: Path) -> None:
+    code = f"""
+import nblaunch
+nblaunch.__path__.insert(0, {str(tmp_path)!r})
+import nblaunch.utils
+print(nblaunch.utils.set_seed.__module__)
+"""
+    (tmp_path / "utils" / "__pycache__").mkdir(parents=True)
+    assert _run(code) == "nblaunch.training.rng"
 
 
 def test_every_name_is_found_where_the_reference_has_it() -> None:
     for path, names in snapshot().items():
-        if f"nblaunch.{path}" in ALIASES:
+        if f"nblaunch.{path}" in HOMES:
             module = importlib.import_module(f"nblaunch.{path}")
             lost = [name for name in names if hasattr(nblaunch.utils, name) and not hasattr(module, name)]
             assert not lost, path
@@ -109,10 +147,9 @@ def test_what_is_explained_exists_there_and_not_here() -> None:
     assert [name for name in INSTEAD if hasattr(nblaunch, name) or hasattr(nblaunch.utils, name)] == []
 
 
-def test_there_is_one_finder_and_it_is_the_last() -> None:
+def test_there_is_one_finder() -> None:
     install()
     assert [type(finder) for finder in sys.meta_path].count(_Finder) == 1
-    assert _run("import sys, nblaunch; print(type(sys.meta_path[-1]).__name__)") == "_Finder"
 
 
 def _run(code: str) -> str:

@@ -1,0 +1,11 @@
+# Written by `make stubs` from nblaunch/compat/names.py.
+from nblaunch.training.checkpoints.dispatching import (
+    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+)
+from nblaunch.training.checkpoints.model_files import (
+    load_checkpoint_in_model as load_checkpoint_in_model,
+)
+from nblaunch.training.initialization import (
+    init_empty_weights as init_empty_weights,
+    init_on_device as init_on_device,
+)

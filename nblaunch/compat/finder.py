@@ -1,0 +1,94 @@
+"""One finder for all module names of Hugging Face Accelerate, served from the table in :mod:`nblaunch.compat.names`.
+
+``nblaunch.utils.operations`` is a module without a file. Its attributes are looked up in their homes when they are
+first used, so that importing it costs nothing. A name that nblaunch does not support raises an error that says what to
+use instead, whichever way it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from nblaunch.compat.names import HOMES
+from nblaunch.compat.unsupported import explanation
+
+
+def install() -> None:
+    """Add the finder to ``sys.meta_path``. A second call does nothing.
+
+    It comes first: a folder that an older version left behind (``nblaunch/utils`` with nothing but compiled files in
+    it) would otherwise be imported as an empty package.
+    """
+    if not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def submodules_of(package: str) -> list[str]:
+    """Return the modules of the table directly below ``package``, without its name."""
+    below = (name.removeprefix(f"{package}.") for name in HOMES if name.startswith(f"{package}."))
+    return sorted(name for name in below if "." not in name)
+
+
+def missing_attribute(module: str, name: str) -> str:
+    """Return the text of the error for a ``name`` that ``module`` does not have."""
+    return explanation(name) or f"module {module!r} has no attribute {name!r}"
+
+
+class _ForwardingModule(ModuleType):
+    """A module whose public names live in other modules."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__name__
+        home = HOMES[module].get(name)
+        if home is not None:
+            value = getattr(importlib.import_module(home), name)
+            self.__dict__[name] = value
+            return value
+        if f"{module}.{name}" in HOMES:
+            return importlib.import_module(f"{module}.{name}")
+        raise AttributeError(missing_attribute(module, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Python binds an imported submodule to its parent: ``utils.tqdm`` shall stay the function, not the module.
+        if not (isinstance(value, ModuleType) and name in HOMES[self.__name__]):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*HOMES[self.__name__], *submodules_of(self.__name__)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.__name__,)  # cloudpickle knows plain modules only
+
+
+class _Finder:
+    """Finds the modules of the table, and explains the modules that nblaunch does not support."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in HOMES:
+            # As a package, for which Python asks the finders about names that it lacks: the error can then say why.
+            return ModuleSpec(fullname, _Loader(), is_package=True)
+        reason = explanation(fullname.rpartition(".")[2]) if fullname.startswith("nblaunch.") else ""
+        if reason:
+            raise ImportError(reason, name=fullname)
+        return None
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _ForwardingModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = HOMES[module.__name__]
+        homes = ", ".join(f"``{home}``" for home in sorted(set(names.values())))
+        module.__doc__ = (
+            f"Names of ``{module.__name__.replace('nblaunch', 'accelerate', 1)}``; defined in {homes}."
+        )
+        module.__dict__["__all__"] = sorted(names)

@@ -1,0 +1,5 @@
+# Written by `make stubs` from nblaunch/compat/names.py.
+from nblaunch.notebook import (
+    debug_launcher as debug_launcher,
+    notebook_launcher as notebook_launcher,
+)

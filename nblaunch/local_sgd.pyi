@@ -1,0 +1,4 @@
+# Written by `make stubs` from nblaunch/compat/names.py.
+from nblaunch.training.local_sgd import (
+    LocalSGD as LocalSGD,
+)

@@ -1,0 +1,5 @@
+# Written by `make stubs` from nblaunch/compat/names.py.
+from nblaunch.training.log import (
+    MultiProcessAdapter as MultiProcessAdapter,
+    get_logger as get_logger,
+)
