@@ -274,6 +274,31 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     ]
 
 
+def test_only_checkpoints_of_ours_make_room_for_new_ones(tmp_path: Path) -> None:
+    """Folders and links of such names that ``save_state`` did not make stay; what a killed save left goes."""
+    project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1, iteration=8)
+    accelerator, _, _ = _prepared(project_dir=tmp_path / "project", project_config=project)
+    checkpoints = tmp_path / "project" / "checkpoints"
+    moved = tmp_path / "moved"
+    accelerator.save_state()
+    (checkpoints / "checkpoint_8").rename(moved)
+    (checkpoints / "checkpoint_7").symlink_to(moved)
+    (checkpoints / ".checkpoint_6.partial").symlink_to(moved)
+    for name in ("checkpoint_5", ".mine.partial", ".checkpoint_4.partial", ".checkpoint_3.doomed"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "notes.txt").write_text("keep")
+    for _ in range(2):
+        accelerator.save_state()
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        ".checkpoint_6.partial",
+        ".mine.partial",
+        "checkpoint_10",
+        "checkpoint_5",
+        "checkpoint_7",
+    ]
+    accelerator.load_state(moved)
+
+
 def test_projects() -> None:
     with pytest.raises(ValueError, match="total_limit=0 would keep no checkpoint"):
         ProjectConfiguration(total_limit=0)

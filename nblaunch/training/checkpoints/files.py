@@ -73,6 +73,11 @@ def in_order(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
+def is_removable(folder: Path) -> bool:
+    """Whether ``save_state`` made the folder where it is; a link or a folder of that name may be anything."""
+    return (folder / CONTENTS).is_file() and not folder.is_symlink()
+
+
 @dataclass(frozen=True)
 class Contents:
     """What a checkpoint holds.

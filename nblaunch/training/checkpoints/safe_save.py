@@ -118,10 +118,16 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove from ``folder`` what killed processes have left: folders half written and half removed."""
+def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove from ``folder`` what killed processes have left: folders half written and half removed.
+
+    Args:
+        folder: where to look.
+        is_ours: whether a folder of that name would be one of those that are written and removed here.
+    """
     for path in folder.glob(".*"):
-        if path.name.endswith((_PARTIAL, _DOOMED)) and path.is_dir():
+        name, dot, suffix = path.name[1:].rpartition(".")
+        if dot + suffix in (_PARTIAL, _DOOMED) and is_ours(name) and not path.is_symlink() and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -102,7 +102,7 @@ class Saver:
                     "load it first: load_state() does that"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            safe_save.remove_leftovers(target.parent)
+            safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
         staging = Staging(target)
         staging.create()
         return staging
@@ -215,7 +215,9 @@ class Saver:
         limit = self._project.total_limit
         if not self._project.automatic_checkpoint_naming or limit is None:
             return
-        others = [path for path in files.in_order(newest.parent) if path != newest]
+        others = [
+            path for path in files.in_order(newest.parent) if path != newest and files.is_removable(path)
+        ]
         for path in others[: max(0, len(others) + 1 - limit)]:
             safe_save.remove_folder(path)
 
