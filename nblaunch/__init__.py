@@ -14,9 +14,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nblaunch import packages
 from nblaunch.backends import cuda_in_kernel
 from nblaunch.compat import finder
-from nblaunch.worker import imports
 
 __version__ = "0.1.0"
 
@@ -163,7 +163,7 @@ finder.install()
 
 # So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
 cuda_in_kernel.watch()
-imports.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
+packages.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
 
 
 def __getattr__(name: str) -> Any:

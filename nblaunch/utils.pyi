@@ -6,6 +6,7 @@ from nblaunch.errors import (
     DistributedOperationException as DistributedOperationException,
 )
 from nblaunch.training.availability import (
+    compare_versions as compare_versions,
     is_4bit_bnb_available as is_4bit_bnb_available,
     is_8bit_bnb_available as is_8bit_bnb_available,
     is_aim_available as is_aim_available,
@@ -48,6 +49,7 @@ from nblaunch.training.availability import (
     is_tensorboard_available as is_tensorboard_available,
     is_timm_available as is_timm_available,
     is_torch_distributed_available as is_torch_distributed_available,
+    is_torch_version as is_torch_version,
     is_torch_xla_available as is_torch_xla_available,
     is_torchao_available as is_torchao_available,
     is_torchdata_available as is_torchdata_available,
@@ -177,8 +179,4 @@ from nblaunch.training.state import (
 )
 from nblaunch.training.tracking import (
     LoggerType as LoggerType,
-)
-from nblaunch.training.versions import (
-    compare_versions as compare_versions,
-    is_torch_version as is_torch_version,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from nblaunch.backends.cuda_visible import Gpu
 from nblaunch.backends.meter import DeviceMeter, DeviceReading
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:

@@ -48,7 +48,7 @@ from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.backends.xla_bf16 import Representation
 from nblaunch.backends.xla_spanning import BatchCutter
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from nblaunch.cli.usage import UsageError
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Resolved, resolve
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process each, or on several machines. Options can be written

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch.cli.memory_needs import ModelSize
 from nblaunch.cli.usage import UsageError
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 if TYPE_CHECKING:
     from torch import nn

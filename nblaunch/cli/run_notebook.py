@@ -17,7 +17,7 @@ from typing import Any
 
 from nblaunch.cli.screen import Screen, without_colours
 from nblaunch.cli.usage import UsageError
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 

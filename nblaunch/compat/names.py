@@ -56,8 +56,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "cli.config": "write_basic_config",
         "errors": "DistributedOperationException",
         "training.availability": (
-            "is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
-            "is_bf16_available is_bnb_available is_boto3_available is_clearml_available "
+            "compare_versions is_4bit_bnb_available is_8bit_bnb_available is_aim_available "
+            "is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available is_clearml_available "
             "is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
             "is_dvclive_available is_fp16_available is_fp8_available is_hpu_available "
             "is_import_timer_available is_lomo_available is_matplotlib_available is_megatron_lm_available "
@@ -65,7 +65,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "is_neuron_available is_npu_available is_numpy_available is_pandas_available is_peft_available "
             "is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available "
             "is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available "
-            "is_tensorboard_available is_timm_available is_torch_distributed_available "
+            "is_tensorboard_available is_timm_available is_torch_distributed_available is_torch_version "
             "is_torch_xla_available is_torchao_available is_torchdata_available "
             "is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available "
             "is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available "
@@ -109,7 +109,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.rng": "set_seed synchronize_rng_state synchronize_rng_states",
         "training.state": "DistributedType wait_for_everyone",
         "training.tracking": "LoggerType",
-        "training.versions": "compare_versions is_torch_version",
     },
 }
 """Module -> home -> the names that it has from there, both without ``nblaunch.`` in front."""

@@ -19,7 +19,7 @@ from nblaunch.dashboard.output import running_request
 from nblaunch.dashboard.terminal import LiveLine
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.dashboard.widgets import WidgetsDashboard
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from nblaunch.config import compilers
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xla")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from nblaunch import context
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 from nblaunch.training import collectives
 from nblaunch.training.options import RNG_TYPES, check_choice
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.events import Metric
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
 from nblaunch.training import advice
 from nblaunch.training.joining import Member
 from nblaunch.training.project import ProjectConfiguration

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.backends import available_memory
 from nblaunch.events import WorkerState
 from nblaunch.wire import turns
 from nblaunch.wire.board import Slot
-from nblaunch.worker import imports
 
 _FIRST_MARK_BYTES = 64 << 20
 _GROWTH = 2.0
@@ -61,7 +61,7 @@ class Construction:
             if parameter is not None:
                 self.add(parameter.numel() * parameter.element_size(), parameter.device.type == "cpu")
 
-        imports.when_imported(
+        packages.when_imported(
             "torch.nn.modules.module", lambda module: module.register_module_parameter_registration_hook(look)
         )
 

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from nblaunch import packages
 from nblaunch.backends import process_group
-from nblaunch.worker import imports
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -133,8 +133,8 @@ def _detach_tqdm() -> None:
     overrides it *is* the plain one. The lock is replaced too: it is shared between processes, and a worker killed
     while it held it would stop every bar of the kernel for ever.
     """
-    imports.when_imported("tqdm.std", _keep_to_one_line)
-    imports.when_imported("tqdm.notebook", _undo_widgets)
+    packages.when_imported("tqdm.std", _keep_to_one_line)
+    packages.when_imported("tqdm.notebook", _undo_widgets)
 
 
 def _keep_to_one_line(std: Any) -> None:
@@ -160,7 +160,7 @@ def _detach_rich() -> None:
     In a notebook it redraws live displays in a widget, and in a terminal by moving the cursor; a worker has neither,
     and every frame would stay in the cell.
     """
-    imports.when_imported("rich.console", _be_a_printer)
+    packages.when_imported("rich.console", _be_a_printer)
 
 
 def _be_a_printer(console: Any) -> None:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import env
-from nblaunch.installed import is_installed
+from nblaunch.packages import is_installed
+from nblaunch.training.availability import compare_versions
 from nblaunch.training.joining import Member, is_distributed
-from nblaunch.training.versions import compare_versions
 from nblaunch.training.wrappers import add_wrapper
 
 DEVICES = ("cpu", "cuda")

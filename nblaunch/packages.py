@@ -1,4 +1,7 @@
-"""Changing a library the moment it is imported, for libraries that the user's function may import first."""
+"""Whether a package is installed, and hooks on its first import; imports nothing itself.
+
+A hook is for a library that the user's function may import first: it is changed the moment it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,23 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 Change = Callable[[ModuleType], None]
+
+
+def is_installed(package: str) -> bool:
+    """Return whether ``package`` is installed, or was made by hand and put into ``sys.modules``.
+
+    The answer is not cached, because users install packages from a cell. A mere folder of that name does not count,
+    though Python would import it as an empty package: wandb and others name the folders after themselves in which they
+    keep what they record, and these lie where notebooks do.
+
+    Args:
+        package: its name in imports, without dots.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # what was made by hand may have no specification
+        return True
+    return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
 
 
 def when_imported(name: str, change: Change) -> None:
@@ -50,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, which tells the finder when the module's code has run."""
+    """Another loader, which notifies the finder when the module's code has run."""
 
     def __init__(self, inner: importlib.abc.Loader, finder: _Finder) -> None:
         self._inner = inner
