@@ -51,6 +51,7 @@ TABLE = {
         Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
         Variable("NBLAUNCH_NUM_PROCESSES", as_count, 0, "workers where a launch does not say; default: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
+        Variable("NBLAUNCH_LOG_LIMIT_MB", as_count, 256, "MB that the log of a rank may take; the middle is dropped"),
         Variable("NBLAUNCH_CONFIG_FILE", str, "", "settings of nblaunch launch; default: one in the platform's folder"),
         Variable("TERM", str, "", "kind of terminal; questions are asked line by line on a dumb one"),
         Variable("XDG_CONFIG_HOME", str, "", "folder of configuration files; default: ~/.config"),

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from nblaunch import env
 from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine
 from nblaunch.errors import LaunchError
@@ -95,9 +96,7 @@ class Attempt:
             assignments, receivers = self._assign(stack, worker_ends, board, place)
             group = self.engine.start((self.spec.function, self.spec.args), assignments, board)
         stack.callback(group.close)
-        tails = {a.rank: LogTail(a.rank, self.log.log_path(a.rank, self.number)) for a in assignments}
-        for tail in tails.values():
-            stack.callback(tail.close)
+        tails = self._tails(stack, [assignment.rank for assignment in assignments])
         watch = DeviceWatch(self.backend, place.rank, place.local_world_size)
         stack.callback(watch.close)
         guardian = Guardian(group.process_groups())
@@ -120,6 +119,13 @@ class Attempt:
         )
         report = supervisor.run()
         return report, _collect(assignments, report)
+
+    def _tails(self, stack: ExitStack, ranks: Sequence[int]) -> dict[int, LogTail]:
+        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
+        tails = {rank: LogTail(rank, self.log.log_path(rank, self.number), max_bytes) for rank in ranks}
+        for tail in tails.values():
+            stack.callback(tail.close)
+        return tails
 
     def _host(self, stack: ExitStack) -> RendezvousHost | None:
         """Listen for workers that want the store; None where another machine does."""

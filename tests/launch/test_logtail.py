@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,20 +105,64 @@ def test_the_rest_is_read_to_its_end_though_parts_of_it_show_nothing(
 
 
 def test_a_rest_larger_than_memory_is_read_a_part_at_a_time(tail: LogTail, path: Path) -> None:
-    append(path, b"")
-    os.truncate(path, 20 << 20)
+    append(path, b"a line of 16 B.\n" * (20 << 16))
     rest = tail.read_rest()
     next(rest)
     assert path.stat().st_size == 20 << 20
     assert os.lseek(tail._fd, 0, os.SEEK_CUR) < 10 << 20
 
 
-def test_a_status_of_many_megabytes_is_cut(tail: LogTail, path: Path) -> None:
+def test_a_line_of_many_megabytes_is_cut(tail: LogTail, path: Path) -> None:
     append(path, b"\r" + b"x" * (3 << 20))
     (text,) = status(tail.read())
     assert 100 < len(text) < 10_000
-    (line,) = lines(tail.read_rest())
-    assert len(line) == 3 << 20
+    append(path, b"\nnext\n")
+    cut, following = lines(tail.read())
+    assert cut.startswith("x" * 1000)
+    assert "3.08 MB more" in cut
+    assert len(cut) < 100_000
+    assert following == "next"
+    assert len(read_log(path).splitlines()[0]) == 3 << 20  # the file has all of it
+
+
+@given(
+    st.text("a\rb\n", max_size=60), st.lists(st.integers(1, 5), min_size=1, max_size=9), st.sampled_from((2, 1 << 16))
+)  # fmt: skip
+def test_carriage_returns_count_the_same_however_they_arrive(
+    text: str, sizes: list[int], max_line: int
+) -> None:
+    fd = os.memfd_create("log")
+    os.write(fd, text.encode())
+    tail = LogTail(0, Path(f"/proc/self/fd/{fd}"))
+    got: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logtail, "_MAX_LINE_BYTES", max_line)
+        for size in sizes:
+            got += lines(tail.read(max_bytes=size))
+        got += lines(tail.read_rest())
+    tail.close()
+    os.close(fd)
+    seen = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    if not seen[-1]:
+        seen.pop()
+    wanted = [line if len(line) <= max_line else line[:max_line] + " ..." for line in seen]
+    assert [line if " ... " not in line else line.partition(" ... ")[0] + " ..." for line in got] == wanted
+
+
+def test_a_bar_that_never_ends_takes_no_memory(tail: LogTail, path: Path) -> None:
+    """What it had redrawn was kept and copied at each look: 100 MB of it took 360 MB and seconds of processor time."""
+    bars = b"".join(b"\r%6d%%|%s" % (i, b"#" * 92) for i in range(10_000))
+    tracemalloc.start()
+    try:
+        for _ in range(40):
+            append(path, bars)
+            assert len(tail.read()) <= 1
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size == 40 * len(bars)
+    assert peak_bytes < 8 << 20
+    assert lines(tail.read_rest()) == ["  9999%|" + "#" * 92]
 
 
 def test_a_log_reads_as_it_was_seen(path: Path) -> None:
