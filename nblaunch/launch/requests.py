@@ -1,4 +1,11 @@
-"""What people ask of a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread."""
+"""What is asked of a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread.
+
+    any thread, any signal handler ── counts, flags, questions ──> StopRequests <── the supervisor looks
+                                   └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
+
+A signal handler may interrupt any line of this module, so nothing here takes a lock: requests are single appends and
+assignments, which the interpreter does in one piece.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +13,86 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
 from nblaunch.wire import descriptors
 
 
-class StopRequests:
-    """Counts requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread."""
+class WakePipe:
+    """A pipe that wakes a wait loop. Its descriptors live as long as anything refers to it.
+
+    There is no ``close``: a thread, or the handler of a signal that arrives in the middle of :meth:`wake`, could then
+    write its byte into whatever file has got the same number since. Drop the last reference instead.
+
+    Raises:
+        LaunchError: the system refused a pipe.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         try:
-            self._reading, self._writing = os.pipe()
+            self.reading, self._writing = os.pipe()
         except OSError as error:
+            self._pid = -1
             raise LaunchError(
                 f"the system refused a pipe: {error}. If descriptors ran out (ulimit -n), close some."
             ) from error
-        os.set_blocking(self._reading, False)
+        os.set_blocking(self.reading, False)
         os.set_blocking(self._writing, False)
-        descriptors.keep_from_children(self._reading, self._writing)
-        self._is_closed = False
-        self.interrupts = 0
+        descriptors.keep_from_children(self.reading, self._writing)
+
+    def wake(self) -> None:
+        """Make the reading end readable."""
+        with suppress(BlockingIOError):  # full: the loop has been woken often enough
+            os.write(self._writing, b"!")
+
+    def empty(self) -> None:
+        """Take in all wake-ups so far."""
+        with suppress(BlockingIOError):
+            os.read(self.reading, 4096)
+
+    def __del__(self) -> None:
+        if (
+            self._pid == os.getpid()
+        ):  # a forked child had them closed at once, and may use the numbers otherwise
+            descriptors.close(self.reading, self._writing)
+
+
+class StopRequests:
+    """Collects requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
+
+    Every question about stacks is answered: by the supervisor, or with the reason why there is no answer.
+
+    Raises:
+        LaunchError: the system refused a pipe.
+    """
+
+    def __init__(self) -> None:
+        self._pipe: WakePipe | None = WakePipe()
+        self._interrupts: deque[None] = deque()
         self.terminations = 0
         self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
-        self.stack_queries: deque[Future[str]] = deque()
+        self._new_queries: deque[Future[str]] = deque()
+        self._taken_queries: set[Future[str]] = set()
+        self._refusal = "no worker process runs yet"
 
     def fileno(self) -> int:
-        """A descriptor that can be read once somebody has asked for something: for ``select``."""
-        return self._reading
+        """A descriptor that can be read once something was asked for, for ``select``; -1 after the end."""
+        return self._pipe.reading if self._pipe is not None else -1
+
+    @property
+    def interrupts(self) -> int:
+        """How often an interrupt was asked for."""
+        return len(self._interrupts)
 
     def interrupt(self) -> None:
         """Once: ask workers to end, with grace. Twice: kill them."""
-        self.interrupts += 1
+        self._interrupts.append(None)
         self._wake()
 
     def terminate(self, grace_s: float) -> None:
@@ -49,7 +100,7 @@ class StopRequests:
         self.termination_grace_s = grace_s
         self.terminations += 1
         if self.terminations > 1:
-            self.interrupts += 1
+            self._interrupts.append(None)
         self._wake()
 
     def stop(self) -> None:
@@ -57,44 +108,76 @@ class StopRequests:
         self.wants_stop = True
         self._wake()
 
-    def ask_stacks(self) -> Future[str]:
-        """Ask where every rank is; the supervisor fulfils the future within a second."""
-        query: Future[str] = Future()
-        self.stack_queries.append(query)
-        self._wake()
-        if self._is_closed:
-            self._answer_rest()
-        return query
-
     def cancel(self) -> None:
         """Kill the workers at once."""
         self.is_cancelled = True
         self._wake()
 
+    def ask_stacks(self) -> Future[str]:
+        """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""
+        query: Future[str] = Future()
+        self._new_queries.append(query)
+        refusal = (
+            self._refusal
+        )  # read after the append: a reason is set before the questions are looked through
+        if refusal:
+            self._refuse_queries(refusal)
+        self._wake()
+        return query
+
     def acknowledge(self) -> None:
         """Empty the pipe that woke the loop."""
+        if self._pipe is not None:
+            self._pipe.empty()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While the block runs, its caller answers what :meth:`take_queries` gives; afterwards the rest is refused."""
+        self._refusal = ""
         try:
-            os.read(self._reading, 4096)
-        except BlockingIOError:
-            return
+            yield
+        finally:
+            self._refuse("no worker runs at the moment")
+
+    def take_queries(self) -> list[Future[str]]:
+        """The questions about stacks since the last call, each to be answered with :meth:`answer`."""
+        taken = list(_popped(self._new_queries.popleft))
+        self._taken_queries.update(taken)
+        return taken
+
+    def answer(self, query: Future[str], text: str) -> None:
+        """Answer a question, unless it was cancelled or refused before."""
+        self._taken_queries.discard(query)
+        with suppress(InvalidStateError):
+            query.set_result(text)
 
     def close(self) -> None:
-        """No request can arrive any more."""
-        self._is_closed = True
-        descriptors.close(self._reading, self._writing)
-        self._answer_rest()
+        """The job has ended: further requests are counted and have no effect."""
+        self._refuse("no worker runs any more")
+        self._pipe = None
 
-    def _answer_rest(self) -> None:
-        while self.stack_queries:
-            self.stack_queries.popleft().set_result("no worker runs any more")
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        self._refuse_queries(reason)
+
+    def _refuse_queries(self, reason: str) -> None:
+        for pop in (self._new_queries.popleft, self._taken_queries.pop):
+            for query in _popped(pop):
+                self.answer(query, reason)
 
     def _wake(self) -> None:
-        if self._is_closed:
-            return
+        pipe = self._pipe  # held until the byte is written, whatever happens meanwhile
+        if pipe is not None:
+            pipe.wake()
+
+
+def _popped(pop: Callable[[], Future[str]]) -> Iterator[Future[str]]:
+    """Take out everything, while other threads may do the same."""
+    while True:
         try:
-            os.write(self._writing, b"!")
-        except BlockingIOError:
-            return  # full: the loop has been woken often enough
+            yield pop()
+        except LookupError:
+            return
 
 
 @contextmanager

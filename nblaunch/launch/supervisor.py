@@ -122,24 +122,28 @@ class Supervisor:
         self.report = AttemptReport(memory=self._inspector.memory)
 
     def run(self) -> AttemptReport:
-        """Wait until every process has ended and everything they said was heard."""
+        """Wait until every process has ended and all of its output and events were taken in."""
         self._watch()
         self._settle_at = time.monotonic() + _SETTLE_S
         try:
-            while self._alive:
-                for key, _ in self._selector.select(self._timeout()):
-                    key.data()
-                self._reap()
-                self._heed_requests()
-                self._heed_other_nodes()
-                self._look_at_clock()
-                self._step_down()
-                self._follow_up()
+            with self._requests.answering():
+                self._loop()
             self._drain()
         finally:
             descriptors.forget(self._selector_fd)
             self._selector.close()
         return self.report
+
+    def _loop(self) -> None:
+        while self._alive:
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+            self._reap()
+            self._heed_requests()
+            self._heed_other_nodes()
+            self._look_at_clock()
+            self._step_down()
+            self._follow_up()
 
     # --- what the loop waits for ---------------------------------------------------------------------------------
 
@@ -244,9 +248,8 @@ class Supervisor:
                 if self._nodes is None
                 else self._nodes.agreement(slots)
             )
-        while requests.stack_queries:
-            query = requests.stack_queries.popleft()
-            self._dump_stacks(partial(_answer, query))
+        for query in requests.take_queries():
+            self._dump_stacks(partial(self._answer, query))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
@@ -294,6 +297,9 @@ class Supervisor:
 
     def _dump_stacks(self, answer: Callable[[list[str]], None]) -> None:
         self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))
+
+    def _answer(self, query: Future[str], lines: list[str]) -> None:
+        self._requests.answer(query, "\n".join(lines))
 
     def _answering(self) -> dict[int, int]:
         """Rank -> process of the ranks whose function runs."""
@@ -368,10 +374,6 @@ class Supervisor:
                 self._tell(event)
         self.report.last_samples = self._sample()
         self._show(self.report.last_samples)
-
-
-def _answer(query: Future[str], lines: list[str]) -> None:
-    query.set_result("\n".join(lines))
 
 
 def _nothing() -> None:

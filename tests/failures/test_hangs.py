@@ -227,5 +227,29 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert_as_before(shared)
 
 
+@pytest.mark.timeout(60)
+def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, method: str) -> None:
+    if method != "fork":
+        pytest.skip("the launcher answers; it does not know how workers were started")
+    shared.run(
+        """
+def short():
+    time.sleep(0.3)
+def ask_until_the_end():
+    job = notebook_launcher(short, (), 2, background=True, dashboard="none")
+    answers = []
+    while job.is_running:
+        question = job.ask_stacks()
+        answers.append(question.result(20))
+    return answers + [job.stacks()]
+for _ in range(3):
+    answers = ask_until_the_end()
+    assert "short: time.sleep(0.3)" in answers[0], answers
+    assert answers[-1] == "no worker runs any more", answers
+"""
+    )
+    assert_as_before(shared)
+
+
 def _shown(cell: Cell) -> str:
     return cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)

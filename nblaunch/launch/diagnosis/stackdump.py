@@ -54,9 +54,12 @@ class StackDump:
         state = processes.unusual_state(self._pids[rank])
         if self._sizes[rank] == self._offsets[rank] and state is not None:
             return Position(f"no answer: the process is {state}")
-        with self._paths[rank].open("rb") as file:
-            file.seek(self._offsets[rank])
-            return position_of(file.read().decode(errors="replace"))
+        try:
+            with self._paths[rank].open("rb") as file:
+                file.seek(self._offsets[rank])
+                return position_of(file.read().decode(errors="replace"))
+        except OSError as error:  # the folder of logs may be deleted while the job runs
+            return Position(f"no answer: {self._paths[rank]} can't be read: {error.strerror}")
 
 
 def _size(path: Path) -> int:
