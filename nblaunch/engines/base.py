@@ -13,6 +13,9 @@ from nblaunch.events import ExitStatus
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 
+KILL_PATIENCE_S = 10.0
+"""From SIGKILL until a process is given up. Tearing down some hundred GB, or a device, takes seconds."""
+
 
 class WorkerGroup(ABC):
     """The processes of one attempt of a job. Each worker leads a session and process group of its own."""
@@ -23,7 +26,10 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def process_groups(self) -> list[int]:
-        """Every process group that must not outlive the launcher, helpers included."""
+        """Every process group that must not outlive the launcher, helpers included.
+
+        Not of a leader that was reaped: the system may give its number to another process.
+        """
 
     @abstractmethod
     def waitables(self) -> list[int]:
@@ -38,8 +44,15 @@ class WorkerGroup(ABC):
         """Send a signal to the whole process group of a rank; nothing if it has ended."""
 
     @abstractmethod
+    def abandon(self, rank: int) -> None:
+        """Wait no longer for a rank that SIGKILL does not end; its group stays in :meth:`process_groups`."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Kill what still runs, reap it and all helpers, release descriptors. Called once."""
+        """Kill what still runs, reap it and all helpers, release descriptors. Called once.
+
+        Waits at most :data:`KILL_PATIENCE_S` for processes that were killed, and leaves those that still do not end.
+        """
 
 
 class Engine(ABC):

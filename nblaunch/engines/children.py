@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 
-from nblaunch.engines.base import WorkerGroup
+from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import ExitStatus
 from nblaunch.wire import descriptors
 
@@ -23,13 +23,14 @@ class Children(WorkerGroup):
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._pids = dict(pids)
         self._alive = dict(pids)
+        self._abandoned: list[int] = []
         self._pidfds = {rank: fd for rank, pid in pids.items() if (fd := open_pidfd(pid)) is not None}
 
     def pids(self) -> dict[int, int]:
         return dict(self._pids)
 
     def process_groups(self) -> list[int]:
-        return list(self._pids.values())
+        return [*self._alive.values(), *self._abandoned]
 
     def waitables(self) -> list[int]:
         return list(self._pidfds.values())
@@ -41,19 +42,27 @@ class Children(WorkerGroup):
             if status is not None:
                 del self._alive[rank]
                 ended.append((rank, status))
-                if rank in self._pidfds:
-                    descriptors.close(self._pidfds.pop(rank))
+                self._close_pidfd(rank)
         return ended
 
     def signal(self, rank: int, signum: int) -> None:
         if rank in self._alive:
             signal_group(self._alive[rank], signum)
 
+    def abandon(self, rank: int) -> None:
+        # Never reaped: as long as this process has not taken its status, no other gets its number.
+        self._abandoned.append(self._alive.pop(rank))
+        self._close_pidfd(rank)
+
     def close(self) -> None:
         kill_and_reap(self._alive.values())
         self._alive = {}
         descriptors.close(*self._pidfds.values())
         self._pidfds = {}
+
+    def _close_pidfd(self, rank: int) -> None:
+        if rank in self._pidfds:
+            descriptors.close(self._pidfds.pop(rank))
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -78,14 +87,17 @@ def signal_group(pid: int, signum: int) -> None:
         return
 
 
-def kill_and_reap(pids: Iterable[int]) -> None:
-    """SIGKILL to the group of each child, then wait until all have ended."""
+def kill_and_reap(pids: Iterable[int], patience_s: float = KILL_PATIENCE_S) -> set[int]:
+    """SIGKILL to the group of each child, then wait until they have ended; returns those that have not in time."""
     waiting = set(pids)
     for pid in waiting:
         signal_group(pid, signal.SIGKILL)
-    while waiting:
-        waiting = {pid for pid in waiting if reap_with_group(pid) is None}
-        time.sleep(_REAP_INTERVAL_S if waiting else 0)
+    deadline = time.monotonic() + patience_s
+    while waiting := {pid for pid in waiting if reap_with_group(pid) is None}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_REAP_INTERVAL_S)
+    return waiting
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:

@@ -51,6 +51,7 @@ class ZygoteGroup(WorkerGroup):
         self._report_fd = report_fd
         self._pids: dict[int, int] = {}
         self._alive = set(ranks)
+        self._abandoned: list[int] = []
         os.set_blocking(report_fd, False)
         descriptors.keep_from_children(report_fd)
 
@@ -58,7 +59,8 @@ class ZygoteGroup(WorkerGroup):
         return dict(self._pids)
 
     def process_groups(self) -> list[int]:
-        return [self._zygote, *self._pids.values()]
+        zygote = [self._zygote] if self._zygote_status is None else []
+        return zygote + [pid for rank, pid in self._pids.items() if rank in self._alive] + self._abandoned
 
     def waitables(self) -> list[int]:
         fds = [self._report_fd]
@@ -83,6 +85,11 @@ class ZygoteGroup(WorkerGroup):
             signal_group(self._pids[rank], signum)
         elif self._zygote_status is None:
             signal_group(self._zygote, signum)  # still loading: there are no workers yet
+
+    def abandon(self, rank: int) -> None:
+        self._alive.discard(rank)
+        if rank in self._pids:
+            self._abandoned.append(self._pids[rank])
 
     def close(self) -> None:
         for rank in self._alive & self._pids.keys():

@@ -118,6 +118,8 @@ class Attempt:
             nodes=self.nodes,
         )
         report = supervisor.run()
+        if report.unkillable:
+            guardian.stay()
         return report, _collect(assignments, report)
 
     def _tails(self, stack: ExitStack, ranks: Sequence[int]) -> dict[int, LogTail]:

@@ -236,11 +236,13 @@ class Course:
 
     def _ending(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> Ending:
         values = {rank: outcome.value for rank, outcome in outcomes.items()}
+        left_behind = list(report.unkillable.values())
         if report.cancelled:
-            error = JobCancelled(f"{self.spec.function_name} was cancelled; logs: {self._log.path}")
-            return Ending("cancelled", error, values=values)
+            text = f"{self.spec.function_name} was cancelled; logs: {self._log.path}"
+            return Ending("cancelled", JobCancelled("\n".join([text, *left_behind])), values=values)
         if report.interrupted:
-            return Ending("interrupted", KeyboardInterrupt(), values=values)
+            error = KeyboardInterrupt(*["\n".join(left_behind)] if left_behind else [])
+            return Ending("interrupted", error, values=values)
         if not report.is_success:
             failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
             return Ending("failed", failure.error, failure.rank, failure.headline, values=values)

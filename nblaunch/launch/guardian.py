@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 
+from nblaunch.engines.spawn import disown
 from nblaunch.wire import descriptors
 
 _SCRIPT = (
@@ -33,6 +34,7 @@ class Guardian:
         self._groups = set(process_groups)
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = -1
+        self._stays = False
 
     def start(self) -> None:
         """Be there from now on.
@@ -67,9 +69,16 @@ class Guardian:
             with suppress(BrokenPipeError):
                 os.write(self._writing, b"%d\n" % process_group)
 
+    def stay(self) -> None:
+        """Remain until this process ends: a worker could not be killed, and what it has started may come to life."""
+        self._stays = True
+
     def dismiss(self) -> None:
-        """End the guardian without it doing anything. Called when every worker has been reaped."""
+        """End the guardian without it doing anything, unless it stays. Called when every worker has been reaped."""
         if self._process is None:
+            return
+        if self._stays:
+            disown(self._process)  # nothing waits for it any more
             return
         self._process.kill()
         self._process.wait()

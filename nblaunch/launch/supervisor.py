@@ -13,6 +13,7 @@ process has ended, pipes and logs are read to their end before anything is concl
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,9 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from nblaunch import in_words
-from nblaunch.engines.base import WorkerGroup
-from nblaunch.events import Event, Exited, Failed, Finished, Note, Started
+from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started
 from nblaunch.launch.common_stop import CommonStop, answers_of
+from nblaunch.launch.diagnosis import processes
 from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -114,6 +116,7 @@ class Supervisor:
         self._said = dict.fromkeys(receivers, 0)
         self._alive = set(receivers)
         self._ladder: StopLadder | None = None
+        self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._interrupts_seen = 0
         self._next_tick = time.monotonic() + TICK_S
@@ -143,6 +146,7 @@ class Supervisor:
             self._heed_other_nodes()
             self._look_at_clock()
             self._step_down()
+            self._abandon_unkillable()
             self._follow_up()
 
     # --- what the loop waits for ---------------------------------------------------------------------------------
@@ -277,7 +281,27 @@ class Supervisor:
             return
         for rank, signum in self._ladder.due(time.monotonic(), self._alive, self._has_noticed):
             self.report.signalled.setdefault(rank, time.time())
+            if signum == signal.SIGKILL:
+                self._killed_s.setdefault(rank, time.monotonic())
             self._group.signal(rank, signum)
+
+    def _abandon_unkillable(self) -> None:
+        """Go on without processes that SIGKILL does not end: a driver or a file system may hold them for ever."""
+        now = time.monotonic()
+        for rank in sorted(self._alive):
+            if now - self._killed_s.get(rank, now) >= KILL_PATIENCE_S:
+                self._abandon(rank)
+
+    def _abandon(self, rank: int) -> None:
+        text = _unkillable(rank, self._group.pids().get(rank))
+        self._alive.discard(rank)
+        self._group.abandon(rank)
+        self._watch_ends()
+        self.report.unkillable[rank] = text
+        now, status = time.time(), ExitStatus(-signal.SIGKILL)
+        self.report.exits[rank] = (status, now)
+        self._tell(Note.of_job(text, "warning"))
+        self._tell(Exited(rank=rank, time_s=now, status=status))
 
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0
@@ -374,6 +398,17 @@ class Supervisor:
                 self._tell(event)
         self.report.last_samples = self._sample()
         self._show(self.report.last_samples)
+
+
+def _unkillable(rank: int, pid: int | None) -> str:
+    if pid is None:
+        return f"rank {rank} did not end within {KILL_PATIENCE_S:g} s of SIGKILL, and was left behind"
+    return (
+        f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({processes.what_blocks(pid)}): "
+        "a device driver or a (network) file system does not let it go. The job went on without it. Until the system "
+        f"ends it, it keeps its memory and devices. As root, cat /proc/{pid}/stack and dmesg show what it waits for; "
+        "bringing the file server back, umount --force or a reset of the device may free it"
+    )
 
 
 def _nothing() -> None:

@@ -130,7 +130,9 @@ def test_every_rank_runs_leads_a_session_and_ends(stage: Stage) -> None:
     assert [value[:2] for value in values] == [("0", 7), ("1", 7)]
     for rank, (_, _, pid, process_group, session) in enumerate(values):
         assert group.pids()[rank] == pid == process_group == session
-    assert set(group.pids().values()) <= set(group.process_groups())
+    assert not set(group.pids().values()) & set(
+        group.process_groups()
+    )  # others may have their numbers by now
     assert [log for log in stage.logs() if log] == ["seen\n"] * NUM
     assert group.poll() == []
 
@@ -171,6 +173,7 @@ def test_closing_ends_what_still_runs(stage: Stage) -> None:
     group = stage.start(time.sleep, 100)
     stage.run(group, stage.has_started)
     pids = list(group.pids().values())
+    assert set(pids) <= set(group.process_groups())
     group.close()
     stage.stack.pop_all()  # the group has been closed; the rest below, in the same order
     stage.board.close()
@@ -180,6 +183,26 @@ def test_closing_ends_what_still_runs(stage: Stage) -> None:
         os.close(assignment.outbox_fd)
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 5)
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_an_abandoned_rank_is_not_waited_for(stage: Stage) -> None:
+    group = stage.start(time.sleep, 100)
+    stage.run(group, stage.has_started)
+    abandoned = psutil.Process(group.pids()[0])
+    group.abandon(0)
+    assert abandoned.pid in group.process_groups()
+    group.signal(1, signal.SIGKILL)
+    stage.run(group, lambda: 1 in stage.ended)
+    group.signal(0, signal.SIGKILL)  # is not sent any more
+    assert group.poll() == []
+    assert abandoned.status() != psutil.STATUS_ZOMBIE
+    stage.stack.callback(kill_child, abandoned)  # after the group is closed
+
+
+def kill_child(process: psutil.Process) -> None:
+    if process.is_running():
+        process.kill()
+        process.wait()
 
 
 def test_closing_at_once_leaves_nobody(stage: Stage) -> None:

@@ -105,7 +105,7 @@ def _story_elsewhere(report: AttemptReport, notes: Sequence[str]) -> Story | Non
 def _hung(report: AttemptReport, folder: Path) -> Failure:
     rank = min(rank for rank in report.exits if rank not in report.finished)
     lines = ["no rank made progress any more, so the job was stopped:", *report.hang]
-    lines.append(f"complete logs: {folder}")
+    lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     return Failure(JobHung("\n".join(lines)), rank, lines[0])
 
 
@@ -144,7 +144,7 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog,
     where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {socket.gethostname()}"
     lines = [f"{where}; complete log: {log.log_path(root.rank, attempt)}"]
     others = others_in_one_line(report, root)
-    return [*lines, others] if others else lines
+    return [*lines, *([others] if others else []), *report.unkillable.values()]
 
 
 def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:

@@ -33,6 +33,21 @@ def unusual_state(pid: int) -> str | None:
     return _STATES.get(fields[0]) if fields else None
 
 
+def what_blocks(pid: int) -> str:
+    """The states of a process's threads, those blocked inside the system first: ``state D, in request_wait_answer``.
+
+    A process whose first thread is a zombie lives on in the others. Source: proc_pid_stat(5), proc_pid_wchan(5).
+    """
+    states: dict[str, None] = {}
+    for thread in _threads(pid):
+        fields = _stat_fields(pid, thread)
+        wchan = _read(pid, f"task/{thread}/wchan").strip("0\n")  # "0": running, or this process may not know
+        if fields:
+            states[f"state {fields[0]}" + (f", in {wchan}" if wchan else "")] = None
+    ordered = sorted(states, key=lambda state: not state.startswith("state D"))
+    return "; ".join(ordered[:3]) or "state unknown"
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
@@ -42,9 +57,16 @@ def catches(pid: int, signum: int) -> bool:
     return False
 
 
-def _stat_fields(pid: int) -> list[str]:
-    """The fields after the command's name, which may hold anything."""
-    return _read(pid, "stat").rpartition(")")[2].split()
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has just ended, or there is no /proc
+        return []
+
+
+def _stat_fields(pid: int, thread: str = "") -> list[str]:
+    """The fields after the command's name, which may hold anything; of the whole process or of one thread of it."""
+    return _read(pid, f"task/{thread}/stat" if thread else "stat").rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> str:

@@ -24,6 +24,7 @@ class AttemptReport:
         stopped_early: all ranks were told, at the same step, to leave their loops, because somebody asked for that.
         last_samples: the last sample of the board.
         memory: of host and workers while it ran.
+        unkillable: rank -> a sentence about its process, which SIGKILL did not end and which was left behind.
         hang: where every rank was when the job was stopped because it hung; empty otherwise.
         elsewhere: what is known of ranks on other nodes.
     """
@@ -37,6 +38,7 @@ class AttemptReport:
     stopped_early: bool = False
     last_samples: list[Sample] = field(default_factory=list)
     memory: MemoryRecord | None = None
+    unkillable: dict[int, str] = field(default_factory=dict)
     hang: tuple[str, ...] = ()
     elsewhere: Elsewhere = field(default_factory=Elsewhere)
 
