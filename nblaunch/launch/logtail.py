@@ -109,11 +109,8 @@ class LogTail:
         unread = kept_from - os.lseek(self._fd, 0, os.SEEK_CUR)
         if unread > 0:
             os.lseek(self._fd, kept_from, os.SEEK_SET)
-            lines = (
-                self._line.end(),
-                f"... {in_words.size(unread)} of output dropped: they came too fast ...",
-            )
-            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=lines))
+            texts = (self._line.end(), f"... {in_words.size(unread)} of output dropped: printed too fast ...")
+            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=tuple(filter(None, texts))))
         return events
 
     def _warning(self, text: str) -> Note:
