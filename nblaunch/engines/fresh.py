@@ -66,9 +66,9 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
     guard.enter_own_session()
     guard.die_with(first.parent_pid)
-    stdio.capture(boot.log_path)
-    env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
     try:
+        stdio.capture(boot.log_path)
+        env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         guard.let_signals_in()
         _ensure_shell(boot)
         call = _load_call(boot, call_fd, closes=False)

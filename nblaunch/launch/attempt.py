@@ -87,7 +87,9 @@ class Attempt:
         return result
 
     def _run(self, stack: ExitStack) -> tuple[AttemptReport, dict[int, Outcome]]:
-        self.log.start_attempt(self.number)
+        self.log.start_attempt(
+            self.number, range(self.place.rank, self.place.rank + self.place.local_world_size)
+        )
         board = Board.create(self.place.world_size)
         stack.callback(board.close)
         rendezvous = self._host(stack)

@@ -131,7 +131,7 @@ class Course:
 
     def _run_among_nodes(self) -> Ending:
         """Attempts as the agent of this machine wants them: it decides on restarts, with those of the others."""
-        log_path = str(self._log.path / "agent.log")
+        log_path = str(self._log.new_file("agent.log"))
         with NodeLink(
             self.spec, self.plan.num_processes, log_path, self._requests, self._tell, self._show
         ) as nodes:

@@ -15,6 +15,7 @@ folder that is renamed or copied is no longer ours, and stays.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -23,11 +24,14 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nblaunch import env
 from nblaunch.errors import LaunchError
+from nblaunch.host import disk
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
@@ -35,6 +39,8 @@ _PRUNE_EVERY = 20
 
 _MARK = ".nblaunch_job.json"
 _MAX_MARK_BYTES = 4096
+
+_REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
 _in_use: set[Path] = set()
 """Folders of this process's jobs that still run."""
@@ -47,7 +53,7 @@ class JobLog:
         folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
 
     Raises:
-        LaunchError: the folder can't be made, or belongs to somebody else.
+        LaunchError: the folder can't be made, or belongs to another user.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -57,9 +63,11 @@ class JobLog:
         mark = _Mark(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
         try:
             self.path.mkdir(mode=0o700)
-            mark.write(self.path)
         except OSError as error:
-            raise LaunchError(f"the job's log folder {self.path} can't be made: {error.strerror}") from error
+            raise _refusal(f"the job's log folder {self.path} can't be made", self.path, error) from error
+        # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
+        with suppress(OSError):
+            mark.write(self.path)
         _in_use.add(self.path)
         if number % _PRUNE_EVERY == 0:
             self.prune()
@@ -72,9 +80,37 @@ class JobLog:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
         _prune(self._root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=self.path.name)
 
-    def start_attempt(self, attempt: int) -> None:
-        """Make the folder of an attempt."""
-        self.attempt_path(attempt).mkdir(mode=0o700)
+    def start_attempt(self, attempt: int, ranks: Iterable[int]) -> None:
+        """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.
+
+        Raises:
+            LaunchError: the file system has no place for them.
+        """
+        folder = self.attempt_path(attempt)
+        try:
+            folder.mkdir(mode=0o700)
+            for rank in ranks:
+                for path in (self.log_path(rank, attempt), self.stacks_path(rank, attempt)):
+                    path.touch(mode=0o600)
+        except OSError as error:
+            refusal = _refusal(f"the logs of the ranks in {folder} can't be made", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # it is not empty
+                self.path.rmdir()
+            raise refusal from error
+
+    def new_file(self, name: str) -> Path:
+        """An empty file of the job's own, beside the attempts.
+
+        Raises:
+            LaunchError: the file system has no place for it.
+        """
+        path = self.path / name
+        try:
+            path.touch(mode=0o600)
+        except OSError as error:
+            raise _refusal(f"the log {path} can't be made", path, error) from error
+        return path
 
     def attempt_path(self, attempt: int) -> Path:
         """The folder of an attempt."""
@@ -91,23 +127,29 @@ class JobLog:
 
 def _root(folder: str | None) -> Path:
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
-    root = (
-        Path(chosen).expanduser().absolute()
-        if chosen
-        else Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
-    )
+    root = Path(chosen).expanduser().absolute() if chosen else _temporary_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
     except OSError as error:
-        raise LaunchError(
-            f"the log folder {root} can't be made: {error.strerror}. Choose another with log_dir= or NBLAUNCH_LOG_DIR."
-        ) from error
+        raise _refusal(f"the log folder {root} can't be made", root, error) from error
     if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
-        raise LaunchError(
-            f"the log folder {root} belongs to somebody else. Choose another with log_dir= or NBLAUNCH_LOG_DIR."
-        )
+        raise LaunchError(f"the log folder {root} belongs to another user. {_REMEDY}")
     return root
+
+
+def _temporary_root() -> Path:
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:  # it writes a file to each that might be one
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        why = disk.reason(Path("/tmp"), full)
+        raise LaunchError(f"no temporary folder for logs can be written to: {why}. {_REMEDY}") from error
+    return Path(folder) / f"nblaunch-{os.getuid()}"
+
+
+def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
 
 
 @dataclass(frozen=True)

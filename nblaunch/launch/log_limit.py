@@ -9,14 +9,13 @@ off its beginning without losing what is written meanwhile. It frees the blocks 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator
 
 from nblaunch import in_words
+from nblaunch.host import disk
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*: linux/falloc.h
 _BLOCK = 1 << 16  # bytes; a multiple of every file system's blocks, so that whole blocks are freed
 _READ_BYTES = 1 << 30  # at most in one part: read(2) ends at 2 GiB
 _MARK_BYTES = 160
@@ -46,7 +45,7 @@ class LogLimit:
         if self._head + size - self._gap_end <= self._max_bytes:
             return 0
         end = (size - self._max_bytes // 2) // _BLOCK * _BLOCK
-        _punch(self._fd, self._gap_end, end - self._gap_end)
+        disk.free_range(self._fd, self._gap_end, end - self._gap_end)
         self._gap_end = end
         os.pwrite(self._fd, self._mark(), self._head - _MARK_BYTES)
         return end
@@ -73,14 +72,3 @@ def kept_parts(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
             stop = min(stop, end, start + _READ_BYTES)
             yield start, stop
             start = stop
-
-
-def _punch(fd: int, start: int, length: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        fallocate = libc.fallocate
-    except AttributeError:  # not Linux
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
-    if fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(length)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

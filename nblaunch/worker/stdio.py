@@ -10,6 +10,10 @@ import contextlib
 import io
 import os
 import sys
+from pathlib import Path
+
+from nblaunch.errors import LaunchError
+from nblaunch.host import disk
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
@@ -53,9 +57,15 @@ def capture(log_path: str) -> None:
     starts, and C libraries print to them too.
 
     Raises:
-        OSError: the log file can't be made.
+        LaunchError: the log file can't be made.
     """
-    log = os.open(log_path, _FLAGS, 0o600)
+    try:
+        log = os.open(log_path, _FLAGS, 0o600)
+    except OSError as error:
+        why = disk.reason(Path(log_path), error)
+        raise LaunchError(
+            f"the log {log_path} can't be made: {why}. Choose another folder by log_dir= or NBLAUNCH_LOG_DIR."
+        ) from error
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target, inheritable=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,18 +18,35 @@ from tests.kernels import Kernel
 CGROUP = Path("/sys/fs/cgroup")
 
 
+@contextmanager
+def mounted(folder: Path, option: str) -> Iterator[Path]:
+    """A file system in memory, limited by an option of tmpfs(5)."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"a small file system can't be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "size=256k") as folder:
+        yield folder
+
+
+@pytest.fixture
+def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A file system on which ten files, named by numbers, leave no place for another."""
+    with mounted(tmp_path / "disk", "nr_inodes=11") as folder:
+        for number in range(10):
+            (folder / str(number)).touch()
+        yield folder
 
 
 @pytest.mark.timeout(60)
@@ -74,6 +93,66 @@ def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk
         f"print(notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={str(small_disk)!r}))"
     )
     assert cell.stdout.splitlines()[-1] == "3.0"
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_a_hang_on_a_full_disk_names_the_disk(shared: Kernel, small_disk: Path) -> None:
+    """Stacks could not be written, and the ranks were said to be stopped or blocked."""
+    cell = shared.run(
+        f"""
+def train():
+    dist.init_process_group()
+    for i in range(4000):
+        print("x" * 100)
+    dist.barrier()
+    threading.Event().wait() if rank() else dist.barrier()
+notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", log_dir={str(small_disk)!r})
+""",
+        raises="JobHung",
+    )
+    assert cell.error is not None
+    assert f"its stack can't be written: the disk of {small_disk} is full" in cell.error.value
+    assert "blocked" not in cell.error.value
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_a_silent_death_on_a_full_disk_tells_what_may_be_missing(shared: Kernel, small_disk: Path) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    for i in range(4000):
+        print("x" * 100)
+    os._exit(3)
+notebook_launcher(train, num_processes=1, log_dir={str(small_disk)!r})
+""",
+        raises="WorkerDied",
+    )
+    assert cell.error is not None
+    assert f"may be missing: the disk of {small_disk} is full" in cell.error.value
+
+
+@pytest.mark.timeout(120)
+def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
+    shared: Kernel, method: str, disk_without_inodes: Path
+) -> None:
+    """Whichever file is the first that there is no place for: each launch finds one place more."""
+    log_dir = str(disk_without_inodes)
+    launch = f"notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={log_dir!r})"
+    for num_free in range(8):
+        cell = shared.run(launch, raises="LaunchError")
+        assert cell.error is not None
+        assert f"no inodes (entries of files) are left on {disk_without_inodes}" in cell.error.value
+        assert "NBLAUNCH_LOG_DIR" in cell.error.value
+        for name in os.listdir(disk_without_inodes):
+            if name.isdigit():
+                continue
+            shutil.rmtree(disk_without_inodes / name)
+        (disk_without_inodes / str(num_free)).unlink()
+        if method != "forkserver" and num_free == 6:
+            break  # the forkserver alone has a log of its own
+    assert shared.run(launch).result is not None
     assert_as_before(shared)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.errors import LaunchError
+from nblaunch.host import disk
 from nblaunch.launch import joblog
 from nblaunch.launch.joblog import JobLog
 
@@ -115,6 +117,52 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / f"nblaunch-{os.getuid()}").symlink_to(elsewhere)
-    with pytest.raises(LaunchError, match="belongs to somebody else"):
+    with pytest.raises(LaunchError, match="belongs to another user"):
         JobLog()
     assert list(elsewhere.iterdir()) == []
+
+
+def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = JobLog(str(tmp_path))
+    touch = Path.touch
+
+    def touch_some(path: Path, *args: int, **options: int) -> None:
+        if path.name == "rank_1.stacks":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        touch(path, *args, **options)
+
+    free = os.statvfs(tmp_path)
+    no_inodes = os.statvfs_result((*free[:6], 0, 0, *free[8:]))
+    monkeypatch.setattr(Path, "touch", touch_some)
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: no_inodes)
+    with pytest.raises(LaunchError, match=r"no inodes .* are left on /.*log_dir="):
+        log.start_attempt(0, range(2))
+    assert not log.attempt_path(0).exists()
+    log.start_attempt(0, range(1))
+    assert {path.name for path in log.attempt_path(0).iterdir()} == {"rank_0.log", "rank_0.stacks"}
+
+
+def test_a_job_begins_on_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_three: None
+) -> None:
+    """Training goes on without its output; only what was printed is lost."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    log = JobLog(str(tmp_path))
+    log.start_attempt(0, range(2))
+    assert log.log_path(1).exists()
+
+
+def test_a_host_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
+    monkeypatch.setattr(joblog.tempfile, "gettempdir", find_none)
+    with pytest.raises(LaunchError, match=r"temporary folder .*NBLAUNCH_LOG_DIR"):
+        JobLog()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.events import Event, LogLines, Note
-from nblaunch.launch import log_limit
+from nblaunch.host import disk
 from nblaunch.launch.logtail import LogTail, read_log
 from tests.kernels import Kernel
 
@@ -122,7 +122,7 @@ def test_where_the_file_system_can_not_the_log_grows_and_that_is_known(
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(log_limit, "_punch", refuse)
+    monkeypatch.setattr(disk, "free_range", refuse)
     append(path, numbered(0, 50_000))
     (note,) = notes(tail.read())
     assert "goes on growing" in note

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch.errors import JobHung, WorkerDied
+from nblaunch.host import disk
 from nblaunch.launch.diagnosis import memory, stacks
 from nblaunch.launch.diagnosis.elsewhere import Story, left_early, story_of
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -148,10 +149,13 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, log: JobLog,
 
 
 def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
-    text = read_log(log.log_path(rank, attempt), max_bytes=_LAST_BYTES)
+    path = log.log_path(rank, attempt)
+    text = read_log(path, max_bytes=_LAST_BYTES)
     lines = [line for line in text.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     told = [line[: _SAID if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
-    return ["Its last lines:", *(f"    {line}" for line in told)] if told else []
+    refusal = disk.refuses_growth(path, _LINE)
+    lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
+    return (["Its last lines:", *(f"    {line}" for line in told)] if told else []) + lost
 
 
 def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:

@@ -88,11 +88,14 @@ class Position:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where
 
 
-def position_of(text: str) -> Position:
-    """Where a rank is, from what faulthandler wrote for it."""
+NO_ANSWER = Position("no answer: it is stopped, or blocked inside the system")
+
+
+def position_of(text: str) -> Position | None:
+    """Where a rank is, from what faulthandler wrote for it; None where the function's thread is not in it."""
     thread = _main_thread(stacks.parse(text))
     if thread is None:
-        return Position("no answer: it is stopped, or blocked inside the system")
+        return None
     inner, user = _split_at_user(thread.frames)
     described = stacks.describe(user[:1]) or stacks.describe(thread.frames[:1]) or ["outside of the function"]
     is_packing = any(

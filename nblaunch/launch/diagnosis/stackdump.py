@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from nblaunch.host import disk
 from nblaunch.launch.diagnosis import processes
-from nblaunch.launch.diagnosis.hang import Position, position_of
+from nblaunch.launch.diagnosis.hang import NO_ANSWER, Position, position_of
 from nblaunch.wire.assignment import STACKS_SIGNAL
 
 _DEADLINE_S = 0.8
 _QUIET_S = 0.03
 """faulthandler writes line by line; a file that has not grown for this long is complete."""
+
+_STACK_BYTES = 1 << 14
+"""What the stacks of a rank's threads may take."""
 
 
 class StackDump:
@@ -54,12 +58,17 @@ class StackDump:
         state = processes.unusual_state(self._pids[rank])
         if self._sizes[rank] == self._offsets[rank] and state is not None:
             return Position(f"no answer: the process is {state}")
+        path = self._paths[rank]
         try:
-            with self._paths[rank].open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(self._offsets[rank])
-                return position_of(file.read().decode(errors="replace"))
+                position = position_of(file.read().decode(errors="replace"))
         except OSError as error:  # the folder of logs may be deleted while the job runs
-            return Position(f"no answer: {self._paths[rank]} can't be read: {error.strerror}")
+            return Position(f"no answer: {path} can't be read: {error.strerror}")
+        if position is None:
+            refusal = disk.refuses_growth(path, _STACK_BYTES)
+            return Position(f"its stack can't be written: {refusal}") if refusal else NO_ANSWER
+        return position
 
 
 def _size(path: Path) -> int:

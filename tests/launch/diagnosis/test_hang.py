@@ -146,7 +146,9 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
     text = dump(("/home/me/other.py", 3, "helper")) + dump(
         ("/home/me/train.py", 14, "train"), BOOTSTRAP, thread="Thread"
     )
-    assert position_of(text).where == "/home/me/train.py, line 14 in train"
+    position = position_of(text)
+    assert position is not None
+    assert position.where == "/home/me/train.py, line 14 in train"
 
 
 def test_a_value_that_is_being_pickled_is_told_from_the_function() -> None:
@@ -155,13 +157,15 @@ def test_a_value_that_is_being_pickled_is_told_from_the_function() -> None:
         ("/site/nblaunch/wire/payload.py", 50, "append"),
         ("/site/nblaunch/worker/bootstrap.py", 170, bootstrap._Worker._deliver.__name__),
     )
-    assert position_of(text).where == (
+    position = position_of(text)
+    assert position is not None
+    assert position.where == (
         "the function has returned, and what it returned is being pickled: /home/me/train.py, line 6 in __reduce__"
     )
 
 
 def test_no_answer_is_said_to_be_none() -> None:
-    assert position_of("").where.startswith("no answer")
+    assert position_of("") is None
 
 
 def waits(name: str, line: int) -> Position:

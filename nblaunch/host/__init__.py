@@ -1,0 +1,1 @@
+"""Readings of the host that a job runs on: what there is, what is used, what refuses and why."""

@@ -1,0 +1,76 @@
+"""Room on disks: parts of files freed and reserved, and why a file system takes no more."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from nblaunch import in_words
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*: linux/falloc.h
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_range(fd: int, start: int, length: int) -> None:
+    """Free a part of a file (bytes), whose other contents stay where they are.
+
+    Raises:
+        OSError: the file system can't.
+    """
+    _allocate(fd, _KEEP_SIZE | _PUNCH_HOLE, start, length)
+
+
+def refuses_growth(path: Path, num_bytes: int) -> str | None:
+    """Why a file can't grow by ``num_bytes``, as :func:`reason` gives it; None where it can, or nothing is known.
+
+    The room is reserved for it if there is enough; its contents and size stay as they are.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        _allocate(fd, _KEEP_SIZE, os.fstat(fd).st_size, num_bytes)
+    except OSError as error:
+        return reason(path, error) if error.errno in _FULL else None
+    finally:
+        os.close(fd)
+    return None
+
+
+def reason(path: Path, error: OSError) -> str:
+    """Why ``error`` was raised for ``path``, where the file system at that place tells it; else the system's words."""
+    if error.errno == errno.ENOSPC:
+        return _lack(path) or str(error.strerror)
+    return str(error.strerror or error)
+
+
+def _lack(path: Path) -> str | None:
+    """What the file system of ``path`` has run out of; None where it has some of everything."""
+    try:
+        place = next(folder for folder in (path, *path.parents) if folder.exists())
+        status = os.statvfs(place)
+        while not place.is_mount():
+            place = place.parent
+    except OSError:
+        return None
+    is_root = os.geteuid() == 0  # for whom file systems keep a reserve
+    if status.f_files and (status.f_ffree if is_root else status.f_favail) == 0:
+        return f"no inodes (entries of files) are left on {place}: all {status.f_files:,} are in use"
+    num_blocks = status.f_bfree if is_root else status.f_bavail
+    if num_blocks <= 1:
+        return f"the disk of {place} is full: {in_words.size(status.f_blocks * status.f_frsize)} are in use"
+    return None
+
+
+def _allocate(fd: int, mode: int, start: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        fallocate = libc.fallocate
+    except AttributeError:  # not Linux
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    if fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(length)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,84 @@
+"""Why a file system takes no more, and what parts of files take."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from nblaunch.host import disk
+
+
+def refusal(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def test_a_file_that_can_grow_keeps_size_and_contents(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"text")
+    assert disk.refuses_growth(path, 1 << 14) is None
+    assert path.read_bytes() == b"text"
+    assert disk.refuses_growth(tmp_path / "none", 1 << 14) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "is_told"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)]
+)
+def test_growth_is_refused_for_want_of_room_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal(number)
+
+    path = tmp_path / "file"
+    path.touch()
+    monkeypatch.setattr(disk, "_allocate", refuse)
+    told = disk.refuses_growth(path, 1 << 14)
+    assert (told == os.strerror(number)) if is_told else told is None
+
+
+@pytest.mark.parametrize(
+    ("used_up", "wanted"),
+    [
+        ({"f_bfree": 0, "f_bavail": 0}, "is full"),
+        ({"f_ffree": 0, "f_favail": 0}, "no inodes"),
+        ({}, "No space left"),
+    ],
+)
+def test_what_the_file_system_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_up: dict[str, int], wanted: str
+) -> None:
+    names = (
+        "f_bsize",
+        "f_frsize",
+        "f_blocks",
+        "f_bfree",
+        "f_bavail",
+        "f_files",
+        "f_ffree",
+        "f_favail",
+        "f_flag",
+        "f_namemax",
+    )
+    status = os.statvfs_result([used_up.get(name, 4096) for name in names])
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: status)
+    assert wanted in disk.reason(tmp_path / "not" / "there", refusal(errno.ENOSPC))
+
+
+def test_other_refusals_are_told_in_the_words_of_the_system(tmp_path: Path) -> None:
+    assert disk.reason(tmp_path, refusal(errno.EROFS)) == os.strerror(errno.EROFS)
+
+
+def test_a_part_of_a_file_is_freed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (3 << 20))
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+        before = os.fstat(file.fileno()).st_blocks
+        disk.free_range(file.fileno(), 1 << 20, 1 << 20)
+        after = os.fstat(file.fileno())
+    assert after.st_size == 3 << 20
+    assert (before - after.st_blocks) * 512 == 1 << 20
+    assert path.read_bytes() == b"x" * (1 << 20) + b"\0" * (1 << 20) + b"x" * (1 << 20)
