@@ -14,7 +14,7 @@ from dataclasses import replace
 from nblaunch.engines.agent_rendezvous import connect
 from nblaunch.engines.bulletin import Bulletin
 from nblaunch.engines.elastic import LINGER_S, Orders
-from nblaunch.events import Event
+from nblaunch.events import Event, Note
 from nblaunch.wire import nodes
 from nblaunch.wire.nodes import Member, News, NodeNews, Summary
 
@@ -181,7 +181,7 @@ class NewsExchange:
         while True:
             try:
                 bulletin = bulletin or Bulletin(
-                    connect(self._meeting, _RECONNECT_S), self._meeting.run_id, self.id
+                    connect(self._meeting, _RECONNECT_S), self._meeting.run_id, self.id, self._warn
                 )
                 self._exchange(bulletin)
             except Exception as error:
@@ -193,6 +193,9 @@ class NewsExchange:
                     self._changed.notify_all()
                 time.sleep(BEAT_S)
             self._wait_for_news()
+
+    def _warn(self, text: str) -> None:
+        self._tell(Note.of_job(text, "warning"))
 
     def _wait_for_news(self) -> None:
         with self._changed:

@@ -1,29 +1,41 @@
 """Where nodes meet: the store of the rendezvous, and torch's handlers on it.
 
 The store listens on the address that was given and on no other. torch's own ``c10d`` and ``static`` handlers would
-open theirs on all interfaces of the machine, so they are given one here; what they do with it is theirs.
+open theirs on all interfaces of the machine, so they are given one here; what they do with it is theirs, but for one
+thing: torch keeps the state of a ``c10d`` rendezvous on the store as a pickle, which any process that reaches the store
+could replace by another. Here it travels as plain data.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import time
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    _NodeDesc,
+    _RendezvousState,
+    create_handler,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nblaunch.engines.elastic import Meeting
 from nblaunch.spec_nodes import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
+from nblaunch.wire import schema
 
 _READ_TIMEOUT_S = 60.0
 _LAST_CALL_S = 30.0
@@ -89,7 +101,107 @@ def make_handler(meeting: Meeting, store: TCPStore, id: str, host_name: str) -> 
         ),
         **conf,
     )
-    return create_handler(store, C10dRendezvousBackend(store, meeting.run_id), parameters)
+    return create_handler(store, PlainBackend(store, meeting.run_id), parameters)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """torch's ``_NodeDesc``."""
+
+    addr: str
+    pid: int
+    local_id: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """torch's ``_RendezvousState``; times in the form of ISO 8601."""
+
+    round: int
+    complete: bool
+    deadline: str | None
+    closed: bool
+    participants: tuple[tuple[_Node, int], ...]
+    wait_list: tuple[_Node, ...]
+    redundancy_list: tuple[_Node, ...]
+    last_heartbeats: tuple[tuple[_Node, str], ...]
+
+    @classmethod
+    def of(cls, state: _RendezvousState) -> _State:
+        """What ``state`` holds."""
+        return cls(
+            state.round,
+            state.complete,
+            state.deadline.isoformat() if state.deadline is not None else None,
+            state.closed,
+            tuple((_node(node), rank) for node, rank in state.participants.items()),
+            tuple(map(_node, state.wait_list)),
+            tuple(map(_node, state.redundancy_list)),
+            tuple((_node(node), time.isoformat()) for node, time in state.last_heartbeats.items()),
+        )
+
+    def restore(self) -> _RendezvousState:
+        """torch's again.
+
+        Raises:
+            ValueError: a time is none.
+        """
+        state = _RendezvousState()
+        state.round, state.complete, state.closed = self.round, self.complete, self.closed
+        state.deadline = datetime.fromisoformat(self.deadline) if self.deadline is not None else None
+        state.participants = {_description(node): rank for node, rank in self.participants}
+        state.wait_list = set(map(_description, self.wait_list))
+        state.redundancy_list = set(map(_description, self.redundancy_list))
+        state.last_heartbeats = {
+            _description(node): datetime.fromisoformat(time) for node, time in self.last_heartbeats
+        }
+        return state
+
+
+def _node(description: _NodeDesc) -> _Node:
+    return _Node(description.addr, description.pid, description.local_id)
+
+
+def _description(node: _Node) -> _NodeDesc:
+    return _NodeDesc(node.addr, node.pid, node.local_id)
+
+
+class PlainBackend(RendezvousBackend):
+    """torch's backend for ``c10d``, with plain data on the store; pickles stay between torch and this object.
+
+    Args:
+        store: of the rendezvous.
+        run_id: name of the job.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._backend = C10dRendezvousBackend(store, run_id)
+
+    @property
+    def name(self) -> str:
+        """As torch's."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state, pickled, and what names its version; None: there is none yet."""
+        found = self._backend.get_state()
+        return (_pickled(found[0]), found[1]) if found is not None else None
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Write ``state`` if the version is still ``token``; returns what is there now, and whether that is it."""
+        plain = schema.dump(_State.of(pickle.loads(state)))  # torch has made it, in this process
+        found = self._backend.set_state(plain, token)
+        return (_pickled(found[0]), *found[1:]) if found is not None else None
+
+
+def _pickled(plain: bytes) -> bytes:
+    try:
+        return pickle.dumps(schema.load(_State, plain).restore())
+    except ValueError as error:
+        raise RendezvousStateError(
+            f"the state of the rendezvous was not written by a node of this job ({error}). Other processes can reach "
+            "the rendezvous: keep it on a network of your own, and use the same version of nblaunch on all nodes"
+        ) from error
 
 
 class StaticRendezvous(StaticTCPRendezvous):

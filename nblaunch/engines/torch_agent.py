@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from nblaunch.engines.agent_news import NewsExchange
 from nblaunch.engines.elastic import Orders
 from nblaunch.engines.launcher_line import LauncherLine
 from nblaunch.topology import Topology
-from nblaunch.wire import nodes
+from nblaunch.wire import nodes, schema
 from nblaunch.wire.nodes import Formed, Member, StopWorkers
 
 
@@ -94,9 +93,9 @@ class TorchAgent(SimpleElasticAgent):
             first_rank=worker_group.workers[0].global_rank,
             num_workers=len(worker_group.workers),
         )
-        store.set(f"nblaunch/member/{own.node_rank}", pickle.dumps(own))
+        store.set(f"nblaunch/member/{own.node_rank}", schema.dump(own))
         keys = [f"nblaunch/member/{rank}" for rank in range(worker_group.group_world_size or 1)]
-        return tuple(pickle.loads(page) for page in store.multi_get(keys))
+        return tuple(schema.load(Member, page) for page in store.multi_get(keys))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._launcher.ended

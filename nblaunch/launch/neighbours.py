@@ -7,14 +7,17 @@ clock                ──> look  ──> "node 1 (host b, ranks 2-3) has not b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from nblaunch.events import Event, Exited, Finished
 from nblaunch.launch.diagnosis.elsewhere import Elsewhere
 from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample
 from nblaunch.wire.nodes import Member, NodeNews, Stopping
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -81,18 +84,20 @@ class Neighbours:
         if page.start != self._start:
             return []
         summary, own = page.summary, neighbour.member.ranks
-        self.stopping[neighbour.member.node_rank] = summary.stopping
+        self.stopping[neighbour.member.node_rank] = replace(
+            summary.stopping, answers=_of(own, summary.stopping.answers)
+        )
         for sample in summary.samples:
             if sample.rank in own:
                 neighbour.samples[sample.rank] = _moved(sample, neighbour.ahead_s)
         events: list[Event] = []
-        for rank, finished in summary.finished.items():
+        for rank, finished in _of(own, summary.finished).items():
             self.elsewhere.finished.setdefault(rank, finished)
             events += self._once("finished", rank, Finished(rank, finished.time_s))
-        for rank, failed in summary.failed.items():
-            self.elsewhere.failed.setdefault(rank, failed)
-            events += self._once("failed", rank, failed)
-        for rank, (status, time_s) in summary.exits.items():
+        for rank, failed in _of(own, summary.failed).items():
+            there = self.elsewhere.failed.setdefault(rank, replace(failed, rank=rank))
+            events += self._once("failed", rank, there)
+        for rank, (status, time_s) in _of(own, summary.exits).items():
             self.elsewhere.exits.setdefault(rank, (status, time_s))
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
         return events
@@ -158,6 +163,10 @@ class Neighbours:
         """Samples of all ranks: of this node's as given, of the others' as last heard."""
         others = {rank: sample for n in self._by_id.values() for rank, sample in n.samples.items()}
         return [others.get(sample.rank, sample) for sample in samples]
+
+
+def _of(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
+    return {rank: value for rank, value in by_rank.items() if rank in ranks}
 
 
 def _silence(neighbour: _Neighbour, silent_s: float) -> str:

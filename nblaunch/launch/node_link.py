@@ -163,6 +163,8 @@ class NodeLink:
                 self._tell(event)
             for text in notes:
                 self._note(text)
+        elif isinstance(message, Note):
+            self._tell(message)
         elif isinstance(message, StopWorkers):
             self._neighbours.elsewhere.wants_restart = True
             self._note(message.reason)
@@ -244,12 +246,12 @@ class NodeLink:
             time.time(),
             samples=tuple(sample for sample in samples if sample.rank not in elsewhere),
             failed={
-                cause.rank: nodes.without_large_exception(cause.failed)
-                for cause in own
-                if cause.failed is not None
+                cause.rank: nodes.failed_for_others(cause.failed) for cause in own if cause.failed is not None
             },
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
-            finished=dict(report.finished),
+            finished={
+                rank: nodes.finished_for_others(finished) for rank, finished in report.finished.items()
+            },
             stopping=replace(self._stopping),
         )
 

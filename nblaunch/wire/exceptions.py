@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import builtins
 import pickle
+import sys
+from collections.abc import Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 from nblaunch.wire.pickling import to_bytes
@@ -33,6 +36,46 @@ def load(body: bytes) -> BaseException:
         Exception: its class is not to be found in this process.
     """
     return pickle.loads(body).restore()
+
+
+def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ()) -> BaseException | None:
+    """An exception of the class of that name with that text; None where this process has no such class.
+
+    For what arrives from other machines, where nothing is unpickled: no module is imported and no Python code of the
+    class runs.
+
+    Args:
+        type_name: as in :class:`nblaunch.events.ExceptionInfo`.
+        message: what its ``str`` is to be.
+        parts: of an exception group, those that it holds.
+    """
+    cls = _class_named(type_name)
+    if cls is None or not isinstance(cls.__new__, BuiltinFunctionType):
+        return None
+    try:
+        error = cls.__new__(cls, message, parts) if parts else cls.__new__(cls, message)
+        is_plain = cls.__str__ is Exception.__str__ and not parts
+        return error if is_plain else with_text(error, message)
+    except TypeError:  # it is made from something else
+        return None
+
+
+def _class_named(type_name: str) -> type[Exception] | None:
+    """The class, if its module is loaded. A module's ``__getattr__``, which may import others, is not asked."""
+    names = type_name.split(".")
+    for length in range(len(names) - 1, 0, -1):
+        if ".".join(names[:length]) in sys.modules:
+            homes, names = [".".join(names[:length])], names[length:]
+            break
+    else:
+        homes = ["__main__", "builtins"]
+    for home in homes:
+        found: Any = sys.modules[home]
+        for name in names:
+            found = vars(found).get(name) if hasattr(found, "__dict__") else None
+        if isinstance(found, type) and issubclass(found, Exception):
+            return found
+    return None
 
 
 def set_attribute(error: BaseException, name: str, value: Any) -> None:

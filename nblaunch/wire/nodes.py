@@ -1,11 +1,11 @@
 """What a launcher and its node's agent tell each other, and what nodes tell each other through the rendezvous store.
 
-    launcher ── Hosting, Summary, Ended, Leave ──> agent ── NodeNews, pickled, a key of its own ──> store
+    launcher ── Hosting, Summary, Ended, Leave ──> agent ── NodeNews, as JSON, a key of its own ──> store
              <── Formed, StopWorkers, News, Over ──      <────────── NodeNews of all others ────────
 
 Launcher and agent are two processes of one machine with a pipe each way between them (``wire/channel.py``); the store
-lies on one of the nodes. Who can write to the store can run code here, as with torch's own rendezvous and its
-collectives of objects: it belongs on a network of one's own.
+lies on one of the nodes. Machines share no secret before they meet, so that any process that reaches the store can
+write to it: what is read there is plain data of the classes below (``wire/schema.py``), never a pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import in_words
-from nblaunch.events import Event, ExitStatus, Failed, Finished
+from nblaunch.events import Contents, Event, ExitStatus, Failed, Finished
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 
@@ -157,14 +157,14 @@ class StopWorkers(Event):
     reason: str = ""
 
 
-MAX_EXCEPTION_BYTES = 1 << 18
-"""Of an exception in news, which are written several times a second to a store that takes 8 MB at a time."""
+def failed_for_others(failed: Failed) -> Failed:
+    """What other nodes get of a failure: the exception as text."""
+    return replace(failed, exception=None)
 
 
-def without_large_exception(failed: Failed) -> Failed:
-    """What other nodes are told of a failure: of an exception that is too large, its text."""
-    is_large = failed.exception is not None and len(failed.exception) > MAX_EXCEPTION_BYTES
-    return replace(failed, exception=None) if is_large else failed
+def finished_for_others(finished: Finished) -> Finished:
+    """What other nodes get of a rank that finished: that it has."""
+    return replace(finished, contents=Contents())
 
 
 @dataclass(frozen=True)

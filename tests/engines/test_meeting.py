@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from nblaunch.engines.agent_rendezvous import StaticRendezvous, is_connection_error
+from nblaunch.engines.agent_rendezvous import PlainBackend, StaticRendezvous, is_connection_error
 from nblaunch.engines.bulletin import Bulletin
 from nblaunch.engines.elastic import Meeting
-from nblaunch.wire import nodes
+from nblaunch.wire import nodes, schema
 from nblaunch.wire.nodes import NodeNews
 
 
@@ -131,6 +140,67 @@ def test_everybody_reads_everybodys_news() -> None:
     assert tell("b", 1) == {"a": 1}
     assert tell("c", 5) == {"a": 1, "b": 1}
     assert tell("a", 2) == {"b": 1, "c": 5}
+
+
+unpickled: list[str] = []
+
+
+class Witness:
+    """A pickle of it leaves a trace where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled.append, ("this ran",)
+
+
+def test_what_others_put_in_place_of_news_is_named_once_and_left_aside() -> None:
+    store = HashStore()
+    warnings: list[str] = []
+    board = Bulletin(store, "job", "a", warnings.append)
+    other = Bulletin(store, "job", "b")
+    board.exchange(NodeNews("a", 1, 0, "host", nodes.RUNNING))
+    store.set(f"job/page/{store.add('job/pages', 1)}", "the attacker")
+    store.set("job/news/the attacker", "{}")
+    other.exchange(NodeNews("b", 1, 1, "host", nodes.RUNNING))
+    for _ in range(2):
+        store.set("job/news/b", pickle.dumps(Witness()).decode("latin-1"))
+        assert board.exchange(NodeNews("a", 2, 0, "host", nodes.RUNNING)) == ()
+    assert unpickled == []
+    assert [text.partition(" was not written by a node of this job")[0] for text in warnings] == [
+        "the page of 'the attacker' at the rendezvous",
+        "the page of 'b' at the rendezvous",
+    ]
+    store.set("job/news/b", schema.dump(NodeNews("a", 9, 0, "host", nodes.RUNNING)))  # the page of another
+    assert board.exchange(NodeNews("a", 3, 0, "host", nodes.RUNNING)) == ()
+    other.exchange(NodeNews("b", 2, 1, "host", nodes.RUNNING))
+    assert [page.beat for page in board.exchange(NodeNews("a", 4, 0, "host", nodes.RUNNING))] == [2]
+
+
+def test_torchs_state_of_a_rendezvous_is_plain_data_on_the_store() -> None:
+    store = HashStore()
+    first, second = PlainBackend(store, "job"), PlainBackend(store, "job")
+    assert first.get_state() is None
+    now = datetime.now(timezone.utc)
+    state = _RendezvousState()
+    alpha, beta = _NodeDesc("alpha", 1, 0), _NodeDesc("beta", 2, 0)
+    state.round, state.deadline, state.participants = 3, now, {alpha: 0}
+    state.wait_list, state.last_heartbeats = {beta}, {alpha: now}
+    written = first.set_state(pickle.dumps(state))
+    assert written is not None
+    assert written[2] is True
+    found = second.get_state()
+    assert found is not None
+    assert vars(pickle.loads(found[0])) == vars(state)
+    state.round = 4
+    for token, is_written in ((b"another version", False), (found[1], True)):
+        written = second.set_state(pickle.dumps(state), token)
+        assert written is not None
+        assert written[2] is is_written
+    json.loads(b64decode(store.get("torch.rendezvous.job")))
+
+    store.set("torch.rendezvous.job", b64encode(pickle.dumps(Witness())).decode())
+    with pytest.raises(RendezvousStateError, match="was not written by a node of this job"):
+        second.get_state()
+    assert unpickled == []
 
 
 def test_a_store_that_does_not_answer_is_told_from_other_errors() -> None:

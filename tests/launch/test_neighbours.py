@@ -8,7 +8,7 @@ from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Fi
 from nblaunch.launch.neighbours import Neighbours
 from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Member, NodeNews, Summary
+from nblaunch.wire.nodes import Member, NodeNews, Stopping, Summary
 
 MEMBERS = [
     Member(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=2, num_workers=2),
@@ -97,15 +97,28 @@ def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
 
 def test_failures_and_ends_are_told_once_and_kept() -> None:
     others = neighbours()
-    told = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, finished={4: Finished(4, 3.0)})
+    told = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, finished={2: Finished(2, 3.0)})
     events: list[Event] = []
     for beat in (1, 2):
         new, _ = others.learn([page("b", beat, summary=told)], 101.0)
         events += new
-    assert events == [Finished(4, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
+    assert events == [Finished(2, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
     assert others.must_stop
     assert others.elsewhere.failed == {3: failed(3)}
     assert others.elsewhere.places[3] == "node 1 (host beta)"
+
+
+def test_a_node_speaks_for_its_own_ranks_alone() -> None:
+    others = neighbours()
+    told = summary(
+        failed={0: failed(0), 9: failed(9)},
+        exits={4: (ExitStatus(-9), 2.0)},
+        finished={-1: Finished(-1, 3.0)},
+        stopping=Stopping(answers={2: (1, 0), 77: (1, 0)}),
+    )
+    assert others.learn([page("b", 1, summary=told)], 101.0) == ([], [])
+    assert not others.elsewhere.has_cause
+    assert others.stopping[1].answers == {2: (1, 0)}
 
 
 def test_news_of_a_former_start_are_no_news() -> None:

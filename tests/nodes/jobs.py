@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import time
+from base64 import b64encode
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import DistNetworkError, TCPStore
 
 import nblaunch
 from nblaunch import Accelerator, notebook_launcher
@@ -124,6 +128,33 @@ def fail_once(model: nn.Module) -> int:
     return int(accelerator.reduce(torch.ones(()), "sum"))
 
 
+class _Crime:
+    """Leaves a trace wherever a pickle of it is read."""
+
+    def __init__(self, witness: str) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.witness,)
+
+
+def attack(host: str, port: int, witness: str) -> None:
+    """Another process that reaches the rendezvous of a job puts pickles wherever nodes read."""
+    crime = pickle.dumps(_Crime(witness))
+    store = TCPStore(host, port, None, False, wait_for_workers=False)
+    num_pages = store.add("none/pages", 1)
+    store.set(f"none/page/{num_pages}", "the attacker")
+    store.set("none/news/the attacker", crime)
+    ids = [store.get(f"none/page/{page}").decode() for page in range(1, num_pages)]
+    with suppress(DistNetworkError):  # the job may be over before that
+        for _ in range(20):  # the nodes write theirs again and again
+            for id in ids:
+                store.set(f"none/news/{id}", crime)
+            store.set("torch.rendezvous.none", b64encode(crime).decode())
+            time.sleep(0.05)
+    print("OUTCOME {}", flush=True)
+
+
 def _wait(job: nblaunch.Job) -> Any:
     """For the end of a job in the background; SIGUSR1 lets it end early and well."""
     signal.signal(signal.SIGUSR1, lambda signum, frame: job.stop())
@@ -132,6 +163,9 @@ def _wait(job: nblaunch.Job) -> Any:
 
 
 def main(order: dict[str, Any]) -> None:
+    if order["job"] == "attack":
+        attack(*order["args"])
+        return
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     outcome: dict[str, Any] = {}

@@ -110,6 +110,35 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert steps[0] > 10
 
 
+def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
+    pair: Pair, static: Settings, tmp_path: Path
+) -> None:
+    """Another process on the network: the job warns of it and goes on."""
+    launches = [
+        pair[rank].start("go_on_until_stopped", background=True, dashboard="text", **static)
+        for rank in range(2)
+    ]
+    for launch in launches:
+        launch.wait_for("step 10")
+    pair[1].start("attack", pair[0].address, 29500, str(tmp_path / "witness")).result()
+    for launch in launches:
+        launch.wait_for("the page of 'the attacker' at the rendezvous was not written by a node of this job")
+    os.kill(launches[1].process.pid, signal.SIGUSR1)
+    assert len({launch.result(SOON_S)["value"][0] for launch in launches}) == 1
+    assert not (tmp_path / "witness").exists()
+
+
+def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
+    """The rendezvous is destroyed by it, which the job says."""
+    launches = [pair[rank].start("step_on", 10_000, **c10d) for rank in range(2)]
+    for launch in launches:
+        launch.wait_for("on 2 ranks")
+    pair[1].start("attack", pair[0].address, 29400, str(tmp_path / "witness")).result()
+    outcomes = [launch.result(SOON_S) for launch in launches]
+    assert any("was not written by a node of this job" in error_of(outcome) for outcome in outcomes)
+    assert not (tmp_path / "witness").exists()
+
+
 # --- failures ----------------------------------------------------------------------------------------------------
 
 

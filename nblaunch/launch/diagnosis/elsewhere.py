@@ -76,7 +76,7 @@ def left_early(
 def _raised(failed: Failed, place: str, notes: Sequence[str]) -> Story:
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
     note = f"rank {failed.rank} on {place}; its complete log is there"
-    return rebuild(failed, [note, *notes]), failed.rank, f"{lines[0]} (on {place})"
+    return rebuild(failed, [note, *notes], is_from_elsewhere=True), failed.rank, f"{lines[0]} (on {place})"
 
 
 def _died(elsewhere: Elsewhere, rank: int, notes: Sequence[str]) -> Story:

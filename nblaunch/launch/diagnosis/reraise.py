@@ -20,7 +20,7 @@ from nblaunch.wire.texts import MAX_CHARACTERS, fewer_lines
 _MAX_NOTES_LINES = 4
 
 
-def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
+def rebuild(failed: Failed, notes: Sequence[str], *, is_from_elsewhere: bool = False) -> BaseException:
     """The exception that the kernel raises for ``failed``: its traceback goes on into the worker's frames.
 
     Causes, and the members of a group, have theirs as well.
@@ -28,8 +28,12 @@ def rebuild(failed: Failed, notes: Sequence[str]) -> BaseException:
     Args:
         failed: what the worker told.
         notes: lines added to the exception: rank, process, host, log, other ranks.
+        is_from_elsewhere: it happened on another machine: only its text has come, and the class is the one that this
+            process knows by that name.
     """
-    error = _load(failed)
+    error = _from_text(failed.info) if is_from_elsewhere else _load(failed)
+    if error is None:
+        error = _failure(failed, "only text comes from other machines, and its class is not loaded here")
     _give_traceback(error, failed.info)
     own_notes = _notes_of(error)
     exceptions.set_attribute(error, "__notes__", [*own_notes, *notes])
@@ -42,8 +46,8 @@ def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
     frames = [frame for frame in info.frames if not is_own_file(frame.filename)]
     BaseException.with_traceback(error, make_traceback(frames))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is None and info.cause is not None and isinstance(error, WorkerFailed):
-        cause = stand_in(info.cause.type_name, info.cause.message)
+    if cause is None and info.cause is not None:
+        cause = _from_text(info.cause) or stand_in(info.cause.type_name, info.cause.message)
         put_before(error, cause, info)
     if cause is not None and info.cause is not None:
         _give_traceback(cause, info.cause)
@@ -68,11 +72,20 @@ def _load(failed: Failed) -> BaseException:
             return _with_text(exceptions.load(failed.exception), failed.info.message)
         except Exception as error:
             why = f"it can't be rebuilt in this process ({type(error).__name__}: {error})"
+    return _failure(failed, why)
+
+
+def _failure(failed: Failed, why: str) -> WorkerFailed:
     return WorkerFailed(
         f"rank {failed.rank} raised {failed.info.type_name}: {failed.info.message}\n"
         f"({failed.info.type_name} itself did not come through, because {why})",
         rank=failed.rank,
     )
+
+
+def _from_text(info: ExceptionInfo) -> BaseException | None:
+    parts = [_from_text(part) or stand_in(part.type_name, part.message) for part in info.parts]
+    return exceptions.from_text(info.type_name, info.message, parts)
 
 
 def _with_text(error: BaseException, message: str) -> BaseException:

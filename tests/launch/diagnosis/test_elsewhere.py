@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,10 +43,31 @@ def test_the_first_failure_there_explains_those_here(tmp_path: Path) -> None:
     found = failure(Elsewhere(PLACES, failed={3: failed(3, time_s=2.0), 2: failed(2, time_s=3.0)}), tmp_path)
     assert found.rank == 3
     assert found.sentence == "rank 3 raised ValueError: wrong (on node 1 (host beta))"
-    assert isinstance(found.error, WorkerFailed)  # it came as text only
+    assert type(found.error) is ValueError
     notes = "\n".join(getattr(found.error, "__notes__", []))
     assert "rank 3 on node 1 (host beta); its complete log is there" in notes
     assert "attempt 0: it failed before" in notes
+
+
+def test_what_comes_from_there_is_not_unpickled(tmp_path: Path) -> None:
+    """Only the text counts, whatever stands beside it; classes that are not loaded here are not looked for."""
+    there = failed(3, "somewhere.else.Odd", 2.0)
+    found = failure(
+        Elsewhere(PLACES, failed={3: replace(there, exception=pickle.dumps(Witness()))}), tmp_path
+    )
+    assert isinstance(found.error, WorkerFailed)
+    assert str(found.error).startswith("rank 3 raised somewhere.else.Odd: wrong\n")
+    assert unpickled == []
+
+
+unpickled: list[str] = []
+
+
+class Witness:
+    """A pickle of it leaves a trace where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled.append, ("this ran",)
 
 
 def test_a_death_there_is_told_with_its_signal(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Plain data between machines: what is written comes back, and nothing else comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.events import Contents, ExceptionInfo, ExitStatus, Failed, Finished, FrameInfo, WorkerState
+from nblaunch.wire import schema
+from nblaunch.wire.board import Sample
+from nblaunch.wire.nodes import Member, NodeNews, Stopping, Summary
+
+MEMBER = Member("a-1", 0, "alpha", "10.0.0.1", 0, 2)
+
+_INFO = ExceptionInfo("KeyError", "'\ud800 lr'", (FrameInfo("train.py", 3, "train", "x = 1"),), "text")
+_NEWS = NodeNews(
+    "a-1", 7, 0, "alpha", "running", heard={"b-2": 3}, clock_s=12.5,
+    summary=Summary(
+        -1, 1.5,
+        samples=(Sample(0, WorkerState.TRAINING, loss=0.25), Sample(1, loss=math.inf)),
+        failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
+        exits={0: (ExitStatus(-9), 3.0)},
+        finished={2: Finished(2, 4, Contents(weights_at={0: 5, "model": 6}))},
+        stopping=Stopping(True, 1, -1, {0: (5, 1)}),
+    ),
+)  # fmt: skip
+
+
+def test_what_is_written_comes_back() -> None:
+    assert schema.load(NodeNews, schema.dump(_NEWS)) == _NEWS
+    assert schema.load(Member, schema.dump(MEMBER)) == MEMBER
+
+
+def test_a_loss_that_is_no_number_comes_back() -> None:
+    sample = schema.load(Sample, schema.dump(Sample(0, loss=math.nan)))
+    assert sample.loss is not None
+    assert math.isnan(sample.loss)
+
+
+def test_pickles_do_not_leave() -> None:
+    with pytest.raises(TypeError, match="bytes has no plain form"):
+        schema.dump(Failed(0, 0.0, exception=b"\x80\x05"))
+
+
+def _changed(**values: Any) -> bytes:
+    return json.dumps({**json.loads(schema.dump(MEMBER)), **values}).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"null",
+        b"[1, 2]",
+        pickle.dumps(MEMBER),
+        _changed(node_rank="0"),
+        _changed(node_rank=True),
+        _changed(node_rank=1 << 63),
+        _changed(node_rank=10**400),
+        _changed(node_rank=0.0),
+        _changed(host=None),
+        _changed(more=1),
+        json.dumps({"id": "a"}).encode(),
+    ],
+)
+def test_anything_else_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        schema.load(Member, text)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(json.loads(schema.dump(_NEWS.summary)))), _JSON)
+def test_a_summary_with_a_strange_part_is_read_or_refused(name: str, part: Any) -> None:
+    text = json.dumps({**json.loads(schema.dump(_NEWS.summary)), name: part}).encode()
+    try:
+        summary = schema.load(Summary, text)
+    except ValueError:
+        return
+    assert schema.load(Summary, schema.dump(summary)) == summary
