@@ -1,13 +1,15 @@
 """The command line: ``nblaunch <command>``, also as ``python -m nblaunch``.
 
-Owns the list of commands and what a person sees of a wrong use. A command is one module of this folder with
+Owns the list of commands and how usage errors are shown. A command is one module of this folder with
 
     add_parser(subparsers)         its name, options and help, by ``subparsers.add_parser(...)``
     run(arguments) -> int          does it; the exit code
-    explain_unknown(words) -> str  optional: what to say of arguments that the parser does not know
+    explain_unknown(words) -> str  optional: the message for arguments that the parser does not know
 
 Only the module of the command asked for is imported, and none imports torch or anything else that is slow before
 ``run``.
+
+A usage error is one line that says what is wrong and what to do, and exit code 2.
 """
 
 from __future__ import annotations
@@ -21,27 +23,38 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from nblaunch.cli.usage import Parser, UsageError
 from nblaunch.wire import descriptors
+
+
+class UsageError(Exception):
+    """The command can't do what it was asked for; nothing was started. The message says why, and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage before it; the help is there for who wants it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
 
 COMMANDS = {
     "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
     "launch": ("nblaunch.cli.launch", "run a script on every device"),
     "env": ("nblaunch.cli.environment", "report versions, devices and what would not work here"),
     "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
-    "estimate-memory": ("nblaunch.cli.estimate", "tell how much memory a model takes, by strategy"),
+    "estimate-memory": ("nblaunch.cli.estimate", "estimate how much memory a model takes, by strategy"),
     "run-notebook": ("nblaunch.cli.run_notebook", "execute a notebook, with progress in the terminal"),
 }
 """Name of a command -> its module and its line of the help, in the order of the help."""
 
 USAGE_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells tell it
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that is gone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for a wrong use, which is told in one line.
+    """Run a command and return its exit code: 2 for a usage error, which is one line.
 
     Args:
         argv: without the program's name; None = ``sys.argv``.
@@ -61,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): nothing is wrong, and nobody is there to tell.
+        # The reader of our output has gone (`| head`): that is no error, and nothing can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

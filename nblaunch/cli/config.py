@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch.cli.asking import asker
-from nblaunch.cli.machine import Machine
-from nblaunch.cli.questions import ask_all, detected
-from nblaunch.cli.usage import UsageError
+from nblaunch.cli import UsageError
+from nblaunch.cli.prompts import asker
+from nblaunch.cli.questions import Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 

@@ -1,6 +1,6 @@
 """``nblaunch env``: what a launch would find on this machine, for bug reports and for a first look.
 
-Of a fresh kernel, that is; ``%run -m nblaunch env`` in a cell tells of the kernel that it runs in, with all that its
+Of a fresh kernel, that is; ``%run -m nblaunch env`` in a cell describes the kernel that it runs in, with all that its
 cells have done. Looks at devices without touching them, and starts nothing. Values of environment variables are shown
 only where the variable is one of ours (see ``env.TABLE``): others may hold secrets.
 """
@@ -125,7 +125,7 @@ def _notebook(platform: platforms.Platform) -> dict[str, Any]:
     return {
         "platform": platform.name,
         "title": platform.title,
-        "told_by": platform.evidence or None,
+        "evidence": platform.evidence or None,
         "live_widgets": platform.widgets or None,
         "is_interactive": platform.is_interactive,
     }
@@ -158,7 +158,7 @@ def _devices() -> dict[str, dict[str, Any]]:
 
 
 def _gpus() -> list[str]:
-    """Name, driver and memory of each GPU of the host, as its driver tells; also of those that are hidden."""
+    """Name, driver and memory of each GPU of the host, as its driver reports them; hidden GPUs too."""
     program = nvidia_smi.program()
     return nvidia_smi.descriptions(program) if program is not None else []
 
@@ -220,7 +220,7 @@ def _variables() -> dict[str, str]:
 
 def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
     yield from filter(None, (plan.detour, *plan.warnings))
-    # Asked for fp16 only: whether a GPU has bf16 can't be told without a CUDA context.
+    # Asked for fp16 only: whether a GPU has bf16 can't be known without a CUDA context.
     refusal = plan.backend.supports_precision("fp16")
     if refusal is not None:
         yield f"mixed_precision='fp16': {refusal}"
@@ -298,10 +298,8 @@ def _line(name: str, value: Any) -> str:
 
 
 def _platform_text(notebook: Mapping[str, Any]) -> str:
-    told_by = f" (told by {notebook['told_by']})" if notebook["told_by"] else ""
-    return (
-        notebook["title"] + told_by + ("" if notebook["is_interactive"] else "; nobody sits in front of it")
-    )
+    evidence = f" (recognised by {notebook['evidence']})" if notebook["evidence"] else ""
+    return notebook["title"] + evidence + ("" if notebook["is_interactive"] else "; runs without a user")
 
 
 def _device_text(found: Mapping[str, Any]) -> str:

@@ -112,7 +112,7 @@ async def _ignore_if_gone(request: Any) -> None:
     try:
         await ensure_async(request)
     except RuntimeError:
-        return  # the kernel is not there yet, or not any more: raise_if_stopped tells what was asked for
+        return  # the kernel is not there yet, or not any more: raise_if_stopped raises what was asked for
 
 
 def _is_executed(cell: Any) -> bool:

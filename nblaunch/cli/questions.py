@@ -1,4 +1,7 @@
-"""The questions of ``nblaunch config``, each asked only where it matters after the answers before it."""
+"""The questions of ``nblaunch config``, each asked only where it matters after the answers before it.
+
+The answers to begin with come from what this machine has, which is read without touching a device.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.cli.asking import Asker
-from nblaunch.cli.machine import Machine
+from nblaunch import backends
+from nblaunch.cli.prompts import Asker
 from nblaunch.config.resolving import ConfigError, convert
 from nblaunch.config.settings import SETTINGS
 from nblaunch.spec_nodes import DEFAULT_PORTS
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a machine.
+
+    Args:
+        num_devices: name of a backend that can be used here -> number of its devices.
+        best: the backend that a launch would choose by itself.
+    """
+
+    num_devices: Mapping[str, int]
+    best: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine."""
+        found = backends.discover()
+        usable = {name: backend.device_count() for name, backend in found.items() if backend.affinity() > 0}
+        return cls(usable, backends.choose("auto").name)
+
+    def count(self, backend: str) -> int:
+        """Devices of a family; 1 where this machine has none and another one must be meant."""
+        return max(1, self.num_devices.get(self.best if backend == "auto" else backend, 1))
+
+    def precision(self, backend: str) -> str:
+        """The mixed precision that suits a family best; bf16 where its devices can do it."""
+        family = backends.discover()[self.best if backend == "auto" else backend]
+        if family.name not in self.num_devices or family.name == "cpu":
+            return "no"
+        return "no" if family.supports_precision("bf16") else "bf16"
+
 
 Answers = dict[str, Any]
 
@@ -24,7 +59,7 @@ class Question:
 
     Args:
         setting: that the answer is for.
-        text: as the person reads it.
+        text: the question as it is shown.
         is_asked: whether it matters, by the answers so far.
         default: the answer to begin with.
         choices: makes (value, label) pairs; None: the answer is typed, and read as the setting is.
@@ -64,7 +99,7 @@ def _implied(known: Mapping[str, Any]) -> Answers:
 
 
 def _is_kept(name: str, answers: Answers) -> bool:
-    """Whether a setting of an earlier file stays: nobody is asked for it, and it goes with the answers."""
+    """Return whether a setting of an earlier file stays: no question asks for it, and it goes with the answers."""
     if name in {question.setting for question in QUESTIONS}:
         return False
     is_used = {
@@ -76,7 +111,7 @@ def _is_kept(name: str, answers: Answers) -> bool:
 
 
 def detected(machine: Machine) -> Answers:
-    """What a person would answer who takes every default."""
+    """Return the settings that follow where every default is accepted."""
     backend = machine.best
     return {
         "backend": backend,
@@ -109,7 +144,7 @@ def _ask(
 
 
 def _in_range(setting: str, value: Any, answers: Answers) -> Any:
-    """What only the answers before can tell."""
+    """Check what depends on earlier answers."""
     num_machines = _num_machines(answers)
     if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")

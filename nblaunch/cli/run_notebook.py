@@ -1,6 +1,6 @@
 """``nblaunch run-notebook``: executes a notebook without a browser, with the progress of its processes in the terminal.
 
-Owns the notebook's file, its parameters, and what is told of a failure; ``notebook_client.py`` talks to the kernel.
+Owns the notebook's file, its parameters, and how a failure is reported; ``notebook_client.py`` drives the kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nblaunch.cli import UsageError
 from nblaunch.cli.screen import Screen, without_colours
-from nblaunch.cli.usage import UsageError
 from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -76,7 +76,7 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
         client.execute(notebook, folder, Screen(sys.stdout), arguments.timeout, arguments.kernel)
     except client.NotebookStopped as error:
         signum = signal.Signals(error.signum)
-        return 128 + signum, f"stopped by {signum.name}"  # as shells tell it
+        return 128 + signum, f"stopped by {signum.name}"  # as shells report it
     except exceptions.CellTimeoutError as error:
         return 1, str(error)
     except exceptions.CellExecutionError as error:
@@ -177,7 +177,7 @@ def _has_tag(cell: Any, tag: str) -> bool:
 
 
 def _assigned(source: str) -> list[str] | None:
-    """Names that a cell assigns; None where it is not plain Python and can't be told."""
+    """Names that a cell assigns; None where it is not plain Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

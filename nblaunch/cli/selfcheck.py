@@ -14,7 +14,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import backends, in_words
-from nblaunch.cli.usage import UsageError
+from nblaunch.cli import UsageError
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import START_METHODS, LaunchSpec
 
@@ -100,7 +100,7 @@ def _passes(name: str, check: Check, setup: Setup) -> bool:
     try:
         text, evidence = check(setup), ""
     except Exception as error:
-        # Whatever it raises: the next checks still tell something, and this one's evidence is what it raised.
+        # The other checks run all the same; the exception is the evidence of this one.
         text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "not as it must be:"
         evidence = str(error) if text.endswith(":") else traceback.format_exc()
     took_s = time.monotonic() - began_s

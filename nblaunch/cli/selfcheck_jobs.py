@@ -245,7 +245,7 @@ def _expect_gone(job: Job, children: Sequence[int]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether it exists and is no zombie, which nobody but its parent can bury."""
+    """Return whether it exists and is no zombie, which only its parent can reap."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -34,7 +34,7 @@ def collectives() -> list[str]:
     total = count * (count - 1) / 2
     pairs = [(float(other), 10.0 * other) for other in range(count)]
     padded = [[float(other)] * (other + 1) + [-1.0] * (count - other - 1) for other in range(count)]
-    # Told apart by name, so that the message says which one is wrong.
+    # By name, so that the message says which one is wrong.
     checks = {
         "gather": (accelerator.gather(own), [number for pair in pairs for number in pair]),
         "reduce(sum)": (accelerator.reduce(own, "sum"), [total, 10 * total]),

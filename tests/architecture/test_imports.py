@@ -31,8 +31,7 @@ GROUND_FLOOR = {
 # Function-level imports of our own modules, each with its reason. A new one usually means that a module stands on the
 # wrong floor.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
-    ("nblaunch.cli.launch", "nblaunch.cli.plan"): "150 ms that help and wrong uses do not need",
-    ("nblaunch.cli.launch", "nblaunch.cli.supervised"): "150 ms that help and wrong uses do not need",
+    ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     (
         "nblaunch.dashboard.widgets",

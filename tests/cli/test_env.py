@@ -86,7 +86,11 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
     ):
         assert re.search(rf"^{heading}", text, re.MULTILINE), heading
     assert re.search(r"^  start method +\w+$", text, re.MULTILINE)
-    assert re.search(r"^  platform +Kaggle \(told by KAGGLE_KERNEL_RUN_TYPE\); nobody", text, re.MULTILINE)
+    assert re.search(
+        r"^  platform +Kaggle \(recognised by KAGGLE_KERNEL_RUN_TYPE\); runs without a user",
+        text,
+        re.MULTILINE,
+    )
     assert re.search(r"^  NBLAUNCH_KEEP_JOBS +7$", text, re.MULTILINE)
     assert re.search(r"^  MASTER_ADDR +\(set\)$", text, re.MULTILINE)
     assert "hf_secret" not in text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch import cli
-from nblaunch.cli import memory_needs, model_size
+from nblaunch.cli import estimate, memory_needs
 from nblaunch.cli.memory_needs import ModelSize, Setting, training_need
 from tests.cli import measured_training
 
@@ -67,7 +67,7 @@ def test_it_agrees_with_what_training_takes() -> None:
         env={**os.environ, "PYTHONPATH": "."},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    size = model_size.measure(measured_training.Blocks())
+    size = estimate.measure(measured_training.Blocks())
     assert (size.parameters, size.block) == (measured_training.NUM_PARAMETERS, measured_training.WIDTH**2)
     measured = json.loads(ended.stdout)
     assert [tuple(one["case"]) for one in measured] == list(measured_training.CASES)

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from nblaunch.cli.asking import Asker, Convert
-from nblaunch.cli.machine import Machine
-from nblaunch.cli.questions import QUESTIONS, ask_all
+from nblaunch.cli.prompts import Asker, Convert
+from nblaunch.cli.questions import QUESTIONS, Machine, ask_all
 from nblaunch.config import files
 from nblaunch.config.settings import SETTINGS
 from tests.benchmarks.bench import free_port

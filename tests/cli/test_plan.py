@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.cli.options import SHORTHANDS
+from nblaunch.cli.launch import SHORTHANDS
 from nblaunch.config.settings import SETTINGS
 from tests.cli.conftest import Ended, script
 

@@ -3,6 +3,8 @@
 SIGINT             interrupt: ``finally`` blocks run; the second kills
 SIGTERM, SIGHUP    an orderly end, see ``launch/termination.py``
 exit code          0; of the rank that failed first; 128 + N where a signal ended it; 2 where nothing was started
+
+``--print_plan`` shows every setting, where it came from, and what would be done on this machine.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
-from nblaunch.cli.usage import UsageError
+from nblaunch import in_words
+from nblaunch.cli import UsageError
 from nblaunch.config.launching import in_words_of_settings, spec_of
-from nblaunch.config.resolving import ConfigError, Resolved
+from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
+from nblaunch.config.settings import SETTINGS
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.terminal import LiveLine
@@ -32,6 +36,54 @@ from nblaunch.launch.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 from nblaunch.worker.script import Script
+
+
+def print_plan(resolved: Resolved, script: str | None) -> int:
+    """Show the plan; starts nothing.
+
+    Raises:
+        UsageError: the settings do not make a launch on any machine.
+    """
+    spec = spec_of_script(resolved, script or "script.py", (), is_module=False)
+    rows = [
+        (name, _text(resolved[name]), resolved.sources[name])
+        for name in SETTINGS
+        if resolved.sources[name] != DEFAULT or resolved[name] not in (None, False)
+    ]
+    print("\n".join(_columns([("setting", "value", "from"), *rows])))
+    if spec.accelerator:
+        print("\nAccelerator() in the script uses, unless the script passes another value:")
+        print("\n".join(_columns([(f"  {name}", _text(value), "") for name, value in spec.defaults.items()])))
+    print()
+    plan = plan_of(spec)
+    if isinstance(plan, str):
+        print(f"on this machine: not possible: {plan}")
+    else:
+        machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
+        print(
+            f"on this machine{machines}: "
+            f"{in_words.count(plan.num_processes, f'{plan.backend.name} process')} of "
+            f"{in_words.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
+        )
+        for text in filter(None, (plan.detour, *plan.warnings)):
+            print(f"note: {text}")
+    for note in resolved.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={inner}" for key, inner in value.items())
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
 
 _ENDLESS = sys.maxsize
 
@@ -59,7 +111,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         raise UsageError(_in_one_line(error))
     code = _exit_code(error, received)
     if error is not None:
-        failures.tell(error)
+        failures.report(error)
     if store is not None and store.is_loading:
         _leave(code)
     return code
@@ -124,7 +176,7 @@ class _Failures(Dashboard):
     def close(self) -> None:
         pass
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Write the root cause to stderr: traceback, then where it was and what became of the others."""
         root = self._failed.get(self._failed_rank)
         if root is not None and not isinstance(error, (WorkerDied, JobHung)):
@@ -193,7 +245,7 @@ class _StoreLibrary(Dashboard):
 
 
 def _leave(code: int) -> NoReturn:
-    """End at once: nobody needs what is still being loaded, and a library can't be unloaded half way."""
+    """Exit at once: a library that is still being loaded is not needed, and can't be unloaded half way."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Asking a person: by arrow keys in a terminal, by lines where answers come through a pipe.
+"""Prompts: arrow keys in a terminal, lines where answers come through a pipe.
 
     ? What should compute?                       ? What should compute? 1) CPU 2) GPUs [1]: _
       > CPU (4 cores)
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from nblaunch import env
-from nblaunch.cli.usage import UsageError
+from nblaunch.cli import UsageError
 
 Convert = Callable[[str], Any]
 """Makes a value of what was typed; ValueError says what is wrong with it."""
@@ -48,7 +48,7 @@ def asker() -> Asker:
 class LineAsker(Asker):
     """One line per answer: a number or the words of a choice, empty for the default.
 
-    A person is asked again after a mistake; a pipe can't correct itself, so there a mistake is the end.
+    In a terminal, a wrong answer is asked for again; a pipe can't correct itself, so there it is an error.
     """
 
     def __init__(self, source: TextIO, target: TextIO) -> None:
