@@ -178,7 +178,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "estimate-memory",
         help="estimate how much memory a model takes, by strategy",
-        description="Estimate the memory that training and inference of a model take on each device and host, by strategy "
+        description="Estimate the memory that training and inference of a model take, by device, host, strategy "
         "and precision, without making a single weight. Not counted: activations, the processes themselves.",
     )
     parser.add_argument(

@@ -25,8 +25,7 @@ from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
 from nblaunch.config.settings import SETTINGS
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.terminal import LiveLine
-from nblaunch.dashboard.text import TextDashboard
+from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
 from nblaunch.launch import job as jobs

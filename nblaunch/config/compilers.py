@@ -1,4 +1,4 @@
-"""Which compilers ``torch.compile`` has, told without importing torch where the name is a well-known one."""
+"""Which compilers ``torch.compile`` has, known without importing torch where the name is a well-known one."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Flag(Kind):
-    """True or false, in any of the words that people use."""
+    """True or false, in any of the usual words."""
 
     metavar = "true|false"
 
@@ -136,7 +136,7 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Word(Kind):
-    """A name in small letters that somebody else checks."""
+    """A name in small letters that is checked elsewhere."""
 
     metavar = "NAME"
 

@@ -107,13 +107,13 @@ def spec_of(
 
 
 def in_words_of_settings(text: str) -> str:
-    """A message that speaks of arguments of ``notebook_launcher``, for people who know the settings' names."""
+    """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
     names = {ours: name for name, ours in _WHERE_SET.items()} | {"use_port": "main_process_port"}
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 
 def device_choice(resolved: Resolved) -> dict[str, str | None]:
-    """Environment variables that say which GPUs are used, to be set before anybody counts them: CUDA's own."""
+    """Environment variables that say which GPUs are used, to be set before they are counted: CUDA's own."""
     is_narrowed = resolved["gpu_ids"] != "all" and resolved["backend"] in ("auto", "cuda")
     return {"CUDA_VISIBLE_DEVICES": resolved["gpu_ids"]} if is_narrowed else {}
 
@@ -143,7 +143,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def _arguments(resolved: Resolved, group: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of a plugin from the settings of a group that somebody set; ``names``: setting -> argument."""
+    """Arguments of a plugin from the settings of a group that were given; ``names``: setting -> argument."""
     chosen = resolved.group(group)
     return {argument: chosen[name] for name, argument in names.items() if name in chosen}
 

@@ -55,11 +55,11 @@ class Resolved:
         return self.values[name]
 
     def is_set(self, name: str) -> bool:
-        """Whether somebody set it, be it to its default."""
+        """Whether it was given, be it as its default."""
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:
-        """The settings of a group that somebody set."""
+        """The settings of a group that were given."""
         return {
             name: self.values[name]
             for name in self.values
@@ -68,7 +68,7 @@ class Resolved:
 
 
 def convert(name: str, value: Any, label: str = "") -> Any:
-    """``value`` as the type of the setting ``name``; ``label`` is how the person knows it.
+    """``value`` as the type of the setting ``name``; ``label`` is its name in messages.
 
     Raises:
         ConfigError: it is none of its values, or there is no such setting.

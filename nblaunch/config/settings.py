@@ -28,7 +28,7 @@ GROUPS = {
     "devices": "what to compute on",
     "processes": "how many processes, and how they start",
     "machines": "several machines",
-    "training": "what an Accelerator() in the script uses where it is not told otherwise",
+    "training": "what an Accelerator() in the script uses by default",
     "dynamo_config": "compiling models (torch.compile)",
     "fsdp_config": "fully sharded data parallel, with --use_fsdp",
     "deepspeed_config": "DeepSpeed, with --use_deepspeed",
@@ -50,7 +50,7 @@ class Setting:
     Args:
         name: of the option, the key and the argument.
         kind: what values it has.
-        default: its value where nobody sets it; None = decided at the launch.
+        default: its value where it is not given; None = decided at the launch.
         meaning: a line for help and for comments in files.
         group: of :data:`GROUPS`.
     """
@@ -195,7 +195,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
 }
 
 SETTINGS = {row[0]: Setting(*row, group) for group, rows in _TABLE.items() for row in rows}
-"""Name -> setting, in the order in which people are shown them."""
+"""Name -> setting, in the order in which they are shown."""
 
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
 """The groups that are mappings of their own in files."""

@@ -14,10 +14,8 @@ from typing import Any
 from nblaunch import env, platforms
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
-from nblaunch.dashboard.notebook import NotebookDashboard
-from nblaunch.dashboard.output import running_request
-from nblaunch.dashboard.terminal import LiveLine
-from nblaunch.dashboard.text import TextDashboard
+from nblaunch.dashboard.notebook import NotebookDashboard, running_request
+from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.packages import is_installed
 
@@ -37,7 +35,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     the workers' output on stdout.
 
     Args:
-        kind: ``"auto"`` or ``"widgets"``: widgets where a person sits in front of a kernel (:func:`has_widgets`), else
+        kind: ``"auto"`` or ``"widgets"``: widgets where a user can see them (:func:`has_widgets`), else
             as ``"html"``; ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``:
             nothing at all.
         background: the caller does not wait for the job. In a kernel, its cell then shows the last lines of output
@@ -55,10 +53,10 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return [GuardedDashboard(NullDashboard())]
     shell = kernel_shell()
     if shell is None:
-        # A line that is redrawn needs the terminal for itself: whoever does not wait for the job may print, too.
+        # A line that is redrawn needs the terminal for itself: a cell that does not wait for the job may print, too.
         live = None if background else LiveLine()
         return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
-    is_live = (kind == "widgets" and has_person()) or (kind == "auto" and has_widgets())
+    is_live = (kind == "widgets" and is_interactive()) or (kind == "auto" and has_widgets())
     table: Dashboard = (
         WidgetsDashboard(background=background)
         if is_live
@@ -89,15 +87,15 @@ def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callab
 
 
 def has_widgets() -> bool:
-    """Whether live widgets can be seen: a person sits in front of this kernel, and ipywidgets is there."""
-    return has_person() and is_installed("ipywidgets")
+    """Return whether live widgets can be seen: the kernel is interactive, and ipywidgets is installed."""
+    return is_interactive() and is_installed("ipywidgets")
 
 
-def has_person() -> bool:
-    """Whether a person may look at the running cell.
+def is_interactive() -> bool:
+    """Return whether a user may look at the running cell.
 
-    Whoever can answer ``input()`` is one: front ends allow it in every request, and what executes notebooks with nobody
-    there (nbclient, papermill, nbconvert) never does. Colab has a way of its own to ask.
+    Front ends allow ``input()`` in every request; what executes notebooks by itself (nbclient, papermill, nbconvert)
+    never does. Colab has a way of its own to ask.
     """
     content = running_request().get("content", {})
     return bool(content.get("allow_stdin")) or platforms.detect(env.snapshot()).name == "colab"

@@ -1,6 +1,6 @@
-"""What a dashboard is to a launcher: a listener.
+"""What a dashboard is to a launcher: a listener that shows a job.
 
-Owns the abstract class, the guard that keeps a broken dashboard from hurting a job, and the clock that paces
+Owns the abstract classes, the guard that keeps a broken dashboard from hurting a job, and the clock that paces
 updates. Never draws anything itself.
 """
 
@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, final
 
-from nblaunch.events import Event
+from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import Event, JobFinished, JobStarted
 from nblaunch.wire.board import Sample
 
 _log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ RATE_BYTES_S = 15_000.0
 
 
 class Controls(Protocol):
-    """What a person can ask of a running job. Safe in any thread, and none of it waits."""
+    """Requests to a running job. Safe in any thread, and none of them waits."""
 
     def stop(self) -> None:
         """Let training end early and well."""
@@ -39,7 +41,7 @@ class Controls(Protocol):
 
 
 class Dashboard(abc.ABC):
-    """Shows a job to a person.
+    """Shows a job.
 
     Called by the launcher, from one thread at a time: ``on_event(JobStarted)``, the workers' events as they come,
     ``on_samples`` about ten times a second and once at the end, ``on_event(JobFinished)``, then ``close``. ``close``
@@ -129,7 +131,7 @@ class GuardedDashboard(Dashboard):
 class Pace:
     """When to publish: not before ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
 
-    A person watches the first seconds closely; after ``slow_after_s`` a calmer table is as good, and a long job leaves
+    The first seconds are watched closely; after ``slow_after_s`` a calmer table is as good, and a long job leaves
     fewer messages in the front end. What is large is published more rarely: a front end far away has to carry it.
 
     Args:
@@ -179,3 +181,48 @@ class Pace:
         is_slow = now_s - self._started_s >= self._slow_after_s
         pause_s = self._slow_s if is_slow else self._interval_s
         self._next_s = now_s + max(pause_s, num_bytes / self._rate_bytes_s)
+
+
+class ViewingDashboard(Dashboard):
+    """Keeps the view of a job. Final classes draw it.
+
+    Args:
+        pace: when to draw.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._view = JobView()
+        self._is_closed = False
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, JobStarted) and not self._view.is_started:
+            self._pace.restart()
+        self._view = fold(self._view, event)
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        if self._is_closed or not self._view.is_started:
+            return
+        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
+        # Once the job is over, close() is near and draws the final table.
+        if not self._view.is_over and self._pace.is_due():
+            self._draw()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._draw_last(_broken_off(self._view))
+
+    @abc.abstractmethod
+    def _draw(self) -> None:
+        """Show ``self._view``, which is due, and mark the pace."""
+
+    @abc.abstractmethod
+    def _draw_last(self, view: JobView) -> None:
+        """Show how the job ended; ``view`` may be of one that never started."""
+
+
+def _broken_off(view: JobView) -> JobView:
+    """Return ``view``, as cancelled if no event brought the outcome: closing is then all that is known."""
+    return view if view.is_over else fold(view, JobFinished(-1, view.now_s, outcome="cancelled"))

@@ -2,34 +2,119 @@
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
-    [0-3] a warning of a library
+    [0-3] a warning of a library                                      printed alike by several ranks: shown once
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch/train-3
     [1] last line
 
-Owns the labels, the batching and the folding of endless output. Lines of one tick leave in one write, so that the
-number of messages depends on time and not on how much is printed. Never reads from workers, never writes logs.
+Owns labels, batching, the joining of equal lines and the folding of endless output. Lines of one tick leave in one
+write, so that the number of messages depends on time and not on how much is printed. The lines of each rank stay in the
+order in which it printed them. Never reads from workers, never writes logs.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
 
 from nblaunch import in_words
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.same_lines import SameLines
-from nblaunch.dashboard.table_rows import HEAD_LINES
-from nblaunch.dashboard.terminal import LiveLine
-from nblaunch.dashboard.text import write
+from nblaunch.dashboard.formatting import clean
+from nblaunch.dashboard.table import HEAD_LINES
+from nblaunch.dashboard.text import LiveLine, write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
+
+NUM_LINES = 60
+"""Lines that are kept of each rank, and of all."""
+
+
+class LogBook:
+    """The last lines of each rank and of all, as they came. Knows no widgets."""
+
+    def __init__(self) -> None:
+        self.num_seen: dict[int, int] = {}
+        self._by_rank: dict[int, deque[str]] = {}
+        self._all: deque[tuple[float, int, int, str]] = deque(maxlen=NUM_LINES)
+        self._count = 0
+
+    def add(self, event: Event) -> None:
+        """Remember what ``event`` says, if it is something that a rank printed or displayed."""
+        if isinstance(event, LogLines):
+            for line in event.lines[-NUM_LINES:]:
+                self._add_line(event, clean(line))
+            self.num_seen[event.rank] = self.num_seen.get(event.rank, 0) + len(event.lines)
+        elif isinstance(event, Displayed) and not event.update:
+            text = clean(str(event.data.get("text/plain", ""))) or clean(", ".join(event.data))
+            self._add_line(event, f"displayed: {text}")
+        elif isinstance(event, Note) and event.rank >= 0:
+            self._add_line(event, clean(event.text))
+
+    def of_all(self) -> list[tuple[int, str]]:
+        """``(rank, line)``, oldest first by the clocks of the workers."""
+        return [(rank, line) for _, _, rank, line in sorted(self._all)]
+
+    def of_rank(self, rank: int) -> list[str]:
+        """Its last lines, as they came."""
+        return list(self._by_rank.get(rank, ()))
+
+    def _add_line(self, event: Event, line: str) -> None:
+        self._count += 1
+        self._all.append((event.time_s, self._count, event.rank, line))
+        self._by_rank.setdefault(event.rank, deque(maxlen=NUM_LINES)).append(line)
+
+
+MIN_RANKS = 3
+"""So many ranks must print a line for it to be shown once: of two, each may as well have its own."""
+
+SAME_S = 2.0
+"""Seconds between lines that can be the same."""
+
+
+@dataclass
+class _Line:
+    text: str
+    time_s: float
+    ranks: list[int] = field(default_factory=list)
+
+
+class SameLines:
+    """Lines of ranks, oldest first."""
+
+    def __init__(self) -> None:
+        self._lines: list[_Line] = []
+        self._places: dict[str, list[int]] = {}
+        self._next_place: dict[int, int] = {}
+
+    def add(self, rank: int, text: str, time_s: float) -> None:
+        """``rank`` printed ``text``, after all that was added of it before."""
+        places = self._places.setdefault(text, [])
+        first = bisect_left(places, self._next_place.get(rank, 0))
+        same = (place for place in places[first:] if time_s - self._lines[place].time_s <= SAME_S)
+        place = next(same, len(self._lines))
+        if place == len(self._lines):
+            self._lines.append(_Line(text, time_s))
+            places.append(place)
+        self._lines[place].ranks.append(rank)
+        self._next_place[rank] = place + 1
+
+    def joined(self) -> list[tuple[list[int], str]]:
+        """``(ranks, line)``, oldest first; one rank or at least :data:`MIN_RANKS`."""
+        joined: list[tuple[list[int], str]] = []
+        for line in self._lines:
+            if len(line.ranks) >= MIN_RANKS:
+                joined.append((sorted(line.ranks), line.text))
+            else:
+                joined += [([rank], line.text) for rank in line.ranks]
+        return joined
+
 
 _LINE_LENGTH = 4000  # characters of a line that are shown
 _NUM_DISPLAYS = 100  # figures and the like that are shown of a rank
@@ -54,7 +139,7 @@ class LinesPrinter(Dashboard):
         first_s: seconds before the first write, so that the table of the job stands above its output.
         holds_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
             shown as it comes.
-        joins_equal: tell a line that three or more ranks print at the same time once, labelled ``[0-3]``.
+        joins_equal: show a line that three or more ranks print at the same time once, labelled ``[0-3]``.
         live: a line of the same terminal that is redrawn in place, to be kept below.
         clock: seconds on a clock that never jumps.
     """
@@ -162,7 +247,7 @@ class LinesPrinter(Dashboard):
             same.add(event.rank, line, event.time_s)
 
     def _labelled(self, same: SameLines) -> Iterator[str]:
-        for ranks, line in same.told():
+        for ranks, line in same.joined():
             label = self._label(ranks[0]) if len(ranks) == 1 else f"[{in_words.spans(ranks)}] "
             yield f"{label}{line}\n"
 

@@ -1,21 +1,136 @@
 """A job in a notebook: one output, updated in place through its display id.
 
-Owns when the table is published. What is published is complete in itself (HTML and text), so that the last update is
-also what a saved notebook keeps, with no widget state. Never prints: lines are the business of ``lines.py``.
+What is published is complete in itself (HTML and text), so that the last update is also what a saved notebook keeps,
+with no widget state. Updates reach the right output from any thread; the same output can be shown in several cells, and
+all follow. While a cell runs, clicks do not reach the kernel on most versions: :class:`CellWatch` knows whether one
+does. Never prints: ``lines.py`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import final
+from typing import Any, final
 
-from nblaunch.dashboard.base import Pace
+from nblaunch.dashboard.base import Pace, ViewingDashboard
 from nblaunch.dashboard.html import mimebundle
-from nblaunch.dashboard.output import Bundle, Output, Publish
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.viewing import ViewingDashboard
+
+SHORT_S = 0.5
+"""Cells that end within this time are as good as none: a click waits for them unnoticed."""
+
+
+class CellWatch:
+    """Follows the cells of a shell from the cell that runs now on, until it is closed.
+
+    Args:
+        shell: of IPython, in the thread of its cells; None where there is none: then no cell ever runs.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
+        self._events = getattr(shell, "events", None)
+        self._clock = clock
+        self._since_s: float | None = None
+        self._hooks = (("pre_run_cell", self._on_begin), ("post_run_cell", self._on_end))
+        if self._events is not None:
+            self._since_s = clock()
+            for name, hook in self._hooks:
+                self._events.register(name, hook)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cell runs, for longer than a moment."""
+        since_s = self._since_s
+        return since_s is not None and self._clock() - since_s >= SHORT_S
+
+    def close(self) -> None:
+        """Follow no longer. Calls after the first do nothing."""
+        events, self._events, self._since_s = self._events, None, None
+        if events is not None:
+            for name, hook in self._hooks:
+                events.unregister(name, hook)
+
+    def _on_begin(self, *info: Any) -> None:
+        self._since_s = self._clock()
+
+    def _on_end(self, *result: Any) -> None:
+        self._since_s = None
+
+
+Bundle = Mapping[str, Any]
+"""MIME type -> data, as for ``display(..., raw=True)``."""
+
+Publish = Callable[[Bundle, str, bool], None]
+"""``publish(bundle, display_id, is_update)``."""
+
+
+class Output:
+    """One output.
+
+    Args:
+        publish: how; default through IPython.
+    """
+
+    def __init__(self, publish: Publish | None = None) -> None:
+        self._publish = publish or publish_in_notebook
+        self._display_id = f"nblaunch-{os.urandom(8).hex()}"
+        self._cells: set[str | None] = set()
+        # A background job updates it in one thread while a cell shows it again in another.
+        self._lock = threading.Lock()
+        self.shown: Bundle | None = None
+
+    def show(self, bundle: Bundle, *, even_if_same: bool = False) -> bool:
+        """Make the output show ``bundle``; the first call creates it in the running cell.
+
+        Returns:
+            Whether anything was published: not if the output shows that already, unless ``even_if_same``.
+        """
+        with self._lock:
+            if bundle == self.shown and not even_if_same:
+                return False
+            is_update, self.shown = self.shown is not None, bundle
+            if not is_update:
+                self._cells.add(running_cell())
+            self._publish(bundle, self._display_id, is_update)
+        return True
+
+    def show_again(self) -> bool:
+        """Show it in the running cell, too. False where there is nothing to show, or where that cell shows it."""
+        cell = running_cell()
+        with self._lock:
+            if self.shown is None or cell in self._cells:
+                return False
+            self._cells.add(cell)
+            self._publish(self.shown, self._display_id, False)
+        return True
+
+
+def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> None:
+    """Show or update an output through IPython."""
+    from IPython.display import display, update_display
+
+    if is_update:
+        update_display(dict(bundle), display_id=display_id, raw=True)
+    else:
+        display(dict(bundle), display_id=display_id, raw=True)
+
+
+def running_cell() -> str | None:
+    """The id of the request that this thread's cell runs for; None outside of a kernel."""
+    request = running_request()
+    return request.get("header", {}).get("msg_id")
+
+
+def running_request() -> Mapping[str, Any]:
+    """The request that this thread's cell runs for, as the front end sent it; empty outside of a kernel."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    return getattr(shell, "parent_header", None) or {}
 
 
 @final
@@ -59,7 +174,7 @@ class NotebookDashboard(ViewingDashboard):
             self._show(view, is_final=True)
 
     def _may_differ(self) -> bool:
-        """Whether rendering is worth while: something was told, or the clock shows another second."""
+        """Return whether rendering is worth while: there was an event, or the clock shows another second."""
         second = int(self._view.elapsed_s)
         last, self._looked_at = self._looked_at, (self._view, second)
         if last is None or last[1] != second or last[0].ranks is not self._view.ranks:

@@ -1,4 +1,4 @@
-"""What a person should be told about a job without being asked: who is slow, who is stuck, whose loss is lost.
+"""What a dashboard points out by itself: slow ranks, stuck ranks, losses that are no longer finite.
 
 Read from the view alone. Stacks of ranks that hang come from the launcher, as a note of kind ``"hang"``.
 """
@@ -11,18 +11,18 @@ from math import isfinite
 from statistics import median
 
 from nblaunch import in_words
+from nblaunch.dashboard.formatting import percent, rate, whole_duration
 from nblaunch.dashboard.view import JobView, RankView
-from nblaunch.dashboard.wording import percent, rate, whole_duration
 from nblaunch.events import WorkerState
 
 SLOW_RATIO = 1.3
 """So many times slower than the others is worth a word."""
 
 STUCK_S = 20.0
-"""Seconds without any sign of life after which a rank is said to be stuck; more where its steps take long."""
+"""Seconds without any sign of life after which a rank is reported as stuck; more where its steps take long."""
 
 _STUCK_STEPS = 20  # of its own usual steps
-_OUTSIDE_FACTOR = 3  # outside of loaders nobody knows how long a thing may take
+_OUTSIDE_FACTOR = 3  # outside of loaders there is no measure of a normal duration
 _MIN_SPAN_S = 3.0  # of measured rates
 _MIN_LOSS = 0.1  # part of a step that all others lose by waiting for the slowest
 _MIN_WAITING = 0.25  # part of the time
@@ -32,7 +32,7 @@ _QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing to be told.
+    """One thing to point out.
 
     Args:
         kind: ``"slow"``, ``"stuck"`` or ``"loss"``.
@@ -48,7 +48,7 @@ class Notice:
 
 
 def notices(view: JobView) -> tuple[Notice, ...]:
-    """All there is to tell now, the most urgent first."""
+    """Return what is to be pointed out now, the most urgent first."""
     stuck = _stuck(view)
     slow = [] if stuck else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
     return (*stuck, *_lost_losses(view), *slow)
@@ -160,7 +160,7 @@ def _stuck(view: JobView) -> list[Notice]:
     stuck = [rank for rank in still if rank.state is not WorkerState.WAITING]
     for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stuck or waiting))
     if not stuck and len(waiting) < len(live):
-        return []  # whoever they wait for is at work
+        return []  # the ranks that they wait for are at work
     text = _where_stuck(live, stuck, waiting, for_s)
     return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text, view.hang[1:])]
 

@@ -1,30 +1,234 @@
-"""What a table about a job says, as words and numbers, before anybody draws it.
+"""The table about a job as words and numbers, before it is drawn: columns, rows, headline, failures, memory.
 
-With ``table_rows.py`` it owns the choice of columns and rows, the wording and the formatting of numbers, so that text,
-HTML and widgets can't disagree. Knows no markup and no widths.
+Text, HTML and widgets draw the same table, so that they can't disagree. Knows no markup and no widths.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from nblaunch import in_words
+from nblaunch.dashboard.formatting import clean, duration, loss, percent, rate, whole_duration
 from nblaunch.dashboard.notices import Notice, notices
-from nblaunch.dashboard.table_rows import (
-    NUM_COLUMNS,
-    GridCell,
-    Row,
-    columns_of,
-    device_bytes,
-    grid_cell,
-    narrowed,
-    row_of,
-    select_ranks,
-    summary_row,
-)
 from nblaunch.dashboard.view import JobView, RankView
-from nblaunch.dashboard.wording import clean, duration, rate, whole_duration
+from nblaunch.events import WorkerState
+
+MAX_ROWS = 16
+"""Up to so many processes each has its row; of more, the extremes are shown and the rest is summed up."""
+
+HEAD_LINES = 500
+"""Lines of a rank that a blocking cell shows as they come; what lies beyond is folded, see ``lines.py``."""
+
+GRID_COLUMNS = 8
+"""Ranks in a line of the grid of those without a row."""
+
+_NUM_FAILED, _NUM_NOTICED, _NUM_SLOWEST, _NUM_FASTEST = 6, 3, 3, 3
+NUM_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. ``rank`` is None for the line that sums up ranks without their own.
+
+    Args:
+        rank: whose; None for a summary.
+        label: what stands in the rank column.
+        state: what it does; decides the colour.
+        state_text: what it does, in words.
+        cells: one text per column of the table; empty where there is nothing to say.
+        fraction: done part of the pass, 0 to 1, or None.
+        loss_history: points of a sparkline.
+        detail: progress bar of the worker in words, or its last line, or how it ended.
+    """
+
+    rank: int | None
+    label: str
+    state: WorkerState
+    state_text: str
+    cells: tuple[str, ...]
+    fraction: float | None = None
+    loss_history: tuple[float, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """A rank without a row of its own.
+
+    Args:
+        rank: which.
+        state: what it does; decides the colour.
+        text: how far it is, or how it ended: ``"45%"``, ``"waiting"``, ``"done"``.
+        fraction: done part of the pass, 0 to 1, or None.
+    """
+
+    rank: int
+    state: WorkerState
+    text: str
+    fraction: float | None = None
+
+
+def state_text(rank: RankView) -> str:
+    """What a rank does, in one word: ``starting``, ``training``, ``waiting`` (in a collective), ``killed``, ..."""
+    return "killed" if rank.is_killed else rank.state.name.lower()
+
+
+def columns_of(view: JobView) -> tuple[str, ...]:
+    """Names of the columns."""
+    memory = ("peak memory", "peak device") if view.is_over else ("memory", "device")
+    return ("epoch", "step", "steps/s", "samples/s", "left", "loss", *memory)
+
+
+def row_of(view: JobView, rank: RankView) -> Row:
+    """The line of one rank."""
+    return Row(
+        rank=rank.rank,
+        label=str(rank.rank),
+        state=rank.state,
+        state_text=state_text(rank),
+        cells=(
+            f"{rank.epoch}" if rank.epoch else "",
+            _steps(rank),
+            rate(rank.steps_per_s) if rank.steps_per_s else "",
+            rate(rank.samples_per_s) if rank.samples_per_s else "",
+            "" if rank.left_s is None else whole_duration(rank.left_s),
+            "" if rank.loss is None else loss(rank.loss),
+            _size(_host_bytes(view, rank)),
+            _device(view, rank),
+        ),
+        fraction=_fraction(rank),
+        loss_history=rank.loss_history,
+        detail=_detail(rank),
+    )
+
+
+def _fraction(rank: RankView) -> float | None:
+    """Of the rank's loader, or where it has none, of the bar that it draws itself."""
+    if rank.fraction is None and not rank.has_progress and rank.bar is not None:
+        return rank.bar.fraction
+    return rank.fraction
+
+
+def _host_bytes(view: JobView, rank: RankView) -> int | None:
+    return rank.host_peak_bytes if view.is_over else rank.host_bytes
+
+
+def device_bytes(view: JobView, rank: RankView) -> int | None:
+    """What a rank takes of its device; at most so far, once the job is over."""
+    return rank.device_peak_bytes if view.is_over else rank.device_bytes
+
+
+def _size(num_bytes: int | None) -> str:
+    return in_words.size(num_bytes) if num_bytes else ""
+
+
+def _device(view: JobView, rank: RankView) -> str:
+    taken = _size(device_bytes(view, rank))
+    if taken and rank.device_limit_bytes:
+        taken = f"{taken} of {in_words.size(rank.device_limit_bytes)}"
+    is_shown = rank.device_use is not None and not rank.state.is_final
+    return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
+
+
+def _steps(rank: RankView) -> str:
+    if rank.total >= 0:
+        return f"{rank.step:,}/{rank.total:,}"
+    return f"{rank.step:,}" if rank.step else ""
+
+
+def _detail(rank: RankView) -> str:
+    if rank.exit_status is not None and rank.exit_status.code not in (0, 1):
+        return str(rank.exit_status)
+    if rank.state.is_final:
+        return ""
+    if rank.bar is not None:
+        return rank.bar.text
+    # Lines stand in the cell already, unless this rank prints so much that they are folded there.
+    return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
+
+
+def narrowed(row: Row, used: Sequence[int]) -> Row:
+    """The row with those of its cells that are ``used``."""
+    cells = tuple(row.cells[index] for index in used)
+    return Row(
+        row.rank, row.label, row.state, row.state_text, cells, row.fraction, row.loss_history, row.detail
+    )
+
+
+def select_ranks(view: JobView) -> tuple[list[RankView], list[RankView]]:
+    """Ranks that get a row, and the others.
+
+    Beyond :data:`MAX_ROWS`: the failed, those that a notice is about, the slowest, rank 0, the fastest.
+    """
+    if len(view.ranks) <= MAX_ROWS:
+        return list(view.ranks), []
+    failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
+    failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
+    noticed = [view.ranks[rank] for notice in notices(view) for rank in notice.ranks]
+    by_progress = _by_progress(view)
+    chosen = [
+        *failed[:_NUM_FAILED],
+        *noticed[:_NUM_NOTICED],
+        *by_progress[:_NUM_SLOWEST],
+        view.ranks[0],
+        *by_progress[-_NUM_FASTEST:],
+    ]
+    shown = list(dict.fromkeys(rank.rank for rank in chosen))
+    rest = set(range(len(view.ranks))) - set(shown)
+    return [view.ranks[rank] for rank in shown], [view.ranks[rank] for rank in sorted(rest)]
+
+
+def _by_progress(view: JobView) -> list[RankView]:
+    """The slowest first. Of ranks that go in step none is: who is a step ahead changes with every look."""
+    steps = [rank.steps_done for rank in view.ranks]
+    if 0 < max(steps) <= min(steps) + 1:
+        return list(view.ranks)
+    return sorted(view.ranks, key=lambda rank: (rank.epoch, rank.step, rank.state, rank.rank))
+
+
+def grid_cell(rank: RankView) -> GridCell:
+    """A rank without a line of its own."""
+    fraction = _fraction(rank)
+    is_moving = rank.state in (WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.RUNNING)
+    text = percent(fraction) if is_moving and fraction is not None else state_text(rank)
+    return GridCell(rank.rank, rank.state, text, fraction)
+
+
+def summary_row(view: JobView, ranks: Sequence[RankView]) -> Row:
+    """The line that sums up ``ranks``."""
+    states: dict[WorkerState, int] = {}
+    for rank in ranks:
+        states[rank.state] = states.get(rank.state, 0) + 1
+    words = [f"{number} {state.name.lower()}" for state, number in sorted(states.items())]
+    most = max(states, key=lambda state: states[state])
+    text = most.name.lower() if len(states) == 1 else ", ".join(words)
+    return Row(
+        rank=None,
+        label=f"{len(ranks)} others",
+        state=most,
+        state_text=text,
+        cells=(
+            _span([rank.epoch for rank in ranks if rank.epoch], lambda epoch: f"{epoch}"),
+            _span([rank.step for rank in ranks if rank.has_progress], lambda step: f"{step:,}"),
+            _span([rank.steps_per_s for rank in ranks if rank.steps_per_s], rate),
+            _span([rank.samples_per_s for rank in ranks if rank.samples_per_s], rate),
+            "",
+            _span([rank.loss for rank in ranks if rank.loss is not None and isfinite(rank.loss)], loss),
+            _span([taken for rank in ranks if (taken := _host_bytes(view, rank))], in_words.size),
+            _span([taken for rank in ranks if (taken := device_bytes(view, rank))], in_words.size),
+        ),
+    )
+
+
+def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    if not values:
+        return ""
+    low, high = form(min(values)), form(max(values))
+    return low if low == high else f"{low}–{high}"
+
 
 _NUM_FAILURE_LINES = 4
 _NUM_NOTES = 5
@@ -33,7 +237,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Table:
-    """All that is said about a job.
+    """All that is shown of a job.
 
     Args:
         name: the function that runs.
@@ -42,7 +246,7 @@ class Table:
         detour: why the start method is not the usual one; empty where it is.
         columns: names of the columns between the state and the detail; only those with something in them.
         rows: one per shown rank, perhaps one that sums up the others.
-        grid: the ranks without a row, by rank; in lines of :data:`nblaunch.dashboard.table_rows.GRID_COLUMNS`.
+        grid: the ranks without a row, by rank; in lines of :data:`nblaunch.dashboard.table.GRID_COLUMNS`.
         failures: ``(who, what)``, root cause first.
         notices: what else is wrong, in words.
         metrics: the last logged values, one line; may be empty.
@@ -129,7 +333,7 @@ def _setting(view: JobView) -> str:
         text += f", attempt {view.attempt + 1}"
     samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
     text += f", {rate(samples_per_s)} samples/s" if samples_per_s > 0 else ""
-    # How many passes a function makes, nobody knows but itself.
+    # How many passes a function makes is known to itself alone.
     return text if view.left_s is None else f"{text}, {whole_duration(view.left_s)} left of this pass"
 
 
@@ -142,7 +346,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     grouped: dict[tuple[bool, bool, str], list[RankView]] = {}
     for rank in view.ranks:
         if rank.failure:
-            # What follows from another rank's failure differs in ports and addresses, which help nobody.
+            # What follows from another rank's failure differs in ports and addresses, which do not help.
             words = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
             is_other = rank.rank != view.failed_rank
             grouped.setdefault((is_other, rank.is_consequence, words), []).append(rank)
@@ -177,7 +381,7 @@ def _memory(view: JobView) -> str:
     parts = []
     taken = view.host_peak_bytes if view.is_over else view.host_bytes
     if taken:
-        # Where the system does not tell shared pages, the ranks' numbers can't be added up.
+        # Where the system does not count shared pages, the ranks' numbers can't be added up.
         together = " together" if len(view.ranks) > 1 else ""
         shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
         parts.append(f"host {in_words.size(taken)}{together}{shared}")

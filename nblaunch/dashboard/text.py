@@ -1,22 +1,185 @@
-"""A job as lines of text: the renderer, and the dashboard of scripts and plain terminals.
+"""A job as lines of text: the table, one line of progress, and the dashboard of scripts and terminals.
 
-Owns widths and alignment of the text table. Writes to one stream, never asks for colours.
+Owns widths and alignment. In a terminal the last line is redrawn in place with carriage returns and spaces alone, which
+every terminal understands; elsewhere it is repeated. Writes to one stream, never asks for colours.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import TextIO, final
+from unicodedata import east_asian_width
 
-from nblaunch.dashboard.base import Pace
-from nblaunch.dashboard.progress import live_line, progress_line
-from nblaunch.dashboard.table import Table, tabulate
-from nblaunch.dashboard.table_rows import GRID_COLUMNS, GridCell, Row
-from nblaunch.dashboard.terminal import LiveLine
-from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.viewing import ViewingDashboard
+from nblaunch.dashboard import formatting
+from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.formatting import percent, rate, whole_duration
+from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, headline, tabulate
+from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.events import WorkerState
+
+_DEFAULT_WIDTH = 80
+
+
+@final
+class LiveLine:
+    """One line.
+
+    Args:
+        stream: where; default ``sys.stderr`` as it is at each write.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._drawn = ""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the stream is a terminal."""
+        try:
+            return bool(self._to.isatty())
+        except (AttributeError, ValueError):  # not a file at all, or closed
+            return False
+
+    @property
+    def width(self) -> int:
+        """Columns that a line may take without being wrapped."""
+        try:
+            columns = os.get_terminal_size(self._to.fileno()).columns
+        except (OSError, ValueError, AttributeError):
+            columns = 0
+        return (columns or _DEFAULT_WIDTH) - 1
+
+    @property
+    def can_draw_blocks(self) -> bool:
+        """Whether the stream's encoding has the characters that bars are drawn with."""
+        try:
+            "█▏".encode(getattr(self._to, "encoding", None) or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return False
+        return True
+
+    def show(self, text: str) -> None:
+        """Show ``text``, cut to the width of the terminal, in place of what was shown."""
+        text = cut(text, self.width)
+        if text == self._drawn:
+            return
+        rest = " " * max(columns_of(self._drawn) - columns_of(text), 0)
+        self._write(f"\r{text}{rest}")
+        self._drawn = text
+
+    def clear(self) -> None:
+        """Remove it; the cursor is then at the beginning of an empty line."""
+        if self._drawn:
+            self._write(f"\r{' ' * columns_of(self._drawn)}\r")
+            self._drawn = ""
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While it lasts, whole lines may be written to the terminal; they end up above the line."""
+        drawn = self._drawn
+        self.clear()
+        try:
+            yield
+        finally:
+            if drawn:
+                self.show(drawn)
+
+    @property
+    def _to(self) -> TextIO:
+        return sys.stderr if self._stream is None else self._stream
+
+    def _write(self, text: str) -> None:
+        encoding = getattr(self._to, "encoding", None) or "ascii"
+        self._to.write(text.encode(encoding, "replace").decode(encoding))
+        self._to.flush()
+
+
+def columns_of(text: str) -> int:
+    """Columns that ``text`` takes on a terminal: some characters take two."""
+    return len(text) + sum(east_asian_width(one) in "WF" for one in text if not one.isascii())
+
+
+def cut(text: str, width: int) -> str:
+    """``text``, or as much of it as fits, with an ellipsis."""
+    if columns_of(text) <= width:
+        return text
+    while text and columns_of(text) > width - 3:
+        text = text[:-1]
+    return f"{text}..."
+
+
+_MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 5, 30
+
+
+def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
+    """Return all ranks in one line as tqdm would draw it, by the one that is furthest behind.
+
+        train:  45%|█████████▏          | 450/1,000 [0:45<0:55, 10.0 steps/s, loss 0.0321, 3 training, 1 waiting]
+
+    Args:
+        view: the job.
+        width: columns that it may take.
+        has_blocks: whether the bar may be drawn with block characters; else ``#``.
+    """
+    behind = _furthest_behind(view)
+    name = view.function_name or "job"
+    parts = [_times(view)]
+    parts += [f"{rate(behind.steps_per_s)} steps/s"] if behind.steps_per_s else []
+    parts += [f"loss {formatting.loss(behind.loss)}"] if behind.loss is not None else []
+    words = f"[{', '.join([*parts, _states(view)])}]"
+    if behind.fraction is None:
+        # Without a length there is nothing to draw; the bar of a worker says more than nothing.
+        done = behind.status_line or (f"step {behind.step:,}" if behind.step else "")
+        return f"{name}: {words} {done}".rstrip()
+    epoch = f" epoch {behind.epoch}" if behind.epoch else ""
+    before = f"{name}{epoch}: {percent(behind.fraction):>4}"
+    after = f"{behind.step:,}/{behind.total:,} {words}"
+    room = min(width - len(before) - len(after) - 3, _MAX_BAR_WIDTH)
+    bar = f"|{_bar(behind.fraction, room, has_blocks=has_blocks)}|" if room >= _MIN_BAR_WIDTH else ""
+    return f"{before}{bar} {after}"
+
+
+def _times(view: JobView) -> str:
+    left_s = view.left_s
+    return whole_duration(int(view.elapsed_s)) + ("" if left_s is None else f"<{whole_duration(left_s)}")
+
+
+def _states(view: JobView) -> str:
+    """``4 training``, ``3 training, 1 waiting``; a single process: its state."""
+    if len(view.ranks) == 1:
+        return view.ranks[0].state.name.lower()
+    states: dict[WorkerState, int] = {}
+    for rank in view.ranks:
+        states[rank.state] = states.get(rank.state, 0) + 1
+    return ", ".join(f"{number} {state.name.lower()}" for state, number in sorted(states.items()))
+
+
+def _bar(fraction: float, width: int, *, has_blocks: bool) -> str:
+    if not has_blocks:
+        return ("#" * int(fraction * width)).ljust(width)
+    eighths = int(fraction * width * 8)
+    part = "▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else ""
+    return ("█" * (eighths // 8) + part).ljust(width)
+
+
+def _furthest_behind(view: JobView) -> RankView:
+    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
+    return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
+
+
+def progress_line(view: JobView) -> str:
+    """All ranks in one line, by the one that is furthest behind."""
+    behind = _furthest_behind(view)
+    table = tabulate(JobView(num_processes=1, ranks=(behind,)))
+    row = table.rows[0]
+    parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
+    about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
+    return f"{view.function_name or 'job'}: {headline(view)}; {about}{', '.join([row.state_text, *parts])}"
+
 
 _DETAIL_WIDTH = 60
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # a redrawn line: before the first, and between two

@@ -1,23 +1,116 @@
-"""The state of a job as a dashboard sees it: a pure fold over events and board samples.
+"""The state of a job as a dashboard sees it.
 
     view = JobView()
-    view = fold(view, event)                      # for every event, see view_events.py
-    view = fold_samples(view, samples, now_s)     # for every look at the board, see view_samples.py
+    view = fold(view, event)                      # for every event, see fold.py
+    view = fold_samples(view, samples, now_s)     # for every look at the board
 
-Owns what is known and derived: states, rates, time left, histories. Never formats, never looks at a clock, never
-changes a view in place. Renderers (text, HTML, widgets) read the same view, so that they can't disagree.
+Owns what is known and derived: states, rates, time left, histories, and the progress bars that workers draw themselves
+(tqdm's default format; source: ``tqdm.std.tqdm.format_meter``). Never formats, never looks at a clock, never changes a
+view in place. Renderers (text, HTML, widgets) read the same view, so that they can't disagree.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nblaunch.dashboard.bars import Bar
-from nblaunch.dashboard.curves import Curve
 from nblaunch.events import ExitStatus, WorkerState
 from nblaunch.wire.board import Sample
+
+# With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
+_COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
+_UNIT = r"(?P<unit> ?[^\s\d\[:/%|]*)"
+_METER = r"\[(?P<meter>\d+:\d[^\]]*)\]?"
+_BAR = re.compile(
+    rf"^(?:(?P<description>.*?):\s+)?\s*(?P<percent>\d+)%\|.*?\|\s*(?P<count>{_COUNT})/(?P<total>{_COUNT})"
+    rf"{_UNIT}\s*{_METER}"
+)
+_COUNTER = re.compile(rf"^(?:(?P<description>.*?):\s+)?(?P<count>{_COUNT}){_UNIT}\s{_METER}")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar.
+
+    Args:
+        description: what its owner called it; may be empty.
+        count: what is done, as it was written: ``"450"``, ``"1.20k"``.
+        total: of how much; empty where it did not say.
+        fraction: done part, 0 to 1; None without a total.
+        meter: time, rate and whatever else stands in its brackets.
+    """
+
+    description: str
+    count: str
+    total: str
+    fraction: float | None
+    meter: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``."""
+        counted = f"{self.count}/{self.total}" if self.total else self.count
+        meter = f"[{self.meter}]" if self.meter else ""
+        return " ".join(part for part in (self.description, counted, meter) if part)
+
+
+def read_bar(line: str) -> Bar | None:
+    """The bar that ``line`` shows; None where it is something else."""
+    if "[" not in line:
+        return None
+    if found := _BAR.match(line):
+        return Bar(
+            description=_name(found["description"]),
+            count=found["count"],
+            total=found["total"],
+            fraction=min(int(found["percent"]) / 100, 1.0),
+            meter=found["meter"].strip(),
+        )
+    if found := _COUNTER.match(line):
+        return Bar(_name(found["description"]), found["count"], "", None, found["meter"].strip())
+    return None
+
+
+def _name(description: str | None) -> str:
+    return (description or "").strip()
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a quantity, evenly thinned so that they always cover the whole job.
+
+    Args:
+        xs: steps, rising.
+        ys: values, all finite.
+        stride: one of so many points was kept.
+        num_seen: points that were added.
+        latest: the last point that was added, kept or not; None before the first.
+    """
+
+    xs: tuple[float, ...] = ()
+    ys: tuple[float, ...] = ()
+    stride: int = 1
+    num_seen: int = 0
+    latest: tuple[float, float] | None = None
+
+    def extended(self, x: float, y: float, max_points: int) -> Curve:
+        """The curve with one more point. An ``x`` that does not rise (steps that begin anew) counts on by one."""
+        if self.latest is not None and x <= self.latest[0]:
+            x = self.latest[0] + 1
+        xs, ys, stride = self.xs, self.ys, self.stride
+        if self.num_seen % stride == 0:
+            if len(xs) >= max_points:
+                xs, ys, stride = xs[::2], ys[::2], stride * 2
+            xs, ys = (*xs, x), (*ys, y)
+        return Curve(xs, ys, stride, self.num_seen + 1, (x, y))
+
+    def points(self) -> list[tuple[float, float]]:
+        """What was kept, and the latest point."""
+        kept = list(zip(self.xs, self.ys, strict=True))
+        return kept if self.latest is None or kept[-1] == self.latest else [*kept, self.latest]
+
 
 HISTORY_LENGTH = 64
 """Points of a loss history at most; longer ones are thinned, so that they always cover the whole job."""
@@ -97,7 +190,7 @@ class RankView:
         device_peak_bytes: the most so far.
         device_limit_bytes: all there is.
         device_use: share of the last moments in which its device computed, 0 to 1; None where nothing is known.
-        trained: the last pass over training data, which is what the end of a job is told by; None before the first.
+        trained: the last pass over training data, which is what the end of a job shows; None before the first.
         sample: what its slot of the board held at the last look.
         marks: where it was over the last :data:`WINDOW_S`, from which rates are taken.
         steps_done: steps over all passes.
@@ -159,7 +252,7 @@ class RankView:
 
     @property
     def has_progress(self) -> bool:
-        """Whether it has told of any step."""
+        """Whether it has reported any step."""
         return self.total >= 0 or self.step > 0 or self.epoch > 0
 
     @property
@@ -187,14 +280,14 @@ class JobView:
         reason: why so.
         detour: a sentence about it where the usual way was not possible; empty otherwise.
         spans_devices: one worker drives all devices, rather than one each.
-        mixed_precision: ``"fp16"`` or ``"bf16"`` if that was told; empty otherwise.
-        facts: what workers told of the whole job, by name: ``"precision"``, ``"compilations"``.
+        mixed_precision: ``"fp16"`` or ``"bf16"`` if that is known; empty otherwise.
+        facts: what workers reported of the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: where complete logs are.
         attempt: restarts so far.
         started_s: when the job started; 0.0 before.
         now_s: the last moment that was looked at.
         outcome: as in :class:`nblaunch.events.JobFinished`; empty while the job runs.
-        is_early: it was done before its time, because somebody asked for that.
+        is_early: it was done before its time, because that was requested.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
@@ -237,7 +330,7 @@ class JobView:
 
     @property
     def is_started(self) -> bool:
-        """Whether the job has said what it is."""
+        """Whether the job has started."""
         return self.num_processes > 0
 
     @property

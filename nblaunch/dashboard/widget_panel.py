@@ -1,35 +1,139 @@
 """The live panel of a job, made of ipywidgets' core controls: all of it, from the headline to the logs.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Kill]
-    rank  state      progress      epoch  step  ...                          (widget_rows.py)
+    rank  state      progress      epoch  step  ...                          (widget_ranks.py)
     grid of further ranks, failures, notices, charts, metrics, memory
-    [all by time] [rank 0] [rank 1] ...                                      (widget_logs.py)
+    [all by time] [rank 0] [rank 1] ...
 
 One layout, made once: afterwards values change, so that nothing flickers. Imported only when a panel is opened, since
 it needs ipywidgets. Works with ipywidgets 7.7 and 8; no Output widget (the front end fills it, in its own time), no
 code that runs in the front end.
+
+The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main one, a
+subshell's), and late: only when no cell runs, on most kernels. So while one runs, nothing can be clicked, and a tooltip
+says why. A click sends a request to the job, which wakes its own thread; the panel draws it at its next tick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from html import escape
 from time import monotonic
 from typing import Any
 
 import ipywidgets as widgets
+from IPython import get_ipython
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Controls
-from nblaunch.dashboard.chart import charts
-from nblaunch.dashboard.logbook import LogBook
-from nblaunch.dashboard.output import Bundle
+from nblaunch.dashboard.html import charts
+from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_buttons import Buttons
-from nblaunch.dashboard.widget_logs import LogPane
-from nblaunch.dashboard.widget_rows import NUMBERS, RowGrid
-from nblaunch.dashboard.widget_valve import Valve
+from nblaunch.dashboard.widget_ranks import NUMBERS, LogPane, RowGrid
+from nblaunch.dashboard.widget_throttle import Valve
+
+_SURE_S = 5.0
+STOP_ASKED = (
+    "asked to stop: loops that look at accelerator.should_stop end at the same step on every rank. "
+    "Interrupt ends any other function, too"
+)
+INTERRUPT_ASKED = "interrupted: finally blocks run, then the workers end"
+KILL_ASKED = "killed"
+BUSY = "a cell is running, and clicks reach the kernel only when it has ended"
+
+
+class Buttons:
+    """Stacks, Stop and Kill.
+
+    Args:
+        valve: through which they change.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(self, valve: Valve, clock: Callable[[], float] = monotonic) -> None:
+        self._valve = valve
+        self._clock = clock
+        self._controls: Controls | None = None
+        self._cells = CellWatch(None)
+        self._tooltips: dict[Any, str] = {}
+        self._has_asked_to_stop = False
+        self._kill_clicked_s = float("-inf")
+        self.message = ""
+        self.stacks = ""
+        self._shown = widgets.Layout(width="auto", height="26px", margin="0 0 0 6px")
+        self._hidden = widgets.Layout(display="none")
+        self._stacks = self._button("Stacks", "where every rank is right now", self._on_stacks)
+        self._stop = self._button("Stop", "let training end early and well", self._on_stop)
+        self._kill = self._button("Kill", "end every worker at once", self._on_kill)
+        self.widget = widgets.HBox(
+            [self._stacks, self._stop, self._kill], layout=widgets.Layout(flex="0 0 auto", margin="0")
+        )
+
+    @property
+    def unused(self) -> list[Any]:
+        """Widgets that are made but not always part of the bar."""
+        return [self._shown, self._hidden]
+
+    def connect(self, controls: Controls) -> None:
+        """From now on a click does something, so the buttons may be shown. Called in the thread of a cell."""
+        self._controls = controls
+        self._cells.close()
+        self._cells = CellWatch(get_ipython(), self._clock)
+
+    def close(self) -> None:
+        """Nothing can be clicked any more."""
+        self._cells.close()
+
+    def show(self, *, is_running: bool) -> None:
+        """Draw what was clicked; sent at the valve's next flush."""
+        layout = self._shown if is_running and self._controls is not None else self._hidden
+        is_sure = self._clock() - self._kill_clicked_s < _SURE_S
+        stop = "Interrupt" if self._has_asked_to_stop else "Stop"
+        kill = "Kill: sure?" if is_sure else "Kill"
+        style = "danger" if is_sure else ""
+        for button, tooltip in self._tooltips.items():
+            is_busy = self._cells.is_busy
+            self._valve.want(button, disabled=is_busy, tooltip=BUSY if is_busy else tooltip, is_urgent=True)
+        self._valve.want(self._stacks, layout=layout, is_urgent=True)
+        self._valve.want(self._stop, layout=layout, description=stop, is_urgent=True)
+        self._valve.want(self._kill, layout=layout, description=kill, button_style=style, is_urgent=True)
+
+    def _button(self, name: str, tooltip: str, on_click: Callable[[Any], None]) -> Any:
+        button = widgets.Button(description=name, tooltip=tooltip, layout=self._hidden)
+        button.on_click(on_click)
+        self._tooltips[button] = tooltip
+        return button
+
+    def _on_stacks(self, button: Any) -> None:
+        if self._controls is not None:
+            self.message, self.stacks = "asking every rank where it is", ""
+            self._controls.ask_stacks().add_done_callback(self._take_stacks)
+
+    def _take_stacks(self, answer: Future[str]) -> None:
+        self.message, self.stacks = "where the ranks are:", answer.result()
+
+    def _on_stop(self, button: Any) -> None:
+        if self._controls is None:
+            return
+        if self._has_asked_to_stop:
+            self.message = INTERRUPT_ASKED
+            self._controls.interrupt()
+        else:
+            self._has_asked_to_stop, self.message = True, STOP_ASKED
+            self._controls.stop()
+
+    def _on_kill(self, button: Any) -> None:
+        """The first click asks whether that is meant: what was trained since the last checkpoint is lost."""
+        if self._controls is None:
+            return
+        if self._clock() - self._kill_clicked_s < _SURE_S:
+            self.message = KILL_ASKED
+            self._controls.cancel()
+        self._kill_clicked_s = self._clock()
+
 
 _VIEW_TYPE = "application/vnd.jupyter.widget-view+json"
 _STYLE = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
@@ -90,7 +194,7 @@ class Panel:
         return {_VIEW_TYPE: spec, "text/plain": f"{about}\nThe summary replaces this when the job has ended."}
 
     def connect(self, controls: Controls) -> None:
-        """Let the buttons act on a job that nobody waits for."""
+        """Connect the buttons with a job in the background."""
         self._buttons.connect(controls)
 
     def show(self, view: JobView) -> None:
@@ -100,7 +204,7 @@ class Panel:
             self._logs = LogPane(self._book, view.num_processes, self._valve)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
-        # It tells of the same rates as the rows, and at the same time.
+        # It shows the same rates as the rows, and at the same time.
         self._valve.want(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_ranks(table)
@@ -116,7 +220,7 @@ class Panel:
     def _show_ranks(self, table: Table) -> None:
         """A row of widgets for each rank; of many, the extremes and a grid of the others, in one piece of HTML.
 
-        Which ranks are extremes changes all the time, and rows of which some parts tell of one rank and some of another
+        Which ranks are extremes changes all the time, and rows that mix the numbers of two ranks
         would be worse than none.
         """
         if not table.grid:
@@ -149,8 +253,8 @@ class Panel:
     def _answers(self) -> str:
         """What came of the last click."""
         buttons = self._buttons
-        told = f"<div>{escape(buttons.message)}</div>" if buttons.message else ""
-        return told + (f'<pre style="{_PRE}">{escape(buttons.stacks)}</pre>' if buttons.stacks else "")
+        message = f"<div>{escape(buttons.message)}</div>" if buttons.message else ""
+        return message + (f'<pre style="{_PRE}">{escape(buttons.stacks)}</pre>' if buttons.stacks else "")
 
     def _all(self) -> Iterator[Any]:
         """Every widget of the panel, from the outside to the inside."""

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol, final
 
-from nblaunch.dashboard.base import Controls, Pace
+from nblaunch.dashboard.base import Controls, Pace, ViewingDashboard
 from nblaunch.dashboard.html import mimebundle
-from nblaunch.dashboard.logbook import LogBook
-from nblaunch.dashboard.output import Bundle, Output, Publish
+from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.notebook import Bundle, Output, Publish
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.viewing import ViewingDashboard
 from nblaunch.events import Event
 
 _log = logging.getLogger(__name__)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import (
     Event,
     ExceptionInfo,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from nblaunch.dashboard.bars import Bar, read_bar
+from nblaunch.dashboard.view import Bar, read_bar
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nblaunch.dashboard.curves import Curve
+from nblaunch.dashboard.view import Curve
 
 
 def test_a_long_curve_is_thinned_and_covers_everything() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nblaunch.dashboard.fold import fold
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
 from nblaunch.events import Fact, JobStarted
 
 STARTED = JobStarted(-1, 1.0, num_processes=2, backend="xla", start_method="fork", mixed_precision="bf16")

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
-from nblaunch.dashboard.lines import LinesPrinter
+from nblaunch.dashboard.lines import LinesPrinter, SameLines
 from nblaunch.dashboard.notebook import NotebookDashboard
-from nblaunch.dashboard.same_lines import SameLines
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
 from nblaunch.wire.board import Sample
@@ -224,7 +223,7 @@ def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
     for rank, text, time_s in printed:
         lines.add(rank, text, time_s)
     for rank in range(5):
-        told = [text for ranks, text in lines.told() if rank in ranks]
+        told = [text for ranks, text in lines.joined() if rank in ranks]
         assert told == [text for one, text, _ in printed if one == rank]
 
 

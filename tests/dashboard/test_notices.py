@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from nblaunch.dashboard.fold import fold_samples
 from nblaunch.dashboard.notices import STUCK_S, notices, waiting_share
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import LogLines, Note, WorkerState
 from tests.dashboard.scenes import START_S, ended, sample, started, trained, view_of
 

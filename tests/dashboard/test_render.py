@@ -9,18 +9,13 @@ import pytest
 from hypothesis import given, settings
 
 from nblaunch import in_words
-from nblaunch.dashboard import colours
-from nblaunch.dashboard.chart import chart, sparkline
-from nblaunch.dashboard.curves import Curve
-from nblaunch.dashboard.html import mimebundle, render_html
-from nblaunch.dashboard.progress import live_line, progress_line
-from nblaunch.dashboard.table import tabulate
-from nblaunch.dashboard.table_rows import select_ranks
-from nblaunch.dashboard.text import render_text
-from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.dashboard.wording import duration, loss, rate
+from nblaunch.dashboard import formatting
+from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.formatting import duration, loss, rate
+from nblaunch.dashboard.html import chart, mimebundle, render_html, sparkline
+from nblaunch.dashboard.table import select_ranks, tabulate
+from nblaunch.dashboard.text import live_line, progress_line, render_text
+from nblaunch.dashboard.view import Curve, JobView
 from nblaunch.events import (
     Event,
     HostMemory,
@@ -216,7 +211,7 @@ def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
         assert detour in render_text(view).splitlines()
         assert detour in Reader(html).text
         assert "CUDA is &lt;in use&gt;" in html.partition("<table")[0]
-        assert colours.CAUTION not in html
+        assert formatting.CAUTION not in html
     assert 'title="fork: nothing is pickled"' in render_html(view_of(started(2, reason="nothing is pickled")))
 
 
@@ -398,9 +393,9 @@ def test_html_stands_alone_in_any_theme() -> None:
 def test_every_colour_can_be_told_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
     """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
     named = {
-        *colours.OF_STATE.values(),
-        colours.CAUTION,
-        *(colours.of_outcome(o) for o in ("", "done", "failed", "x")),
+        *formatting.OF_STATE.values(),
+        formatting.CAUTION,
+        *(formatting.of_outcome(o) for o in ("", "done", "failed", "x")),
     }
     for colour in named:
         ink = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))

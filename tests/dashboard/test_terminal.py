@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.terminal import LiveLine, columns_of, cut
-from nblaunch.dashboard.text import TextDashboard
+from nblaunch.dashboard.text import LiveLine, TextDashboard, columns_of, cut
 from nblaunch.events import LogLines
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 

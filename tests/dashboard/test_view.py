@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.dashboard.bars import read_bar
-from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.dashboard.wording import clean
+from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.formatting import clean
+from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
     Displayed,
     Event,

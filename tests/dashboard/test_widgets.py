@@ -14,13 +14,11 @@ import pytest
 
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Controls
-from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.logbook import NUM_LINES, LogBook
-from nblaunch.dashboard.output import Bundle
+from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.lines import NUM_LINES, LinesPrinter, LogBook
+from nblaunch.dashboard.notebook import Bundle
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
-from nblaunch.dashboard.widget_valve import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
+from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import Displayed, LogLines, Note, StatusLine
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, view_of

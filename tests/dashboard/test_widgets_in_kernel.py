@@ -15,8 +15,8 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from nblaunch.dashboard.colours import BAD, LIVE
-from nblaunch.dashboard.widget_valve import BURST_BYTES
+from nblaunch.dashboard.formatting import BAD, LIVE
+from nblaunch.dashboard.widget_throttle import BURST_BYTES
 from tests.dashboard.feed import FEED
 from tests.dashboard.front_end import VIEW, FrontEnd
 from tests.event_loop import event_loop  # noqa: F401  a fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.backends.meter import DeviceMeter, DeviceReading
 from nblaunch.backends.nvml import NvmlMeter
+from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.view_events import fold
-from nblaunch.dashboard.view_samples import fold_samples
 from nblaunch.events import Exited, JobStarted, Started, WorkerState
 from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.wire.board import Sample

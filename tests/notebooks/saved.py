@@ -28,21 +28,21 @@ class _Person(NotebookClient):  # type: ignore[misc]
 
 
 def executed(
-    cells: Sequence[str], folder: Path, *, has_person: bool = False, keeps_widgets: bool = True
+    cells: Sequence[str], folder: Path, *, is_interactive: bool = False, keeps_widgets: bool = True
 ) -> Any:
     """A notebook of these code cells, executed.
 
     Args:
         cells: their sources.
         folder: to run in.
-        has_person: as if from a front end; else as papermill and nbconvert do it.
+        is_interactive: as if from a front end; else as papermill and nbconvert do it.
         keeps_widgets: store the widgets' state in the notebook, which is nbclient's default.
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
         # Over Unix sockets rather than TCP, of which new kernels warn that it is not encrypted.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
-        client = (_Person if has_person else NotebookClient)(
+        client = (_Person if is_interactive else NotebookClient)(
             notebook,
             timeout=60,
             kernel_name="python3",

@@ -27,13 +27,13 @@ def train():
 notebook_launcher(train, num_processes=2, backend="cpu")
 """,
 ]
-WAYS = [(has_person, keeps_widgets) for has_person in (False, True) for keeps_widgets in (True, False)]
+WAYS = [(is_interactive, keeps_widgets) for is_interactive in (False, True) for keeps_widgets in (True, False)]
 
 
 @pytest.fixture(scope="module")
 def notebooks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], Any]:
     folder = tmp_path_factory.mktemp("saved")
-    return {way: executed(CELLS, folder, has_person=way[0], keeps_widgets=way[1]) for way in WAYS}
+    return {way: executed(CELLS, folder, is_interactive=way[0], keeps_widgets=way[1]) for way in WAYS}
 
 
 def without_measurements(text: str) -> str:

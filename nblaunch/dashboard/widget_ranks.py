@@ -1,4 +1,4 @@
-"""The table of ranks made of widgets: a state, a progress bar, numbers, a sparkline and the last line for each.
+"""The table of ranks made of widgets, and the pane with what they print.
 
     rank  state      progress       epoch  step     steps/s  loss      trend   output
        0  ● training ▆▆▆▆▆▆______       1  450/1000    10.0  0.5321   ╲_______  epoch 1: 45%|████▌ ...
@@ -6,6 +6,10 @@
 A widget for each column, and one for each bar: what changes together travels in one message, whatever the number of
 ranks, and the budget is left to the bars. Every line is equally high, so that columns are aligned whatever stands in
 them. The number of rows is that of the ranks which have one (``table.py``); it never changes once it is known.
+
+The pane has a tab for all ranks by time and one for each. Tabs are changed in the front end alone: that works while a
+cell runs, when no click reaches the kernel. So every tab holds its last lines all the time. Where there are too many
+ranks for tabs, a list chooses between them; it is linked in the front end, too.
 """
 
 from __future__ import annotations
@@ -17,18 +21,122 @@ from typing import Any
 import ipywidgets as widgets
 from ipywidgets.widgets.widget_int import ProgressStyle  # not among the public names, in 7 and 8 alike
 
-from nblaunch.dashboard import colours
-from nblaunch.dashboard.chart import sparkline
-from nblaunch.dashboard.table import Table
-from nblaunch.dashboard.table_rows import Row
-from nblaunch.dashboard.widget_valve import Valve
+from nblaunch.dashboard import formatting
+from nblaunch.dashboard.html import sparkline
+from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.table import Row, Table
+from nblaunch.dashboard.widget_throttle import Valve
 from nblaunch.events import WorkerState
+
+MAX_TABS = 16
+"""Ranks that have tabs; more are chosen from a list."""
+
+_LINE_LENGTH = 200
+_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab: what is sent whole whenever a line is added
+_LOG_LINE_PX, _NUM_LINES = 17, 9  # a pane as high as whole lines: of none is the upper half cut off
+_HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
+# Seconds between changes of the tab that is looked at, as far as that is known; of the others, times ranks.
+_SEEN_S, _UNSEEN_S = 0.9, 1.0
+_PRE = (
+    "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
+    f"font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:{_LOG_LINE_PX}px"
+)
+
+
+class LogPane:
+    """The book in widgets.
+
+    Args:
+        book: what is shown.
+        num_ranks: how many ranks may print.
+        valve: through which the texts change.
+    """
+
+    def __init__(self, book: LogBook, num_ranks: int, valve: Valve) -> None:
+        self._book = book
+        self._valve = valve
+        # A reversed column keeps the scroll bar at the newest line.
+        layout = widgets.Layout(
+            height=_HEIGHT, overflow="auto", display="flex", flex_flow="column-reverse", margin="0",
+            justify_content="flex-start",
+        )  # fmt: skip
+        self._num_ranks = num_ranks
+        self.links: list[Any] = []
+        self.widget: Any
+        self._pages: Any = None
+        self._width = len(str(num_ranks - 1))
+        self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_ranks + 1)]
+        if num_ranks == 1:
+            self._panes = self._panes[:1]
+            self.widget = self._panes[0]
+        elif num_ranks <= MAX_TABS:
+            self.widget = self._pages = self._tabs()
+        else:
+            self.widget = self._list()
+
+    def show(self) -> None:
+        """Make the tabs show the book; sent at the valve's next flushes."""
+        lines = [
+            f'<span style="opacity:.6">[{rank:{self._width}}]</span> {escape(_cut(line))}'
+            if self._num_ranks > 1
+            else escape(_cut(line))
+            for rank, line in self._book.of_all()
+        ]
+        self._valve.want(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
+        # Clicks on tabs reach the kernel only while no cell runs, so this is a guess; every tab stays up to date.
+        seen = getattr(self._pages, "selected_index", None)
+        for rank, pane in enumerate(self._panes[1:]):
+            is_seen = seen == rank + 1
+            every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
+            if self._valve.is_due(pane, every_s):
+                own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
+                num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
+                self._valve.want(pane, every_s=every_s, value=_pane(own, num_bytes))
+
+    def _titles(self) -> list[str]:
+        return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
+
+    def _tabs(self) -> Any:
+        tab = widgets.Tab(children=self._panes, layout=widgets.Layout(margin="4px 0 0 0", width="100%"))
+        for index, title in enumerate(self._titles()):
+            tab.set_title(index, title)
+        tab.selected_index = 0
+        return tab
+
+    def _list(self) -> Any:
+        stack = getattr(widgets, "Stack", None)  # new in ipywidgets 8
+        if stack is None:
+            hint = widgets.HTML('<span style="opacity:.65">one rank alone: job.logs(rank)</span>')
+            self._panes = self._panes[:1]
+            return widgets.VBox([hint, *self._panes])
+        chooser = widgets.Dropdown(options=self._titles(), index=0, layout=widgets.Layout(width="14em"))
+        self._pages = pages = stack(children=self._panes, selected_index=0)
+        self.links = [widgets.jslink((chooser, "index"), (pages, "selected_index"))]
+        return widgets.VBox([chooser, pages])
+
+
+_NOTHING = f'<pre style="{_PRE};opacity:.65">nothing printed yet</pre>'
+
+
+def _pane(lines: list[str], num_bytes: int) -> str:
+    """The last of ``lines``, as many as a message should hold."""
+    if not lines:
+        return _NOTHING
+    size, first = 0, len(lines)
+    while first > 0 and (size := size + len(lines[first - 1]) + 1) <= num_bytes:
+        first -= 1
+    return f'<pre style="{_PRE}">' + "\n".join(lines[min(first, len(lines) - 1) :]) + "</pre>"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LINE_LENGTH else line[: _LINE_LENGTH - 1] + "…"
+
 
 BAR_STEPS = 200
 """Positions of a progress bar: finer ones can't be seen."""
 
 NUMBERS = "numbers"
-"""What changes together: bars and numbers of all ranks, and what else is told of them."""
+"""What changes together: bars and numbers of all ranks, and what else is shown of them."""
 
 _LINE_PX = 22
 _TEXT = f"font-size:13px;line-height:{_LINE_PX}px;font-variant-numeric:tabular-nums;white-space:nowrap"
@@ -71,7 +179,7 @@ class RowGrid:
         self._bar_shown = widgets.Layout(**bar)
         self._bar_unknown = widgets.Layout(**bar, visibility="hidden")
         self._styles = {
-            colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(colours.OF_STATE.values())
+            colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(formatting.OF_STATE.values())
         }
         self._widths: dict[str, int] = {}
         self._state, self._bar_head, self._numbers, self._trend, self._details = (
@@ -119,7 +227,7 @@ class RowGrid:
             self._bars.append(
                 widgets.IntProgress(
                     value=0, min=0, max=BAR_STEPS, layout=self._bar_unknown,
-                    style=self._styles[colours.CALM], _dom_classes=(_BAR_CLASS,),
+                    style=self._styles[formatting.CALM], _dom_classes=(_BAR_CLASS,),
                 )
             )  # fmt: skip
         self.widget.layout.display = "grid"
@@ -134,7 +242,7 @@ class RowGrid:
                 every_s=_NUMBERS_S,
                 group=NUMBERS,  # ranks in step must be seen in step, and bars where the numbers say
                 value=round(BAR_STEPS * (row.fraction or 0.0)),
-                style=self._styles[colours.OF_STATE[row.state]],
+                style=self._styles[formatting.OF_STATE[row.state]],
                 layout=self._bar_unknown if row.fraction is None else self._bar_shown,
             )
 
@@ -186,7 +294,7 @@ def _has_trend(row: Row) -> bool:
 
 
 def _state(row: Row) -> str:
-    return f'<span style="color:{colours.OF_STATE[row.state]}">&#9679;</span> {escape(row.state_text)}'
+    return f'<span style="color:{formatting.OF_STATE[row.state]}">&#9679;</span> {escape(row.state_text)}'
 
 
 def _state_line(label: str, state: str, *, is_muted: bool) -> str:

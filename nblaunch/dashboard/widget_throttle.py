@@ -94,7 +94,7 @@ class Valve:
             every_s: seconds between two changes that are good enough; where the budget is short, the intervals of all
                 widgets grow by the same factor.
             is_urgent: send it at the next flush, budget or not.
-            group: widgets of the same group change together, so that they tell of the same moment.
+            group: widgets of the same group change together, so that they show the same moment.
             **values: trait -> value.
         """
         slot = self._slots.get(id(widget))
