@@ -19,13 +19,22 @@ from datetime import datetime
 from typing import Any
 
 from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, kernel, show
+from tests.dashboard.feed import FEED
 from tests.kernels import Cell, Kernel
 
 NUM_WORKERS = 8
 SECONDS = 30.0  # of each load and way of showing, all rounds together
 NUM_ROUNDS = 3
 MAX_UPDATES_S, MAX_KB_S, MAX_SLOWER, MAX_KERNEL_PERCENT, MAX_UNREAD = 10, 20, 1.01, 5, 1.1
+MAX_EMPTY_MS = 1.5
 LOADS = ("flat out", "training")
+_EMPTY_JOB = """
+def empty_job():
+    begun = time.perf_counter()
+    d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)
+    return time.perf_counter() - begun
+min(empty_job() for _ in range(10))
+"""
 
 _SAME_UPDATE_S = 0.03
 """Messages that follow each other within this time are one update: of several widgets, or of table and lines."""
@@ -56,6 +65,9 @@ def measure(seconds: float = SECONDS) -> Iterator[Row]:
     from nblaunch.dashboard import KINDS
 
     kinds = [kind for kind in KINDS if kind not in ("auto", "none")]
+    with kernel(FEED) as started:
+        empty_s = float(str(started.run(_EMPTY_JOB).result))
+        yield at_most("auto, a job that does nothing", empty_s * 1e3, MAX_EMPTY_MS, " ms")
     for load in LOADS:
         with kernel("import torch\nfrom tests.benchmarks import dashboards") as started:
             _run(started, "none", load, 1.0)  # warms up

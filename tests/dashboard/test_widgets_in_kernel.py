@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,19 +24,16 @@ from tests.profiles import PROFILES, python_of
 
 TRAIN = """
 def run(d, num_ranks, num_ticks, tick_s=0.05, text="line", end_it=True):
-    tick, longest_s = threading.Event(), 0.0
+    tick = threading.Event()
     tell(d, begin(num_ranks))
     for step in range(num_ticks):
-        begun = time.perf_counter()
         tell(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
         look(d, [Sample(rank, WorkerState.TRAINING, step * 7 + rank, 10_000, samples=step * 64, loss=1 / (step + 1),
                         step_time_s=time.monotonic()) for rank in range(num_ranks)])
-        longest_s = max(longest_s, time.perf_counter() - begun)
         tick.wait(tick_s)
     if end_it:
         tell(d, end(num_ranks))
         close(d)
-    return longest_s
 
 class Controls:
     def __init__(self):
@@ -51,6 +47,9 @@ class Controls:
         answer.set_result("rank 0 is at <line 3>")
         return answer
 """
+
+ALLOWANCE_BYTES = 2 * BURST_BYTES
+"""What is saved up at the beginning, and what the last message and an urgent one may overdraw."""
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -289,13 +288,11 @@ def test_a_page_that_was_opened_anew_keeps_the_summary_in_the_widgets(shared: Ke
 
 
 def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Kernel) -> None:
-    cell = run(shared, "begun = time.monotonic(); longest_s = run(dashboard.choose(), 8, 120, tick_s=0.05)\n"
-                       "longest_s, time.monotonic() - begun")  # fmt: skip
-    longest_s, seconds = ast.literal_eval(cell.result or "")
+    cell = run(shared, "begun = time.monotonic(); run(dashboard.choose(), 8, 120, tick_s=0.05)\n"
+                       "time.monotonic() - begun")  # fmt: skip
     end = FrontEnd(cell.messages)
     assert end.num_updates > 40
-    assert end.num_bytes < 20_000 * seconds + BURST_BYTES
-    assert longest_s < 1.0  # nothing waits for a front end: this one reads after the cell only
+    assert end.num_bytes < 20_000 * float(cell.result or "nan") + ALLOWANCE_BYTES
 
 
 def test_many_ranks_are_one_table_and_a_grid(shared: Kernel) -> None:
@@ -306,7 +303,7 @@ def test_many_ranks_are_one_table_and_a_grid(shared: Kernel) -> None:
     assert not end.of("IntProgress")
     lists = list(end.of("Dropdown").values())
     assert [len(chooser["_options_labels"]) for chooser in lists] in ([65], [])  # no Stack in ipywidgets 7
-    assert end.num_bytes < 20_000 * cell.elapsed_s + BURST_BYTES
+    assert end.num_bytes < 20_000 * cell.elapsed_s + ALLOWANCE_BYTES
 
 
 def test_a_job_can_be_awaited_and_shows_itself(shared: Kernel) -> None:

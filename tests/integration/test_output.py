@@ -52,19 +52,16 @@ def test_endless_output_is_folded_and_kept_on_disk(shared: Kernel) -> None:
     cell = shared.run(
         """
 def train():
-    begun = time.perf_counter()
     for i in range(10_000):
         print("line", i)
-    return (time.perf_counter() - begun) / 10_000
-costs = notebook_launcher(train, num_processes=2, return_all=True)
+notebook_launcher(train, num_processes=2)
 job = nblaunch.last_job()
-[job.logs(rank).splitlines() == [f"line {i}" for i in range(10_000)] for rank in (0, 1)], costs, str(job.log_dir)
+[job.logs(rank).splitlines() == [f"line {i}" for i in range(10_000)] for rank in (0, 1)], str(job.log_dir)
 """
     )
     assert cell.result is not None
-    complete, costs, log_dir = cell.value
+    complete, log_dir = cell.value
     assert complete == [True, True]
-    assert max(costs) < 200e-6  # the kernel's own stream: 2 to 4 ms; measured here: 5 to 10 microseconds
     for rank in (0, 1):
         shown = lines_of(cell, rank)
         assert 20 < len(shown) < 2000

@@ -180,7 +180,6 @@ def main(order: dict[str, Any]) -> None:
     job = nblaunch.last_job()
     outcome |= {
         "began_s": began_s,
-        "seconds": time.time() - began_s,
         "host": socket.gethostname(),
         "model": [parameter.detach().tolist() for parameter in model.parameters()],
         "status": job.status if job is not None else None,

@@ -280,7 +280,7 @@ def test_what_can_not_work_is_refused_at_once(pair: Pair, static: Settings) -> N
         outcome = launch.result()
         assert outcome["error"] == "LaunchError"
         assert re.search(said, outcome["message"])
-        assert outcome["seconds"] < 1.5
+        assert "waiting at" not in launch.output
     os.kill(holder.process.pid, signal.SIGINT)  # while it waits
     assert holder.result()["error"] == "KeyboardInterrupt"
     pair.wait_until_empty()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from nblaunch.backends.cpu import BACKEND, CpuBackend
@@ -61,17 +59,3 @@ def test_own_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mon
     now[0] += 60
     own.begin_backward()
     assert slot.read(0).own_steps == 2
-
-
-def test_measuring_own_time_costs_next_to_nothing() -> None:
-    own = OwnTime(private_slot())
-    best = min(_seconds(own) for _ in range(20))
-    assert best < 10e-6
-
-
-def _seconds(own: OwnTime) -> float:
-    begun = time.perf_counter()
-    for _ in range(100):
-        own.begin_backward()
-        own.end_backward()
-    return (time.perf_counter() - begun) / 100

@@ -11,6 +11,7 @@ from nblaunch.wire.board import Board, private_slot
 
 def test_a_slot_says_what_was_written_in_another_process() -> None:
     board = Board.create(3)
+    begun_s = time.monotonic()
     pid = os.fork()
     if pid == 0:
         slot = board.slot(1)
@@ -32,7 +33,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     assert (one.device_bytes, one.device_peak_bytes, one.device_limit_bytes) == (2, 3, 5)
     assert (one.own_time_s, one.own_steps) == (0.75, 2)
     assert (one.state, two.step) == (WorkerState.TRAINING, 0)
-    assert 0 <= time.monotonic() - one.step_time_s < 60
+    assert begun_s <= one.step_time_s <= time.monotonic()  # one clock for all processes
 
 
 def test_a_fresh_process_maps_it_by_its_descriptor() -> None:

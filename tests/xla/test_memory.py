@@ -30,18 +30,6 @@ def test_without_the_recipe_it_takes_a_multiple(passed: memory.Report) -> None:
     assert passed.peak < plain.peak / 2
 
 
-def test_taking_turns_costs_at_most_twice_the_time(passed: memory.Report) -> None:
-    """The best of up to three looks at each: other work on the machine slows a launch, and never speeds it up."""
-    in_turn, together = passed.elapsed_s, memory.measure("passed, all at once").elapsed_s
-    for _ in range(2):
-        print(f"in turn {in_turn:.1f} s, all at once {together:.1f} s")
-        if in_turn <= 2 * together:
-            break
-        in_turn = min(in_turn, memory.measure("passed").elapsed_s)
-        together = min(together, memory.measure("passed, all at once").elapsed_s)
-    assert in_turn <= 2 * together
-
-
 @pytest.fixture(scope="module")
 def built() -> memory.Report:
     return memory.measure("built")

