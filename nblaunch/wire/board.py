@@ -74,6 +74,13 @@ class Slot:
     """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""
 
     def __init__(self, memory: memoryview) -> None:
+        self._write_to(memory)
+
+    def become_private(self) -> None:
+        """Write where nobody reads from now on, for a process that has this slot from the rank that forked it."""
+        self._write_to(memoryview(bytearray(_SLOT_BYTES)))
+
+    def _write_to(self, memory: memoryview) -> None:
         self._ints = memory.cast("q")
         self._doubles = memory.cast("d")
         self._ints[_TOTAL] = -1

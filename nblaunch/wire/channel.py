@@ -1,24 +1,32 @@
-"""Events on their way from one process to another: frames of one length and one pickled event, through a pipe.
+"""Events on their way from one process to another: pickled, and sent in packets through a pipe.
 
-    worker ── EventSender ──> pipe ──> EventReceiver ── launcher's wait loop
+    worker      ── EventSender ──┐
+    its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
 Workers only send; the launcher answers them with signals alone. With the agent of its node it talks both ways, through
 a pipe each (``wire/nodes.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
+
+Processes that a worker forks share its pipe, and each is a sender of its own: a packet names its sender and is small
+enough for the system to write it in one piece, whichever processes write at the same time (source: pipe(7), PIPE_BUF).
+A sender that is killed in the middle of an event leaves an event that is never complete, and cuts nobody else's.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
+import select
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from nblaunch.events import Event
 
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<8sQ")
+"""Of a packet: its sender, and how many bytes of the event are still to come, those of this packet included."""
+
+_BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
 _CLOSED = (
     "the worker's connection to its launcher is closed: code in it closes descriptors that it has not opened "
@@ -27,11 +35,11 @@ _CLOSED = (
 
 
 class EventSender:
-    """The worker's end. Threads of a worker may share it.
+    """The worker's end. Threads of a worker may share it; a forked process calls :meth:`become_another`.
 
     Args:
         fd: writing end of the pipe.
-        uninterrupted: makes a context in which an interrupt is held back, so that no frame is ever cut in two.
+        uninterrupted: makes a context in which an interrupt is held back, so that no event is ever cut in two.
     """
 
     def __init__(
@@ -39,26 +47,42 @@ class EventSender:
     ) -> None:
         self.fd = fd
         self._uninterrupted = uninterrupted
+        self._file = _identity(fd)
+        self.become_another()
+
+    def become_another(self) -> None:
+        """Send as a sender of its own from now on, and wait for no thread that a fork has left behind."""
+        self._name = os.urandom(8)
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
         """Write one event whole. A launcher that is gone is no reason to fail: its workers are about to end too.
 
         Raises:
-            RuntimeError: the descriptor was closed in this process.
+            RuntimeError: the descriptor was closed in this process; its number may be that of another file by now.
         """
         body = pickle.dumps(event, protocol=pickle.HIGHEST_PROTOCOL)
-        frame = memoryview(_LENGTH.pack(len(body)) + body)
         with self._uninterrupted(), self._lock:
+            if _identity(self.fd) != self._file:
+                raise RuntimeError(_CLOSED)
             try:
-                while frame:
-                    frame = frame[os.write(self.fd, frame) :]
+                for packet in self._packets(body):
+                    os.write(self.fd, packet)
             except BrokenPipeError:
                 return
-            except OSError as error:
-                if error.errno != errno.EBADF:
-                    raise
-                raise RuntimeError(_CLOSED) from None
+
+    def _packets(self, body: bytes) -> Iterator[bytes]:
+        for start in range(0, len(body), _BODY_BYTES):
+            yield _HEADER.pack(self._name, len(body) - start) + body[start : start + _BODY_BYTES]
+
+
+def _identity(fd: int) -> tuple[int, int] | None:
+    """What file a descriptor stands for; None where it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 class EventReceiver:
@@ -67,6 +91,7 @@ class EventReceiver:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._pending = bytearray()
+        self._begun: dict[bytes, bytearray] = {}  # sender -> what has arrived of its present event
         os.set_blocking(fd, False)
 
     def receive(self) -> tuple[list[Event], bool]:
@@ -86,12 +111,15 @@ class EventReceiver:
     def _parse(self) -> list[Event]:
         events: list[Event] = []
         start = 0
-        while len(self._pending) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._pending, start)
-            end = start + _LENGTH.size + length
+        while len(self._pending) - start >= _HEADER.size:
+            sender, missing = _HEADER.unpack_from(self._pending, start)
+            body_at = start + _HEADER.size
+            end = body_at + min(missing, _BODY_BYTES)
             if len(self._pending) < end:
                 break
-            events.append(pickle.loads(memoryview(self._pending)[start + _LENGTH.size : end]))
+            self._begun.setdefault(sender, bytearray()).extend(self._pending[body_at:end])
+            if end - body_at == missing:
+                events.append(pickle.loads(self._begun.pop(sender)))
             start = end
         del self._pending[:start]
         return events

@@ -10,6 +10,9 @@
     farewell  threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
+
+A process that the function forks (a data loader's, a pool's) has copies of all that speaks for the rank, and must not:
+what it displays and logs arrives under the rank's number, nothing else of it counts.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -71,6 +75,7 @@ class _Worker:
         self.sender = EventSender(assignment.event_fd, self.interrupts.held_back)
         self.interrupts.install()
         self._state_before = WorkerState.RUNNING
+        self._is_child = False
 
     def live(self, load_call: Callable[[], Call]) -> int:
         """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
@@ -81,6 +86,8 @@ class _Worker:
             # Before the function may put others in their places.
             modules = modules_at(args, self.assignment.sends_weights_of)
             value, exit_code = _call(function, args)
+            if self._is_child:
+                return _end_of_child(exit_code)
             if exit_code != 0:
                 self.interrupts.hold_for_good()
                 return self._farewell(exit_code)
@@ -89,6 +96,11 @@ class _Worker:
             with self.interrupts.held_back():
                 self._deliver(value, modules, left_by_exit=value is _LEFT)
         except BaseException as error:
+            if self._is_child:
+                if isinstance(error, KeyboardInterrupt):  # the rank shows it
+                    return 1
+                traceback.print_exc()
+                return _end_of_child(1)
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
             rank, log_path = self.assignment.rank, self.assignment.log_path
@@ -117,7 +129,7 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                turn=partial(turn, assignment.board_fd, assignment.rank),
+                turn=self._turn,
                 end_building=construction.end,
                 parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
@@ -125,6 +137,7 @@ class _Worker:
                 is_launched=True,
             )
         )
+        os.register_at_fork(after_in_child=partial(self._become_child, construction))
         backend.observe(self._note, self._show_compiling, self._state)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
@@ -142,6 +155,21 @@ class _Worker:
         )
         construction.watch()
         return construction
+
+    def _become_child(self, construction: Construction) -> None:
+        """In a process that was just forked from the worker: be no part of the rank any more."""
+        self._is_child = True
+        self.sender.become_another()
+        self.slot.become_private()
+        self.interrupts.belong_to_child()
+        construction.retire()
+        stdio.renew_buffers()
+        guard.watch_faults_of_child()
+
+    def _turn(self, is_alone: bool = False) -> AbstractContextManager[None]:
+        if self._is_child:
+            return nullcontext()  # the worker may be in the turn, and wait for this process
+        return turn(self.assignment.board_fd, self.assignment.rank, is_alone)
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
         """What kernel or device have to do with ``error``. Whatever goes wrong here must not hide the error itself."""
@@ -217,6 +245,18 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
             return _LEFT, leaving.code & 0xFF or 1
         print(leaving.code, file=sys.stderr)
         return _LEFT, 1
+
+
+def _end_of_child(exit_code: int) -> int:
+    """The function forked a process that came out of it like the worker: end without a value and exit handlers."""
+    print(
+        f"process {os.getpid()}, which the function forked, has left the function and ends here; the rank's value is "
+        "that of the worker itself. os._exit(0) is how such a process ends.",
+        file=sys.stderr,
+    )
+    threading._shutdown()  # type: ignore[attr-defined]
+    stdio.flush()
+    return exit_code
 
 
 def _weights(modules: Mapping[Place, Any], is_main: bool) -> dict[Place, dict[str, Any]]:

@@ -83,6 +83,10 @@ class Construction:
             turns.end_building_turn(self._fd)
         self._built, self._next_mark = 0, _FIRST_MARK_BYTES
 
+    def retire(self) -> None:
+        """Wait for no turn any more, in a process that the worker forks: the worker may hold it, and wait for us."""
+        self._takes_turns = self._has_turn = False
+
     def _is_tight(self) -> bool:
         _, available = available_memory.limit_and_available()
         return available is not None and available < self._num_workers * self._built * _GROWTH

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from nblaunch.wire.assignment import STACKS_SIGNAL
 from nblaunch.wire.board import Slot
@@ -44,6 +45,12 @@ class Interrupts:
             self._is_pending = True
         else:
             raise KeyboardInterrupt
+
+    def belong_to_child(self) -> None:
+        """In a process that was forked from the worker: forget what the worker was sent."""
+        self._is_pending = False
+        if not _forked_by_main_thread:
+            self._held = 0  # by the main thread, which is not in this process
 
     def hold_for_good(self) -> None:
         """From now on interrupts are only counted: the function is over, and its exit handlers get their time."""
@@ -91,7 +98,9 @@ def die_with(parent_pid: int) -> None:
     _kill_on_parent_death()
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent died before the call above could take effect
-    os.register_at_fork(before=_remember_forking_thread, after_in_child=_die_with_worker)
+    os.register_at_fork(
+        before=_remember_forking_thread, after_in_child=partial(_die_with_worker, os.getpid())
+    )
 
 
 def be_first_to_go() -> None:
@@ -135,6 +144,13 @@ def watch_faults(stacks_path: str) -> None:
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
+def watch_faults_of_child() -> None:
+    """Let a process that was forked from the worker write its stacks to the log: the file is the rank's own."""
+    if faulthandler.is_enabled():
+        faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
+
+
 def _kill_on_parent_death() -> None:
     _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -147,10 +163,10 @@ def _remember_forking_thread() -> None:
     _forked_by_main_thread = threading.current_thread() is threading.main_thread()
 
 
-def _die_with_worker() -> None:
-    """In a data loader's process and the like.
+def _die_with_worker(pid: int) -> None:
+    """In a data loader's process and the like, but not in theirs: daemons are forked by a process that ends at once.
 
     The signal comes when the forking *thread* ends: children of other threads than the main one are left out.
     """
-    if _forked_by_main_thread:
+    if _forked_by_main_thread and os.getppid() == pid:
         _kill_on_parent_death()

@@ -11,9 +11,11 @@ import builtins
 import getpass
 import multiprocessing.process
 import multiprocessing.util
+import os
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from nblaunch import packages
@@ -138,9 +140,14 @@ def _detach_tqdm() -> None:
 
 
 def _keep_to_one_line(std: Any) -> None:
-    std.tqdm.set_lock(threading.RLock())
+    _renew_lock(std)
+    os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
     std.tqdm._instances.clear()
     std.tqdm.moveto = _stay
+
+
+def _renew_lock(std: Any) -> None:
+    std.tqdm.set_lock(threading.RLock())
 
 
 def _undo_widgets(notebook: Any) -> None:
@@ -180,9 +187,24 @@ def _disown_processes() -> None:
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
+    forkserver: Any = sys.modules.get("multiprocessing.forkserver")
+    if forkserver is not None:
+        _disown_forkserver(forkserver._forkserver)
     loader_signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if loader_signals is not None:
         loader_signals._SIGCHLD_handler_set = False  # the handler went with the kernel's others
+
+
+def _disown_forkserver(server: Any) -> None:
+    """The kernel's is no child of this worker, on which ``multiprocessing`` fails: let the worker start its own.
+
+    In place, since the module's functions are bound to this one object.
+    """
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)  # it would keep the kernel's alive
+    preload = server._preload_modules
+    server.__init__()
+    server._preload_modules = preload
 
 
 def _reset_accelerate() -> None:

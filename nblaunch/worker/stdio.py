@@ -11,11 +11,14 @@ import io
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from nblaunch.errors import LaunchError
 from nblaunch.host import disk
 
+_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_outputs: list[tuple[io.TextIOWrapper, io.BufferedWriter[_Output]]] = []
 
 
 class _Output(io.RawIOBase):
@@ -72,8 +75,22 @@ def capture(log_path: str) -> None:
     os.close(log)
     os.close(null)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = _line_buffered(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _line_buffered(2)  # type: ignore[misc]
+    buffers = [io.BufferedWriter(_Output(fd)) for fd in (1, 2)]
+    _outputs[:] = [(io.TextIOWrapper(buffer, **_TEXT), buffer) for buffer in buffers]
+    sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
+
+
+def renew_buffers() -> None:
+    """Give the streams of :func:`capture` empty buffers, in a process that was forked from the worker.
+
+    A buffer is copied with what the worker will write itself, and with its lock, for good if a thread of the worker was
+    writing: Python does not reset it (source: https://github.com/python/cpython/issues/50970). Both are made anew in
+    place, since log handlers hold the streams.
+    """
+    for stream, buffer in _outputs:
+        buffer.__init__(buffer.raw)  # type: ignore[misc]
+        stream.__init__(buffer, **_TEXT)  # type: ignore[misc]
 
 
 def flush() -> int:
@@ -94,9 +111,3 @@ def write_last_words(log_path: str, text: str) -> None:
         flush()
     with open(log_path, "a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(text)
-
-
-def _line_buffered(fd: int) -> io.TextIOWrapper:
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Output(fd)), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
