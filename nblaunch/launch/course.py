@@ -15,6 +15,7 @@ from nblaunch.launch import left_weights, weights
 from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.diagnosis.failure import failure_of
 from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.diagnosis.root_cause import early_leavers
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.preflight import LaunchPlan
@@ -248,6 +249,8 @@ class Course:
             return Ending("failed", failure.error, failure.rank, failure.headline, values=values)
         kept = self._take_weights(outcomes)
         self._tell_of_left_weights(report)
+        if left := early_leavers(report):
+            self._tell(Note.of_job(left, "warning"))
         lost = _result_error(report, outcomes)
         return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
 

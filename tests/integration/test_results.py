@@ -33,6 +33,24 @@ one, job.results(), every, job.result()
     assert cell.value == (zero, [zero, None, None], [zero, None, two], zero)
 
 
+@pytest.mark.parametrize("leaving", ["one", "all"])
+def test_a_rank_that_leaves_by_exit_is_named_where_others_return(shared: Kernel, leaving: str) -> None:
+    cell = shared.run(
+        f"""
+def train():
+    rank = int(os.environ["RANK"])
+    if rank == 1 or {leaving!r} == "all":
+        sys.exit(0)
+    return rank
+notebook_launcher(train, num_processes=3, return_all=True)
+"""
+    )
+    shown = cell.stdout + "".join(display.data.get("text/html", "") for display in cell.displays)
+    assert cell.value == ([0, None, 2] if leaving == "one" else [None] * 3)
+    assert ("rank 1 left by sys.exit(0)" in shown) == (leaving == "one")
+    assert ("left by sys.exit" in shown) == (leaving == "one")
+
+
 @pytest.mark.parametrize("method", START_METHODS)
 def test_every_kind_of_tensor_arrives_as_it_was(shared: Kernel, method: str) -> None:
     cell = shared.run(

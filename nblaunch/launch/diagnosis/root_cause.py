@@ -100,6 +100,18 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
     return f"ended with exit code {status.code} before the function returned"
 
 
+def early_leavers(report: AttemptReport) -> str:
+    """A sentence about ranks that left by ``sys.exit(0)`` where others returned; empty where none or all did.
+
+    All ranks of a script that ends in ``sys.exit(main())`` do.
+    """
+    leavers = [rank for rank, event in report.finished.items() if event.left_by_exit]
+    if len(leavers) in (0, len(report.finished)):
+        return ""
+    nothing = "its value is" if len(leavers) == 1 else "their values are"
+    return f"{in_words.ranks(leavers)} left by sys.exit(0) before the function returned; {nothing} None"
+
+
 def what_it_means(cause: RootCause) -> str:
     """A sentence of explanation, without evidence."""
     status = cause.status or ExitStatus(0)

@@ -10,6 +10,7 @@ from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.root_cause import (
     RootCause,
+    early_leavers,
     find_root_cause,
     others_in_one_line,
     what_happened,
@@ -93,6 +94,21 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
     assert (cause.rank, cause.left_early) == (1, True)
     assert what_happened(cause, made) == f"{words} while ranks 0, 2 still needed it in a collective operation"
     assert "loop length" in what_it_means(cause)
+
+
+@pytest.mark.parametrize(
+    ("leaving", "sentence"),
+    [
+        ((), ""),
+        ((0, 1, 2), ""),
+        ((1,), "rank 1 left by sys.exit(0) before the function returned; its value is None"),
+        ((0, 2), "ranks 0, 2 left by sys.exit(0) before the function returned; their values are None"),
+    ],
+)
+def test_ranks_that_left_where_others_returned_are_named(leaving: tuple[int, ...], sentence: str) -> None:
+    made = AttemptReport()
+    made.finished = {rank: Finished(rank, 1.0, left_by_exit=rank in leaving) for rank in range(3)}
+    assert early_leavers(made) == sentence
 
 
 def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
