@@ -40,7 +40,7 @@ _PUBLIC = {
     "JobCancelled": "nblaunch.errors",
     "JobHung": "nblaunch.errors",
     "LaunchError": "nblaunch.errors",
-    "LocalSGD": "nblaunch.training.local_sgd",
+    "LocalSGD": "nblaunch.training.utilities.local_sgd",
     "NblaunchError": "nblaunch.errors",
     "NodeLost": "nblaunch.errors",
     "PartialState": "nblaunch.training.state",
@@ -52,18 +52,18 @@ _PUBLIC = {
     "WorkerError": "nblaunch.errors",
     "WorkerFailed": "nblaunch.errors",
     "debug_launcher": "nblaunch.notebook",
-    "find_executable_batch_size": "nblaunch.training.memory",
-    "init_empty_weights": "nblaunch.training.initialization",
-    "init_on_device": "nblaunch.training.initialization",
+    "find_executable_batch_size": "nblaunch.training.utilities.memory",
+    "init_empty_weights": "nblaunch.training.utilities.memory",
+    "init_on_device": "nblaunch.training.utilities.memory",
     "last_job": "nblaunch.launch.job",
     "launch": "nblaunch.scripts",
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.waiting",
-    "set_seed": "nblaunch.training.rng",
+    "set_seed": "nblaunch.training.collectives.rng",
     "skip_first_batches": "nblaunch.training.data.skipping",
-    "synchronize_rng_states": "nblaunch.training.rng",
+    "synchronize_rng_states": "nblaunch.training.collectives.rng",
 }
 
 _SUBMODULES = ("errors", *finder.submodules_of("nblaunch"))
@@ -137,12 +137,10 @@ if TYPE_CHECKING:
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
+    from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
     from nblaunch.training.data.skipping import skip_first_batches
     from nblaunch.training.deepspeed_options import DeepSpeedPlugin
     from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-    from nblaunch.training.initialization import init_empty_weights, init_on_device
-    from nblaunch.training.local_sgd import LocalSGD
-    from nblaunch.training.memory import find_executable_batch_size
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -154,8 +152,13 @@ if TYPE_CHECKING:
         ProfileKwargs,
     )
     from nblaunch.training.project import ProjectConfiguration
-    from nblaunch.training.rng import set_seed, synchronize_rng_states
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from nblaunch.training.utilities.local_sgd import LocalSGD
+    from nblaunch.training.utilities.memory import (
+        find_executable_batch_size,
+        init_empty_weights,
+        init_on_device,
+    )
     from nblaunch.training.waiting import one_at_a_time
 
 

@@ -5,7 +5,7 @@ from nblaunch.training.checkpoints.dispatching import (
 from nblaunch.training.checkpoints.model_files import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
-from nblaunch.training.initialization import (
+from nblaunch.training.utilities.memory import (
     init_empty_weights as init_empty_weights,
     init_on_device as init_on_device,
 )

@@ -1,4 +1,4 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
-from nblaunch.training.local_sgd import (
+from nblaunch.training.utilities.local_sgd import (
     LocalSGD as LocalSGD,
 )

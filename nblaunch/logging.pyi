@@ -1,5 +1,5 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
-from nblaunch.training.log import (
+from nblaunch.training.utilities.log import (
     MultiProcessAdapter as MultiProcessAdapter,
     get_logger as get_logger,
 )

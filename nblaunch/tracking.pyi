@@ -1,19 +1,11 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
-from nblaunch.training.trackers.base import (
-    GeneralTracker as GeneralTracker,
-)
-from nblaunch.training.trackers.jsonl import (
-    JsonlTracker as JsonlTracker,
-)
-from nblaunch.training.trackers.mlflow import (
-    MLflowTracker as MLflowTracker,
-)
-from nblaunch.training.trackers.tensorboard import (
-    TensorBoardTracker as TensorBoardTracker,
-)
-from nblaunch.training.trackers.wandb import (
-    WandBTracker as WandBTracker,
-)
-from nblaunch.training.tracking import (
+from nblaunch.training.tracking.hub import (
     register_tracker_class as register_tracker_class,
+)
+from nblaunch.training.tracking.trackers import (
+    GeneralTracker as GeneralTracker,
+    JsonlTracker as JsonlTracker,
+    MLflowTracker as MLflowTracker,
+    TensorBoardTracker as TensorBoardTracker,
+    WandBTracker as WandBTracker,
 )

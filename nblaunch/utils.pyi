@@ -5,8 +5,106 @@ from nblaunch.cli.config import (
 from nblaunch.errors import (
     DistributedOperationException as DistributedOperationException,
 )
-from nblaunch.training.availability import (
+from nblaunch.training.checkpoints.model_files import (
+    load as load,
+    load_checkpoint_in_model as load_checkpoint_in_model,
+    save as save,
+)
+from nblaunch.training.checkpoints.names import (
+    MODEL_NAME as MODEL_NAME,
+    OPTIMIZER_NAME as OPTIMIZER_NAME,
+    PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME,
+    RNG_STATE_NAME as RNG_STATE_NAME,
+    SAFE_MODEL_NAME as SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME,
+    SAMPLER_NAME as SAMPLER_NAME,
+    SCALER_NAME as SCALER_NAME,
+    SCHEDULER_NAME as SCHEDULER_NAME,
+    WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME as WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
+)
+from nblaunch.training.collectives.nested import (
+    TensorInformation as TensorInformation,
+    concatenate as concatenate,
+    convert_to_fp32 as convert_to_fp32,
+    find_batch_size as find_batch_size,
+    find_device as find_device,
+    get_data_structure as get_data_structure,
+    initialize_tensors as initialize_tensors,
+    is_namedtuple as is_namedtuple,
+    is_tensor_information as is_tensor_information,
+    is_torch_tensor as is_torch_tensor,
+    listify as listify,
+    pad_input_tensors as pad_input_tensors,
+    recursively_apply as recursively_apply,
+    send_to_device as send_to_device,
+    slice_tensors as slice_tensors,
+)
+from nblaunch.training.collectives.operations import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
+    broadcast as broadcast,
+    broadcast_object_list as broadcast_object_list,
+    gather as gather,
+    gather_object as gather_object,
+    pad_across_processes as pad_across_processes,
+    reduce as reduce,
+)
+from nblaunch.training.collectives.rng import (
+    set_seed as set_seed,
+    synchronize_rng_state as synchronize_rng_state,
+    synchronize_rng_states as synchronize_rng_states,
+)
+from nblaunch.training.compiling import (
+    is_compiled_module as is_compiled_module,
+)
+from nblaunch.training.deepspeed_options import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from nblaunch.training.fsdp_options import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
+from nblaunch.training.options import (
+    AutocastKwargs as AutocastKwargs,
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    DynamoBackend as DynamoBackend,
+    GradScalerKwargs as GradScalerKwargs,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    KwargsHandler as KwargsHandler,
+    PrecisionType as PrecisionType,
+    ProfileKwargs as ProfileKwargs,
+    RNGType as RNGType,
+    TorchDynamoPlugin as TorchDynamoPlugin,
+)
+from nblaunch.training.precision import (
+    convert_outputs_to_fp32 as convert_outputs_to_fp32,
+)
+from nblaunch.training.prepare import (
+    extract_model_from_parallel as extract_model_from_parallel,
+    is_peft_model as is_peft_model,
+)
+from nblaunch.training.project import (
+    ProjectConfiguration as ProjectConfiguration,
+)
+from nblaunch.training.state import (
+    DistributedType as DistributedType,
+    wait_for_everyone as wait_for_everyone,
+)
+from nblaunch.training.tracking.hub import (
+    LoggerType as LoggerType,
+)
+from nblaunch.training.utilities.environment import (
+    clear_environment as clear_environment,
     compare_versions as compare_versions,
+    get_int_from_env as get_int_from_env,
     is_4bit_bnb_available as is_4bit_bnb_available,
     is_8bit_bnb_available as is_8bit_bnb_available,
     is_aim_available as is_aim_available,
@@ -65,118 +163,18 @@ from nblaunch.training.availability import (
     is_weights_only_available as is_weights_only_available,
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
-)
-from nblaunch.training.bars import (
-    tqdm as tqdm,
-)
-from nblaunch.training.checkpoints.model_files import (
-    load as load,
-    load_checkpoint_in_model as load_checkpoint_in_model,
-    save as save,
-)
-from nblaunch.training.checkpoints.names import (
-    MODEL_NAME as MODEL_NAME,
-    OPTIMIZER_NAME as OPTIMIZER_NAME,
-    PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME,
-    RNG_STATE_NAME as RNG_STATE_NAME,
-    SAFE_MODEL_NAME as SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME,
-    SAMPLER_NAME as SAMPLER_NAME,
-    SCALER_NAME as SCALER_NAME,
-    SCHEDULER_NAME as SCHEDULER_NAME,
-    WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME as WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
-)
-from nblaunch.training.collectives import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    broadcast as broadcast,
-    broadcast_object_list as broadcast_object_list,
-    gather as gather,
-    gather_object as gather_object,
-    pad_across_processes as pad_across_processes,
-    reduce as reduce,
-)
-from nblaunch.training.compiling import (
-    is_compiled_module as is_compiled_module,
-)
-from nblaunch.training.deepspeed_options import (
-    DeepSpeedPlugin as DeepSpeedPlugin,
-    DummyOptim as DummyOptim,
-    DummyScheduler as DummyScheduler,
-    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
-)
-from nblaunch.training.environment import (
-    clear_environment as clear_environment,
-    get_int_from_env as get_int_from_env,
     parse_choice_from_env as parse_choice_from_env,
     parse_flag_from_env as parse_flag_from_env,
     patch_environment as patch_environment,
     purge_accelerate_environment as purge_accelerate_environment,
     str_to_bool as str_to_bool,
 )
-from nblaunch.training.fsdp_options import (
-    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+from nblaunch.training.utilities.log import (
+    tqdm as tqdm,
 )
-from nblaunch.training.memory import (
+from nblaunch.training.utilities.memory import (
     clear_device_cache as clear_device_cache,
     find_executable_batch_size as find_executable_batch_size,
     release_memory as release_memory,
     should_reduce_batch_size as should_reduce_batch_size,
-)
-from nblaunch.training.nested import (
-    TensorInformation as TensorInformation,
-    concatenate as concatenate,
-    convert_to_fp32 as convert_to_fp32,
-    find_batch_size as find_batch_size,
-    find_device as find_device,
-    get_data_structure as get_data_structure,
-    initialize_tensors as initialize_tensors,
-    is_namedtuple as is_namedtuple,
-    is_tensor_information as is_tensor_information,
-    is_torch_tensor as is_torch_tensor,
-    listify as listify,
-    pad_input_tensors as pad_input_tensors,
-    recursively_apply as recursively_apply,
-    send_to_device as send_to_device,
-    slice_tensors as slice_tensors,
-)
-from nblaunch.training.options import (
-    AutocastKwargs as AutocastKwargs,
-    DDPCommunicationHookType as DDPCommunicationHookType,
-    DataLoaderConfiguration as DataLoaderConfiguration,
-    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
-    DynamoBackend as DynamoBackend,
-    GradScalerKwargs as GradScalerKwargs,
-    GradientAccumulationPlugin as GradientAccumulationPlugin,
-    InitProcessGroupKwargs as InitProcessGroupKwargs,
-    KwargsHandler as KwargsHandler,
-    PrecisionType as PrecisionType,
-    ProfileKwargs as ProfileKwargs,
-    RNGType as RNGType,
-    TorchDynamoPlugin as TorchDynamoPlugin,
-)
-from nblaunch.training.precision import (
-    convert_outputs_to_fp32 as convert_outputs_to_fp32,
-)
-from nblaunch.training.prepare import (
-    extract_model_from_parallel as extract_model_from_parallel,
-    is_peft_model as is_peft_model,
-)
-from nblaunch.training.project import (
-    ProjectConfiguration as ProjectConfiguration,
-)
-from nblaunch.training.rng import (
-    set_seed as set_seed,
-    synchronize_rng_state as synchronize_rng_state,
-    synchronize_rng_states as synchronize_rng_states,
-)
-from nblaunch.training.state import (
-    DistributedType as DistributedType,
-    wait_for_everyone as wait_for_everyone,
-)
-from nblaunch.training.tracking import (
-    LoggerType as LoggerType,
 )

@@ -16,7 +16,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "big_modeling": {
         "training.checkpoints.dispatching": "load_checkpoint_and_dispatch",
         "training.checkpoints.model_files": "load_checkpoint_in_model",
-        "training.initialization": "init_empty_weights init_on_device",
+        "training.utilities.memory": "init_empty_weights init_on_device",
     },
     "data_loader": {
         "training.data.dispatcher": "DataLoaderDispatcher",
@@ -30,10 +30,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "notebook": "debug_launcher notebook_launcher",
     },
     "local_sgd": {
-        "training.local_sgd": "LocalSGD",
+        "training.utilities.local_sgd": "LocalSGD",
     },
     "logging": {
-        "training.log": "MultiProcessAdapter get_logger",
+        "training.utilities.log": "MultiProcessAdapter get_logger",
     },
     "optimizer": {
         "training.optimizer": "AcceleratedOptimizer",
@@ -45,21 +45,48 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
     },
     "tracking": {
-        "training.trackers.base": "GeneralTracker",
-        "training.trackers.jsonl": "JsonlTracker",
-        "training.trackers.mlflow": "MLflowTracker",
-        "training.trackers.tensorboard": "TensorBoardTracker",
-        "training.trackers.wandb": "WandBTracker",
-        "training.tracking": "register_tracker_class",
+        "training.tracking.hub": "register_tracker_class",
+        "training.tracking.trackers": (
+            "GeneralTracker JsonlTracker MLflowTracker TensorBoardTracker WandBTracker"
+        ),
     },
     "utils": {
         "cli.config": "write_basic_config",
         "errors": "DistributedOperationException",
-        "training.availability": (
-            "compare_versions is_4bit_bnb_available is_8bit_bnb_available is_aim_available "
-            "is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available is_clearml_available "
-            "is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available "
-            "is_dvclive_available is_fp16_available is_fp8_available is_hpu_available "
+        "training.checkpoints.model_files": "load load_checkpoint_in_model save",
+        "training.checkpoints.names": (
+            "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME "
+            "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME "
+            "SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
+        ),
+        "training.collectives.nested": (
+            "TensorInformation concatenate convert_to_fp32 find_batch_size find_device get_data_structure "
+            "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify "
+            "pad_input_tensors recursively_apply send_to_device slice_tensors"
+        ),
+        "training.collectives.operations": (
+            "CannotPadNestedTensorWarning broadcast broadcast_object_list gather gather_object "
+            "pad_across_processes reduce"
+        ),
+        "training.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states",
+        "training.compiling": "is_compiled_module",
+        "training.deepspeed_options": "DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin",
+        "training.fsdp_options": "FullyShardedDataParallelPlugin",
+        "training.options": (
+            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+            "DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler "
+            "PrecisionType ProfileKwargs RNGType TorchDynamoPlugin"
+        ),
+        "training.precision": "convert_outputs_to_fp32",
+        "training.prepare": "extract_model_from_parallel is_peft_model",
+        "training.project": "ProjectConfiguration",
+        "training.state": "DistributedType wait_for_everyone",
+        "training.tracking.hub": "LoggerType",
+        "training.utilities.environment": (
+            "clear_environment compare_versions get_int_from_env is_4bit_bnb_available is_8bit_bnb_available "
+            "is_aim_available is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available "
+            "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available "
+            "is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_hpu_available "
             "is_import_timer_available is_lomo_available is_matplotlib_available is_megatron_lm_available "
             "is_mlflow_available is_mlu_available is_mps_available is_msamp_available is_musa_available "
             "is_neuron_available is_npu_available is_numpy_available is_pandas_available is_peft_available "
@@ -70,45 +97,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available "
             "is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available "
             "is_transformers_available is_triton_available is_wandb_available is_weights_only_available "
-            "is_xccl_available is_xpu_available"
-        ),
-        "training.bars": "tqdm",
-        "training.checkpoints.model_files": "load load_checkpoint_in_model save",
-        "training.checkpoints.names": (
-            "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME "
-            "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME "
-            "SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
-        ),
-        "training.collectives": (
-            "CannotPadNestedTensorWarning broadcast broadcast_object_list gather gather_object "
-            "pad_across_processes reduce"
-        ),
-        "training.compiling": "is_compiled_module",
-        "training.deepspeed_options": "DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin",
-        "training.environment": (
-            "clear_environment get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment "
+            "is_xccl_available is_xpu_available parse_choice_from_env parse_flag_from_env patch_environment "
             "purge_accelerate_environment str_to_bool"
         ),
-        "training.fsdp_options": "FullyShardedDataParallelPlugin",
-        "training.memory": (
+        "training.utilities.log": "tqdm",
+        "training.utilities.memory": (
             "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
         ),
-        "training.nested": (
-            "TensorInformation concatenate convert_to_fp32 find_batch_size find_device get_data_structure "
-            "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify "
-            "pad_input_tensors recursively_apply send_to_device slice_tensors"
-        ),
-        "training.options": (
-            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
-            "DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler "
-            "PrecisionType ProfileKwargs RNGType TorchDynamoPlugin"
-        ),
-        "training.precision": "convert_outputs_to_fp32",
-        "training.prepare": "extract_model_from_parallel is_peft_model",
-        "training.project": "ProjectConfiguration",
-        "training.rng": "set_seed synchronize_rng_state synchronize_rng_states",
-        "training.state": "DistributedType wait_for_everyone",
-        "training.tracking": "LoggerType",
     },
 }
 """Module -> home -> the names that it has from there, both without ``nblaunch.`` in front."""

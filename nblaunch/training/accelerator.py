@@ -47,7 +47,7 @@ from nblaunch.training.process import ProcessControl
 from nblaunch.training.project import ProjectConfiguration, project_of
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
-from nblaunch.training.tracking import TrackerHub, Tracking
+from nblaunch.training.tracking.hub import TrackerHub, Tracking
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import advice, collectives, nested
+from nblaunch.training import advice
+from nblaunch.training.collectives import nested, operations
 from nblaunch.training.session import Session
 
 
@@ -22,8 +23,8 @@ class GatherControl(ABC):
     flag_tensor: torch.Tensor | None
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors over ranks, see :func:`nblaunch.training.collectives.gather`."""
-        return collectives.gather(tensor)
+        """Concatenate tensors over ranks, see :func:`nblaunch.training.collectives.operations.gather`."""
+        return operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks computed for their batches, each sample of the dataset exactly once.
@@ -39,7 +40,7 @@ class GatherControl(ABC):
         is_object = use_gather_object or not all(
             isinstance(leaf, torch.Tensor) for leaf in nested.leaves(input_data)
         )
-        gathered = collectives.gather_object(input_data) if is_object else collectives.gather(input_data)
+        gathered = operations.gather_object(input_data) if is_object else operations.gather(input_data)
         gradients = self._session.gradients
         if not gradients.end_of_dataloader or not _may_be_completed(gradients.active_loader):
             return gathered
@@ -56,22 +57,22 @@ class GatherControl(ABC):
         return nested.map_leaves(lambda leaf: leaf[:remainder], gathered)
 
     def gather_object(self, items: Any) -> Any:
-        """All ranks' elements as one list, see :func:`nblaunch.training.collectives.gather_object`."""
-        return collectives.gather_object(items)
+        """All ranks' elements as one list, see :func:`nblaunch.training.collectives.operations.gather_object`."""
+        return operations.gather_object(items)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors over ranks, see :func:`nblaunch.training.collectives.reduce`."""
-        return collectives.reduce(tensor, reduction, scale)
+        """Combine tensors over ranks, see :func:`nblaunch.training.collectives.operations.reduce`."""
+        return operations.reduce(tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite tensors with those of one rank, see :func:`nblaunch.training.collectives.broadcast`."""
-        return collectives.broadcast(tensor, from_process)
+        """Overwrite tensors with those of one rank, see :func:`nblaunch.training.collectives.operations.broadcast`."""
+        return operations.broadcast(tensor, from_process)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Pad to the largest size of any rank, see :func:`nblaunch.training.collectives.pad_across_processes`."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+        """Pad to the largest size of any rank, see ``pad_across_processes`` of ``operations.py``."""
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
         """Raise a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
@@ -82,7 +83,7 @@ class GatherControl(ABC):
         mine = self.flag_tensor
         if mine is None:
             mine = torch.zeros(1, device=self._session.member.device)
-        is_raised = bool(collectives.reduce(mine, "sum") >= 1)
+        is_raised = bool(operations.reduce(mine, "sum") >= 1)
         if is_raised:
             self.flag_tensor = None
         return is_raised
@@ -90,7 +91,7 @@ class GatherControl(ABC):
 
 def _may_be_completed(loader: Any) -> bool:
     """Whether samples may have been added to the loader's last batch; in a lone process, where shapes are static."""
-    return collectives.world_size() > 1 or loader.shard is not None
+    return operations.world_size() > 1 or loader.shard is not None
 
 
 def _drops_last(loader: Any) -> bool:

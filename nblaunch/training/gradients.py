@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import advice, nested, strategies
+from nblaunch.training import advice, strategies
+from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import AutocastKwargs

@@ -15,7 +15,7 @@ import torch
 
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
-from nblaunch.training import collectives, parts
+from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import Member
 from nblaunch.training.waiting import barrier
 
@@ -73,8 +73,8 @@ class Replacements:
 
 
 def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
-    held: torch.Tensor = parts.cut(state, parameter)
-    return held if parts.is_part(held) else held.to(parts.local(parameter).device)
+    held: torch.Tensor = dtensor.cut(state, parameter)
+    return held if dtensor.is_part(held) else held.to(dtensor.local(parameter).device)
 
 
 def place(model: torch.nn.Module, member: Member) -> None:
@@ -98,7 +98,7 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
         return None
     barrier(member.device)  # nobody is still moving
     own = host_memory.proportional_bytes()
-    sizes = collectives.gather_object([own])
+    sizes = operations.gather_object([own])
     if member.topology.rank != 0 or None in sizes:
         return None
     count = member.topology.world_size

@@ -15,7 +15,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.spec import MIXED_PRECISIONS
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.training import splitting
-from nblaunch.training.collectives import compares_shapes
+from nblaunch.training.collectives.operations import compares_shapes
 from nblaunch.training.joining import Member, is_distributed
 from nblaunch.training.waiting import barrier
 from nblaunch.wire import stopping

@@ -13,13 +13,10 @@ from nblaunch.context import WorkerContext
 from nblaunch.training import advice, joining
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugins
-from nblaunch.training.device_memory import DeviceMemoryReport
 from nblaunch.training.joining import Member
-from nblaunch.training.losses import LossReport
 from nblaunch.training.options import InitProcessGroupKwargs
-from nblaunch.training.own_time import OwnTime
-from nblaunch.training.passes import PassStack
 from nblaunch.training.precision import Precision
+from nblaunch.training.tracking.progress import DeviceMemoryReport, LossReport, OwnTime, PassStack
 
 
 @dataclass

@@ -89,7 +89,7 @@ import nblaunch.utils
 print(nblaunch.utils.set_seed.__module__)
 """
     (tmp_path / "utils" / "__pycache__").mkdir(parents=True)
-    assert _run(code) == "nblaunch.training.rng"
+    assert _run(code) == "nblaunch.training.collectives.rng"
 
 
 def test_every_name_is_found_where_the_reference_has_it() -> None:
@@ -102,7 +102,7 @@ def test_every_name_is_found_where_the_reference_has_it() -> None:
 
 def test_what_comes_through_an_alias_is_pickled_by_its_home() -> None:
     operations = importlib.import_module("nblaunch.utils.operations")
-    assert b"operations" not in pickle.dumps(operations.gather)
+    assert b"nblaunch.utils" not in pickle.dumps(operations.gather)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
 from nblaunch.backends.cuda import BACKEND
-from nblaunch.training import parts
+from nblaunch.training.collectives import dtensor
 from tests.training import ranks
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
 from tests.training.strategies.test_fsdp2 import Network, epoch, prepared
@@ -56,7 +56,7 @@ def _train_in_fp16() -> tuple[list[bool], float]:
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(accelerator.optimizer_step_was_skipped)
-    total = sum(parts.local(parameter).float().abs().sum().item() for parameter in model.parameters())
+    total = sum(dtensor.local(parameter).float().abs().sum().item() for parameter in model.parameters())
     return skipped, total
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from nblaunch import Accelerator, backends, context
 from nblaunch.events import WorkerState
-from nblaunch.training.collectives import broadcast_object_list
+from nblaunch.training.collectives.operations import broadcast_object_list
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,

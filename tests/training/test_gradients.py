@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.config.compilers import WELL_KNOWN
-from nblaunch.training.local_sgd import LocalSGD
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -24,6 +23,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.precision import Fp16Precision
+from nblaunch.training.utilities.local_sgd import LocalSGD
 from tests.training import ranks
 
 

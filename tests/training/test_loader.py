@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from nblaunch import Accelerator, context, set_seed
 from nblaunch.events import WorkerState
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.loading import Share, share_loader
 from nblaunch.training.data.samplers import SeedableRandomSampler

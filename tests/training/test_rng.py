@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, context, set_seed
-from nblaunch.training import rng
+from nblaunch.training.collectives import rng
 from tests.training import ranks
 
 

@@ -16,13 +16,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.errors import DistributedOperationException
+from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.deepspeed_options import get_active_deepspeed_plugin
-from nblaunch.training.environment import clear_environment, patch_environment, purge_accelerate_environment
-from nblaunch.training.log import get_logger
-from nblaunch.training.memory import find_executable_batch_size, release_memory
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
-from nblaunch.training.rng import synchronize_rng_states
 from nblaunch.training.state import AcceleratorState, GradientState, PartialState
+from nblaunch.training.utilities.environment import (
+    clear_environment,
+    patch_environment,
+    purge_accelerate_environment,
+)
+from nblaunch.training.utilities.log import get_logger
+from nblaunch.training.utilities.memory import find_executable_batch_size, release_memory
 from tests.training import ranks
 
 # --- views -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import torch
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
 from nblaunch.events import Event, Metric
-from nblaunch.training import tracking
-from nblaunch.training.trackers import (
+from nblaunch.training.tracking import hub
+from nblaunch.training.tracking.hub import LoggerType, register_tracker_class
+from nblaunch.training.tracking.trackers import (
     GeneralTracker,
     JsonlTracker,
     MLflowTracker,
@@ -23,7 +24,6 @@ from nblaunch.training.trackers import (
     WandBTracker,
     on_main_process,
 )
-from nblaunch.training.tracking import LoggerType, register_tracker_class
 from tests.training import ranks
 
 
@@ -65,7 +65,7 @@ def emitted() -> list[Event]:
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_known", dict(tracking._known))
+    monkeypatch.setattr(hub, "_known", dict(hub._known))
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "is_installed", lambda name: name != "mlflow")
+    monkeypatch.setattr(hub, "is_installed", lambda name: name != "mlflow")
     assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
         JsonlTracker,
         TensorBoardTracker,
@@ -95,7 +95,7 @@ def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_is_not_installed_is_left_out_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "is_installed", lambda name: False)
+    monkeypatch.setattr(hub, "is_installed", lambda name: False)
     with pytest.warns(UserWarning, match=r"nothing is logged there: 'wandb' \(pip install wandb\)"):
         assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
 

@@ -202,7 +202,7 @@ def test_ranks_agree_on_the_devices_generator(shared: Kernel) -> None:
     found = run(
         shared,
         """
-from nblaunch.training.rng import synchronize_rng_state
+from nblaunch.training.collectives.rng import synchronize_rng_state
 set_seed(5, device_specific=True)
 synchronize_rng_state("xla")
 together = torch.rand(2, device=accelerator.device).tolist()

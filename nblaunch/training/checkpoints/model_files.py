@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from nblaunch import context, in_words
 from nblaunch.errors import CheckpointError
-from nblaunch.training import parts
 from nblaunch.training.checkpoints.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -28,6 +27,7 @@ from nblaunch.training.checkpoints.names import (
     WEIGHTS_NAME,
 )
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.wrappers import bare_module
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -58,7 +58,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def refuse_parts(obj: Any) -> None:
     """Raise CheckpointError where a file of ``obj`` would have parts of weights alone: nothing can be made of them."""
-    count = parts.num_torn(obj)
+    count = dtensor.num_torn(obj)
     if count:
         raise CheckpointError(
             f"save was given {in_words.count(count, 'tensor')} of which each rank holds but a part, and would write "
@@ -124,7 +124,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
 
     Of a tensor that lies in parts: of this rank's.
     """
-    tensor = parts.local(tensor)
+    tensor = dtensor.local(tensor)
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
         return None, 0
     view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -279,7 +279,7 @@ def load_weights(
         if twin is not None and view_of(own[name])[0] is not None:
             weights[name] = weights[twin]
     try:
-        module.load_state_dict(parts.cut_all(weights, own), strict=strict)
+        module.load_state_dict(dtensor.cut_all(weights, own), strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
 

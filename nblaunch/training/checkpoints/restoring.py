@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import advice, collectives
+from nblaunch.training import advice
 from nblaunch.training.checkpoints import files, model_files, rng_states, safe_save
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.training_state import TrainingState
+from nblaunch.training.collectives import operations
 from nblaunch.training.data import loader_states
 from nblaunch.training.strategies import PLUGINS
 
@@ -72,7 +73,7 @@ class Restorer:
             value = work()
         except Exception as caught:
             error = caught
-        problems = collectives.gather_object([str(error) if error is not None else None])
+        problems = operations.gather_object([str(error) if error is not None else None])
         if error is not None:
             raise error
         for rank, problem in enumerate(problems):

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import collectives, nested
+from nblaunch.training.collectives import nested, operations
+from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.nested import TensorInformation
-from nblaunch.training.passes import Pass
 from nblaunch.training.session import Session
+from nblaunch.training.tracking.progress import Pass
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 
@@ -56,10 +56,10 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _is_reader(self) -> bool:
-        return collectives.rank() == 0
+        return operations.rank() == 0
 
     def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
-        rank, size = collectives.rank(), self.num_processes
+        rank, size = operations.rank(), self.num_processes
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
         for whole, num_rows, is_last in self._send(session, skipped) if self._is_reader else self._receive():
@@ -85,7 +85,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 found = next(rounds, None)
             except Exception as error:
                 _tell(_FAILED)
-                collectives.broadcast_object_list([f"{type(error).__name__}: {error}"])
+                operations.broadcast_object_list([f"{type(error).__name__}: {error}"])
                 raise
             if found is None:
                 _tell(_END)
@@ -96,9 +96,9 @@ class DataLoaderDispatcher(PreparedLoader):
             is_same = described == structure
             _tell(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
             if not is_same:
-                collectives.broadcast_object_list([described])
+                operations.broadcast_object_list([described])
                 structure = described
-            nested.map_tensors(collectives.broadcast_alike, whole)
+            nested.map_tensors(operations.broadcast_alike, whole)
             yield whole, num_rows, is_last
             if is_last:
                 return
@@ -153,27 +153,27 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
             if kind == _FAILED:
                 raise RuntimeError(
-                    f"rank 0, which reads the data for all, failed: {collectives.broadcast_object_list([None])[0]}"
+                    f"rank 0, which reads the data for all, failed: {operations.broadcast_object_list([None])[0]}"
                 )
             if kind == _NEW_STRUCTURE:
-                described = collectives.broadcast_object_list([None])[0]
+                described = operations.broadcast_object_list([None])[0]
             device = self.device
             whole = nested.map_leaves(
                 lambda leaf: leaf.empty(device) if isinstance(leaf, TensorInformation) else leaf,  # noqa: B023
                 pickle.loads(described),
             )
-            nested.map_tensors(collectives.broadcast_alike, whole)
+            nested.map_tensors(operations.broadcast_alike, whole)
             yield whole, num_rows, bool(is_last)
             if is_last:
                 return
 
 
 def _tell(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
-    collectives.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
+    operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
 
 
 def _hear() -> list[int]:
-    return collectives.broadcast_alike(torch.zeros(3, dtype=torch.int64)).tolist()
+    return operations.broadcast_alike(torch.zeros(3, dtype=torch.int64)).tolist()
 
 
 def _first_rows(batch: Any, count: int) -> Any:

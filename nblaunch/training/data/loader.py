@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.events import WorkerState
-from nblaunch.training import nested, rng
+from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.samplers import SkipBatchSampler, innermost, sampler_of
 from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.training.passes import Pass
 from nblaunch.training.session import Session, open_session
+from nblaunch.training.tracking.progress import Pass
 
 
 class PreparedLoader(DataLoader):

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch import context
-from nblaunch.training import advice, collectives
+from nblaunch.training import advice
+from nblaunch.training.collectives import operations
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.own_share import DataLoaderShard
@@ -219,4 +220,4 @@ def _agree_on_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
     # Not drawn: the order shall not depend on what was drawn before, such as a model's first weights.
-    return int(collectives.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())
+    return int(operations.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())

@@ -11,11 +11,11 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from nblaunch.backends.base import Backend
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.samplers import innermost
-from nblaunch.training.passes import Pass
 from nblaunch.training.session import Session
+from nblaunch.training.tracking.progress import Pass
 
 
 class DataLoaderShard(PreparedLoader):

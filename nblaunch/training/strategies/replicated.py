@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import advice, collectives
+from nblaunch.training import advice
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
 
@@ -35,7 +36,7 @@ class ReplicatedStrategy(Strategy):
 
     def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
-        everyones = collectives.gather_object([self._sums])
+        everyones = operations.gather_object([self._sums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
             raise ValueError(
@@ -43,7 +44,7 @@ class ReplicatedStrategy(Strategy):
             )
         for tensor, *values in zip(_tensors(model), *everyones, strict=True):
             if len(set(values)) > 1:
-                collectives.broadcast(tensor)
+                operations.broadcast(tensor)
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
-from nblaunch.training import parts
-from nblaunch.training.local_sgd import LocalSGD
+from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from nblaunch.training.utilities.local_sgd import LocalSGD
 from tests.training import ranks
 
 ROWS, GLOBAL_BATCH = 64, 16
@@ -209,8 +209,8 @@ def _whole_tensors() -> dict[str, Any]:
         model[2].running_mean = model[1].running_mean
     accelerator.prepare(model)
     return {
-        "weights": parts.gather_weights(model, keep=True),
-        "in parts": [name for name, tensor in model.named_parameters() if parts.is_part(tensor)],
+        "weights": dtensor.gather_weights(model, keep=True),
+        "in parts": [name for name, tensor in model.named_parameters() if dtensor.is_part(tensor)],
         "is one": model[2].running_mean is model[1].running_mean,
     }
 
@@ -228,9 +228,9 @@ def _shares() -> dict[str, Any]:
     accelerator, model, optimizer, _ = prepared({}, network())
     weights = dict(model.named_parameters())
     return {
-        "held": sum(parts.local(weight).numel() for weight in weights.values()),
+        "held": sum(dtensor.local(weight).numel() for weight in weights.values()),
         "all": sum(weight.numel() for weight in weights.values()),
-        "stepped": sum(parts.local(p).numel() for g in optimizer.param_groups for p in g["params"]),
+        "stepped": sum(dtensor.local(p).numel() for g in optimizer.param_groups for p in g["params"]),
         "label": accelerator.distributed_type.name,
         "is_fsdp2": accelerator.is_fsdp2,
         "unwrapped": accelerator.unwrap_model(model) is model,
@@ -347,13 +347,13 @@ def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     inputs = data().tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
     with accelerator.no_sync(model):
         accelerator.backward(model(inputs).pow(2).mean())
-        assert all(parameter.grad is None for parameter in model.parameters() if parts.is_part(parameter))
+        assert all(parameter.grad is None for parameter in model.parameters() if dtensor.is_part(parameter))
     with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
         accelerator.backward(model(inputs).pow(2).mean())
     accelerator.clip_grad_value_(model.parameters(), 0.02)
     for parameter in model.parameters():
         assert parameter.grad is not None
-        assert (parts.local(parameter.grad).abs() <= 0.02).all()
+        assert (dtensor.local(parameter.grad).abs() <= 0.02).all()
     optimizer.step()
     return accelerator.get_state_dict(model)
 
@@ -390,7 +390,7 @@ def _norms(norm_type: float, ignored: str | None) -> float:
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     again = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     assert float(again) == pytest.approx(0.1, rel=1e-3)
-    assert not parts.is_part(norm)
+    assert not dtensor.is_part(norm)
     return float(norm)
 
 

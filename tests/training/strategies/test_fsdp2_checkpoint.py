@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
 from nblaunch.errors import CheckpointError
-from nblaunch.training import parts
 from nblaunch.training.checkpoints import saving
+from nblaunch.training.collectives import dtensor
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
 
@@ -46,7 +46,7 @@ def _resume(kind: str | None, folder: str) -> list[float]:
     accelerator, *rest = _prepare(kind)
     accelerator.load_state(folder, any_world_size=True)
     for parameter in rest[0].parameters():
-        parts.local(parameter).sum().item()
+        dtensor.local(parameter).sum().item()
     return epoch(accelerator, *rest)
 
 
@@ -239,11 +239,11 @@ def test_no_rank_can_save_alone(tmp_path: Path) -> None:
 def _load_other(folder: str) -> str:
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(nn.Linear(3, 3))
-    before = parts.local(model.weight).clone()
+    before = dtensor.local(model.weight).clone()
     try:
         accelerator.load_state(folder)
     except CheckpointError as error:
-        assert torch.equal(parts.local(model.weight), before)
+        assert torch.equal(dtensor.local(model.weight), before)
         return str(error)
     return "loaded"
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import collectives, compiling
+from nblaunch.training import compiling
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.waiting import barrier
@@ -123,7 +124,7 @@ def _converted(folder: Path, tag: str, member: Member) -> Iterator[Path]:
         if member.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
             problem = _convert(folder / tag, universal / _UNIVERSAL)
-        (problem, *_) = collectives.gather_object([problem])
+        (problem, *_) = operations.gather_object([problem])
         if problem is not None:
             raise CheckpointError(
                 f"checkpoint {folder} can't be brought to {member.topology.world_size} processes. {problem}"

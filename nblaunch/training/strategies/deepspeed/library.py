@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from nblaunch import env
 from nblaunch.packages import is_installed
-from nblaunch.training.availability import compare_versions
 from nblaunch.training.joining import Member, is_distributed
 from nblaunch.training.wrappers import add_wrapper
 
@@ -51,14 +51,14 @@ def check_installed() -> None:
 
 
 def _check_version() -> None:
-    """Raise ImportError where DeepSpeed is so old that it would train wrong without a word."""
+    """Raise ImportError where DeepSpeed is so old that it would train wrong silently."""
     try:
-        is_old = compare_versions("deepspeed", "<", OLDEST)
+        version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        return  # from sources on the path, which people know the version of
-    if is_old:
+        return  # sources on the path, without a version
+    if TorchVersion(version) < OLDEST:
         raise ImportError(
-            f"DeepSpeed {importlib.metadata.version('deepspeed')} is too old: stage 2 of 0.17 accumulates "
+            f"DeepSpeed {version} is too old: stage 2 of 0.17 accumulates "
             f"gradients wrong, and of 0.18 fails; {OLDEST} or newer is needed: pip install -U deepspeed"
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.precision import AutocastForward, Precision, restore_forward
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nblaunch import context, in_words
 from nblaunch.events import Note
-from nblaunch.training import collectives
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.deepspeed import library
 
@@ -28,7 +28,7 @@ def tell(engine: Any, name: str, member: Member) -> None:
     stage = int(engine.zero_optimization_stage())
     if not stage or member.topology.world_size == 1:
         return
-    sizes = collectives.gather_object([_part_bytes(engine, stage)])
+    sizes = operations.gather_object([_part_bytes(engine, stage)])
     if member.topology.rank == 0:
         text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
         context.current().emit(Note.of_job(text))

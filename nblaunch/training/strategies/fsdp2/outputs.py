@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 
 
 def keep_hooks(module: nn.Module) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from nblaunch import in_words
-from nblaunch.training import advice, parts
+from nblaunch.training import advice
+from nblaunch.training.collectives import dtensor
 
 
 def watch() -> None:
@@ -23,7 +24,7 @@ def watch() -> None:
 
     @functools.wraps(original)
     def save(obj: Any, *args: Any, **kwargs: Any) -> None:
-        count = parts.num_torn(obj)
+        count = dtensor.num_torn(obj)
         if count:
             advice.warn(
                 f"torch.save writes only this rank's parts of {in_words.count(count, 'tensor')}, from which no model "

@@ -21,7 +21,8 @@ from torch import nn
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.events import Note
-from nblaunch.training import advice, collectives, compiling, parts
+from nblaunch.training import advice, compiling
+from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
@@ -127,11 +128,11 @@ class Fsdp2Strategy(Strategy):
     def _tell(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
         """One line for the person: what every rank holds."""
         own = sum(
-            parts.local(parameter).numel() * parameter.element_size()
+            dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
-            if parts.is_part(parameter)
+            if dtensor.is_part(parameter)
         )
-        sizes = collectives.gather_object([own])
+        sizes = operations.gather_object([own])
         if self._member.topology.rank == 0:
             text = shares_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
             context.current().emit(Note.of_job(text))
@@ -153,27 +154,27 @@ class Fsdp2Strategy(Strategy):
     def multiply_gradients(self, model: nn.Module, factor: float) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parts.local(parameter.grad).mul_(factor)
+                dtensor.local(parameter.grad).mul_(factor)
         for module in model.modules():
             if is_sharded(module):
                 for gradient in watch.unsharded_gradients(module):
-                    parts.local(gradient).mul_(factor)
+                    dtensor.local(gradient).mul_(factor)
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = parts.total_norm(gradients, norm_type, self._member.device)
+        total = dtensor.total_norm(gradients, norm_type, self._member.device)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in gradients:
-            held = parts.local(gradient)
+            held = dtensor.local(gradient)
             held.mul_(factor.to(held.device))
         return total
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                parts.local(parameter.grad).clamp_(-clip_value, clip_value)
+                dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         advice.warn(
@@ -189,11 +190,11 @@ class Fsdp2Strategy(Strategy):
         return self._member.topology.local_rank == 0
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        whole = parts.gather_weights(module, self._keeps_whole)
+        whole = dtensor.gather_weights(module, self._keeps_whole)
         return whole if self._keeps_whole else {}
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        whole = parts.gather(optimizer.state_dict(), self._keeps_whole)
+        whole = dtensor.gather(optimizer.state_dict(), self._keeps_whole)
         return whole if self._keeps_whole else {}
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -273,8 +274,8 @@ def _fully_shard() -> Callable[..., Any]:
 
 
 def _cut(value: Any, parameter: torch.Tensor) -> Any:
-    return parts.cut(value, parameter) if isinstance(value, torch.Tensor) else value
+    return dtensor.cut(value, parameter) if isinstance(value, torch.Tensor) else value
 
 
 def _pieces(module: nn.Module) -> dict[str, Any]:
-    return parts.pieces(module.state_dict(), is_main=context.current().topology.local_rank == 0)
+    return dtensor.pieces(module.state_dict(), is_main=context.current().topology.local_rank == 0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch.backends import host_memory
-from nblaunch.training import collectives, parts
+from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.strategies.replicated import checksum
 from nblaunch.training.waiting import waiting
 
@@ -75,7 +75,7 @@ class Sources:
         # Where only rank 0 has it, the others make room for what it sends.
         moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
         if self._origins[name] == "rank 0":
-            moved = collectives.broadcast(moved.clone())
+            moved = operations.broadcast(moved.clone())
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
         elif isinstance(tensor, nn.Parameter):  # which can't be given memory: another one takes its place
@@ -105,10 +105,12 @@ class Sources:
             if id(shape) not in made:
                 held = self._shared(name, source, shape) if device.type == "cpu" else None
                 if held is None:
-                    held = torch.empty(parts.extent(shape)[1], dtype=shape.dtype, device=device)
+                    held = torch.empty(dtensor.extent(shape)[1], dtype=shape.dtype, device=device)
                 else:
                     self._filled.add(name)
-                made[id(shape)] = nn.Parameter(parts.like_of(shape, held), requires_grad=shape.requires_grad)
+                made[id(shape)] = nn.Parameter(
+                    dtensor.like_of(shape, held), requires_grad=shape.requires_grad
+                )
             parameters[own_name] = made[id(shape)]
 
     def _shared(self, name: str, source: torch.Tensor, part: Any) -> torch.Tensor | None:
@@ -117,7 +119,7 @@ class Sources:
             return None
         if source.is_shared():  # by share_memory(): what is written to it is written for all
             return None
-        held = parts.slice_for(part, source.detach())
+        held = dtensor.slice_for(part, source.detach())
         is_shared = host_memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
         return held if held.is_contiguous() and is_shared else None
 
@@ -136,7 +138,7 @@ class Sources:
             if name in self._filled:
                 continue
             with torch.no_grad():
-                parts.local(part).copy_(parts.slice_for(part, self._whole(name, source)))
+                dtensor.local(part).copy_(dtensor.slice_for(part, self._whole(name, source)))
         if "nowhere" in self._origins.values():
             self._initialise(initialise)
 
@@ -176,12 +178,12 @@ class Sources:
         make(module)
         for name, part in held.items():
             made: Any = module._parameters[name]
-            if not parts.is_part(part):  # ignored: every rank holds the whole
+            if not dtensor.is_part(part):  # ignored: every rank holds the whole
                 made.data = made.data.to(self._device)
                 continue
             module._parameters[name] = part
             with torch.no_grad():
-                parts.local(part).copy_(parts.slice_for(part, made.detach()))
+                dtensor.local(part).copy_(dtensor.slice_for(part, made.detach()))
         for name in buffers:
             module._buffers[name] = module._buffers[name].to(self._device)  # type: ignore[union-attr]
 
@@ -189,7 +191,7 @@ class Sources:
 def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
     """For every tensor whence a rank gets it: "own", "rank 0" or "nowhere". Compared over ranks in one message."""
     mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
-    everyones = collectives.gather_object([mine])
+    everyones = operations.gather_object([mine])
     shapes = [[(name, shape) for name, shape, _ in one] for one in everyones]
     for rank, one in enumerate(shapes):
         if one != shapes[0]:
@@ -249,7 +251,7 @@ def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], A
 @contextmanager
 def _random_state_of_main() -> Iterator[None]:
     """The CPU generator of every rank is where that of rank 0 is, and afterwards where it was."""
-    state = collectives.broadcast_object_list([torch.get_rng_state()])[0]
+    state = operations.broadcast_object_list([torch.get_rng_state()])[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import collectives
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.collectives import operations
 
 
 class LocalSGD:
@@ -74,4 +74,4 @@ class LocalSGD:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    parameter.copy_(collectives.reduce(parameter.detach(), "mean"))
+                    parameter.copy_(operations.reduce(parameter.detach(), "mean"))

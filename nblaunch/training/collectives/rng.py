@@ -10,7 +10,7 @@ import torch
 
 from nblaunch import context
 from nblaunch.packages import is_installed
-from nblaunch.training import collectives
+from nblaunch.training.collectives import operations
 from nblaunch.training.options import RNG_TYPES, check_choice
 
 
@@ -66,15 +66,15 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
         ValueError: the type is unknown.
     """
     check_choice("rng_type", rng_type, RNG_TYPES)
-    if collectives.world_size() == 1:
+    if operations.world_size() == 1:
         return
     if rng_type == "generator":
         if generator is not None:
-            generator.set_state(collectives.broadcast_alike(generator.get_state()))
+            generator.set_state(operations.broadcast_alike(generator.get_state()))
     elif rng_type == "torch":
-        torch.set_rng_state(collectives.broadcast_alike(torch.get_rng_state()))
+        torch.set_rng_state(operations.broadcast_alike(torch.get_rng_state()))
     elif rng_type == "xla":
         backend = context.current().backend
-        backend.set_rng_state(collectives.broadcast_object_list([dict(backend.rng_state())])[0])
+        backend.set_rng_state(operations.broadcast_object_list([dict(backend.rng_state())])[0])
     else:
-        torch.cuda.set_rng_state(collectives.broadcast_alike(torch.cuda.get_rng_state()))
+        torch.cuda.set_rng_state(operations.broadcast_alike(torch.cuda.get_rng_state()))

@@ -1,4 +1,4 @@
-"""Logging from several processes: once instead of N times, or in the order of ranks, always with the rank."""
+"""Logging and progress bars of several processes: once instead of N times, or in the order of ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ from typing import Any
 
 from nblaunch import context, env
 from nblaunch.training.state import PartialState
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A ``tqdm.auto.tqdm`` bar on the main process of each machine; silent on the others.
+
+    Args:
+        *args: as for tqdm, with ``kwargs``.
+        main_process_only: False: a bar in every process.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    try:
+        from tqdm.auto import tqdm as bar
+    except ImportError:
+        raise ImportError(
+            "nblaunch.utils.tqdm shows bars of tqdm, which is not installed: pip install tqdm"
+        ) from None
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not PartialState().is_local_main_process
+    return bar(*args, **kwargs)
+
 
 _INTERNAL_FILES = {__file__, logging.__file__, functools.__file__}
 

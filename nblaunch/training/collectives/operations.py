@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException
-from nblaunch.training import advice, nested
+from nblaunch.training import advice
+from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
 from nblaunch.training.waiting import waiting
@@ -202,7 +203,7 @@ def _unpickled(row: torch.Tensor) -> Any:
 def _settle(*tensors: torch.Tensor) -> None:
     """Wait until the process group's threads have let go of temporary tensors.
 
-    They do so a moment after the collective has returned. Whoever lets go of a tensor last needs the interpreter's lock
+    They do so a moment after the collective has returned. The thread that lets go last needs the interpreter's lock
     where Python has seen it; and taking a group down waits for its threads with that lock held. A script that ends
     right after a collective would wait for ever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
     """

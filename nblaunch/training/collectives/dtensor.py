@@ -1,7 +1,7 @@
-"""Tensors that lie in parts on the ranks, as torch's :class:`DTensor`: taking them apart and putting them together.
+"""Sharded tensors (:class:`torch.distributed.tensor.DTensor`): whole tensors to shards, and shards to whole tensors.
 
-What is asked of a tensor that lies on this rank as a whole is answered with the tensor itself, so that callers need
-not tell the two kinds apart. Who decides what lies where is the strategy's business.
+Every function takes plain tensors, too, and returns them as they are, so that callers need no branch. What is sharded,
+and how, is decided by the strategy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nblaunch.training import nested
+from nblaunch.training.collectives import nested
 from nblaunch.training.waiting import waiting
 from nblaunch.wire.pieces import Piece
 
@@ -163,19 +163,19 @@ def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_ty
 
 
 def pieces(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
-    """What this rank tells the launcher of a state dict: its parts of tensors; the main rank also what is whole.
+    """Return what this rank sends of a state dict: its shards; the main rank also what is whole.
 
-    Nobody waits for anybody, and of parts that several ranks hold, one rank tells.
+    No rank waits for another. A shard that several ranks hold is sent by one of them.
     """
-    told: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     for name, value in state.items():
         if is_part(value):
             offset, _ = extent(value)
             if _is_first_holder(value):
-                told[name] = Piece(tuple(value.shape), offset, value.to_local().detach().cpu())
+                sent[name] = Piece(tuple(value.shape), offset, value.to_local().detach().cpu())
         elif is_main:
-            told[name] = value
-    return told
+            sent[name] = value
+    return sent
 
 
 def _is_first_holder(part: Any) -> bool:

@@ -22,8 +22,7 @@ from nblaunch.packages import is_installed
 from nblaunch.training import advice
 from nblaunch.training.joining import Member
 from nblaunch.training.project import ProjectConfiguration
-from nblaunch.training.trackers import BUILT_IN, GeneralTracker
-from nblaunch.training.trackers.base import flat
+from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
 
@@ -104,10 +103,10 @@ class TrackerHub:
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.member.topology.rank == 0:
-            told = {
+            plain = {
                 name: _told(value) for name, value in flat(values) if isinstance(value, (int, float, str))
             }
-            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=told))
+            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=plain))
 
     def get(self, name: str, unwrap: bool) -> Any:
         """The tracker called ``name``; one that does nothing on ranks where it does not run."""
@@ -184,7 +183,7 @@ class Tracking(ABC):
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
-            step: what they belong to; None: not said.
+            step: what they belong to; None: not given.
             log_kwargs: further arguments by tracker name.
         """
         self._tracking.log(values, step, log_kwargs or {})

@@ -1,0 +1,1 @@
+"""Collective operations over nested structures of tensors, DTensors, and random states."""

@@ -1,0 +1,189 @@
+"""What a rank reports on the progress board beyond its steps: loss, passes over data, device memory, own time.
+
+Own time is how long a rank computes by itself in each step, which names the slow rank where all ranks go in step:
+
+    batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
+                                                              └────────── own time ──────────┘
+
+Where gradients are averaged, all ranks make the same number of steps a second, that of the slowest one: the rank whose
+own time is the longest. On devices that compute while Python runs ahead, it is the time that Python takes: slow loading
+and slow hosts are seen, a slow device is not.
+"""
+
+from __future__ import annotations
+
+import time
+from time import monotonic
+
+import torch
+
+from nblaunch.backends.base import Backend
+from nblaunch.events import WorkerState
+from nblaunch.wire.board import Slot
+
+
+class Pass:
+    """One pass over a loader or an iterable. ``total`` is -1 where its length is not known."""
+
+    __slots__ = ("epoch", "phase", "state", "step", "total")
+
+    def __init__(self, total: int, epoch: int, state: WorkerState) -> None:
+        self.total = total
+        self.epoch = epoch
+        self.state = state
+        self.phase = state.name.lower()
+        self.step = 0
+
+
+class PassStack:
+    """The passes of this process, outermost first; the last one writes to the slot.
+
+    ``epoch`` is the number of completed passes over a training loader, shown with passes that train nothing, too.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.epoch = 0
+        self._slot = slot
+        self._advance_to = slot.advance_to
+        self._samples = 0
+        self._stack: list[Pass] = []
+        self._shown: Pass | None = None
+        self._outside = WorkerState.RUNNING
+
+    def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Pass:
+        """A pass begins inside those that run; ``step`` batches of it are behind us already."""
+        if not self._stack:
+            self._outside = self._slot.state
+        begun = Pass(total, epoch, state)
+        begun.step = step
+        self._stack.append(begun)
+        self._show(begun)
+        return begun
+
+    def advance(self, one: Pass, samples: int = 0) -> None:
+        """``one`` hands out its next batch. Called at every step."""
+        one.step = step = one.step + 1
+        self._samples = total = self._samples + samples
+        if self._shown is one:
+            self._advance_to(step, total)
+        elif self._stack and self._stack[-1] is one:
+            self._show(one)
+
+    def end(self, one: Pass) -> None:
+        """``one`` is over or was abandoned."""
+        if one in self._stack:
+            self._stack.remove(one)
+        if self._shown is one:
+            self._shown = None
+            # The finished bar stays on the board until something else moves; only what the worker does changes.
+            self._slot.set_state(self._stack[-1].state if self._stack else self._outside)
+
+    def _show(self, one: Pass) -> None:
+        self._shown = one
+        self._slot.start_pass(one.total, one.epoch, one.state, one.step)
+
+
+class OwnTime:
+    """Measures it and adds it up on the board.
+
+    Args:
+        slot: where it is shown.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._since = 0.0
+
+    def begin_backward(self) -> None:
+        """From here on the rank may wait for others."""
+        if self._since:
+            self._slot.add_own_time(monotonic() - self._since)
+
+    def end_backward(self) -> None:
+        """From here on the rank is by itself."""
+        self._since = monotonic()
+
+    def pause(self) -> None:
+        """What follows is no part of a step: a pass has ended."""
+        self._since = 0.0
+
+
+_MEMORY_INTERVAL_S = 1.0
+
+
+class DeviceMemoryReport:
+    """Shows it on the board, at most once a second.
+
+    Args:
+        slot: where.
+        backend: whom to ask.
+    """
+
+    def __init__(self, slot: Slot, backend: Backend) -> None:
+        self._slot = slot
+        self._backend = backend
+        self._next_s = 0.0
+
+    def show_due(self) -> None:
+        """Show what is taken now, unless that was done a moment ago."""
+        now_s = monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + _MEMORY_INTERVAL_S
+        memory = self._backend.own_memory()
+        if memory is not None:
+            self._slot.set_device_memory(*memory)
+
+
+_LOSS_INTERVAL_S = 0.5
+
+
+class LossReport:
+    """Shows the loss of a process on its slot of the board, at most twice a second.
+
+    Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a pass is
+    read when the pass ends.
+
+    Args:
+        slot: where it is shown.
+        memory: what else is due from time to time.
+    """
+
+    def __init__(self, slot: Slot, memory: DeviceMemoryReport | None = None) -> None:
+        self._slot = slot
+        self._memory = memory
+        self._next_s = 0.0
+        self._unread: torch.Tensor | None = None
+
+    def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
+        """``loss`` is the latest one. Called at every micro-step; anything but a single number is left out.
+
+        Args:
+            loss: a tensor of one element.
+            is_there: False where it has no value before the step ends: then :meth:`show_due` shows it.
+        """
+        if loss.numel() != 1:
+            return
+        self._unread = loss.detach()  # the graph behind it goes as soon as the caller drops it
+        if is_there:
+            self.show_due()
+
+    def show_due(self) -> None:
+        """Show the latest loss, unless one was shown a moment ago."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + _LOSS_INTERVAL_S
+            self.flush()
+
+    def flush(self) -> None:
+        """Show the latest loss now."""
+        if self._memory is not None:
+            self._memory.show_due()
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        try:
+            value = float(unread.cpu())  # on a lazy device, a number read directly is another graph
+        except RuntimeError:
+            return  # the device failed; the error that the user sees is the one of their own call
+        self._slot.set_loss(value)

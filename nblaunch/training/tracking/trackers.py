@@ -1,0 +1,381 @@
+"""Trackers of experiments: the class that users subclass, JSON lines, MLflow, TensorBoard and Weights & Biases.
+
+The contract is the reference's, so that trackers written for it work here. A tracker imports its library only when it
+is started.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+
+from nblaunch import context
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GeneralTracker:
+    """Base of trackers.
+
+    A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, the
+    library's own run object. Its constructor must not touch the job: what does belongs into :meth:`start`.
+
+    Args:
+        _blank: make one that does nothing: what ``get_tracker`` returns on other ranks.
+
+    Raises:
+        NotImplementedError: the class lacks one of these attributes; names them.
+    """
+
+    main_process_only = True
+    """Whether it runs on the main process alone."""
+
+    library: str | None = None
+    """The module it needs; None: none beyond Python's own."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        needed = ("name", "requires_logging_directory", "tracker")
+        missing = [attribute for attribute in needed if not hasattr(type(self), attribute)]
+        if missing:
+            raise NotImplementedError(f"tracker class {type(self).__name__} needs {', '.join(missing)}")
+
+    def start(self) -> None:
+        """Begin a run. Called once, by ``init_trackers``."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the settings of the run."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep ``values`` as those of ``step``."""
+
+    def finish(self) -> None:
+        """End the run. Called by ``end_training``."""
+
+
+def on_main_process(function: F) -> F:
+    """Decorator for a tracker's methods: on other ranks they do nothing, unless its ``main_process_only`` is False."""
+
+    @functools.wraps(function)
+    def call(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if self.main_process_only and context.current().topology.rank != 0:
+            return None
+        return function(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def plain(value: Any) -> Any:
+    """A tensor or NumPy number with one element as a Python number; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().item() if value.numel() == 1 else value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and plain values; those of nested mappings with a slash, as in ``loss/train``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", plain(value)
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
+    """What of ``values`` is a number."""
+    return {name: value for name, value in flat(values) if isinstance(value, (int, float))}
+
+
+class JsonlTracker(GeneralTracker):
+    """Appends to ``<logging_dir>/<run_name>/metrics.jsonl``; settings go to ``config.json`` beside it.
+
+    Args:
+        run_name: the project's name.
+        logging_dir: the folder of all runs.
+
+    A number that JSON does not know (NaN, infinity) is written as null, an object as its text.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str) -> None:
+        super().__init__()
+        self.folder = Path(logging_dir) / run_name
+        self._file: TextIO | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file of metrics."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def tracker(self) -> TextIO | None:
+        """The open file."""
+        return self._file
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Line by line, so that what was logged outlives a process that is killed.
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        text = json.dumps(_strict(values), indent=2, default=str)
+        (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if self._file is not None:
+            row = {"step": step, "time_s": time.time(), **_strict(dict(flat(values)))}
+            self._file.write(json.dumps(row, default=str, allow_nan=False) + "\n")
+
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _strict(value: Any) -> Any:
+    """``value`` without numbers that are not JSON."""
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# https://mlflow.org/docs/latest/rest-api.html#request-limits: what one request may hold.
+_MAX_PARAMS = 100
+_MAX_PARAM_LENGTH = 6000
+
+
+class MLflowTracker(GeneralTracker):
+    """A run of ``mlflow``.
+
+    Args:
+        experiment_name: the project's name.
+        logging_dir: folder or address of the tracking store; None: as MLflow is set up, by MLFLOW_TRACKING_URI
+            among others.
+        run_id: an existing run to continue; None: a new one.
+        tags: of the run.
+        nested_run: whether it is part of a run that is active.
+        run_name: of the run; None: MLflow makes one up.
+        description: of the run.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    library = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experiment_name = experiment_name
+        self.logging_dir = logging_dir
+        self._run_options = {
+            "run_id": run_id,
+            "run_name": run_name,
+            "nested": nested_run,
+            "tags": tags,
+            "description": description,
+        }
+        self.active_run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.active_run
+
+    def start(self) -> None:
+        import mlflow
+
+        if self.logging_dir is not None:
+            mlflow.set_tracking_uri(self.logging_dir)
+        if self._run_options["run_id"] is None and self.experiment_name is not None:
+            mlflow.set_experiment(self.experiment_name)
+        self.active_run = mlflow.start_run(**self._run_options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Settings as parameters of the run, texts cut to the length that MLflow takes."""
+        import mlflow
+
+        items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(values)])
+        while batch := dict(islice(items, _MAX_PARAMS)):
+            mlflow.log_params(batch)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers only; MLflow keeps nothing else as metrics."""
+        import mlflow
+
+        mlflow.log_metrics(numbers(values), step=step, **kwargs)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file with the run."""
+        import mlflow
+
+        mlflow.log_artifact(local_path, artifact_path=artifact_path)
+
+    def log_figure(self, figure: Any, artifact_file: str, **kwargs: Any) -> None:
+        """Keep a figure with the run."""
+        import mlflow
+
+        mlflow.log_figure(figure=figure, artifact_file=artifact_file, **kwargs)
+
+    def finish(self) -> None:
+        if self.active_run is None:
+            return
+        import mlflow
+
+        mlflow.end_run()
+
+
+_HPARAM_TYPES = (bool, int, float, str)
+_FLUSH_S = 10  # how much a killed process may lose
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Writes event files to ``<logging_dir>/<run_name>``.
+
+    Args:
+        run_name: the project's name.
+        logging_dir: the folder of all runs.
+        **options: for :class:`torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    library = "tensorboard"
+
+    def __init__(self, run_name: str, logging_dir: str, **options: Any) -> None:
+        super().__init__()
+        self.folder = Path(logging_dir) / run_name
+        self._options = {"flush_secs": _FLUSH_S, **options}
+        self.writer: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    def start(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), **self._options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Settings as hyperparameters of the run, and in ``hparams.yml``."""
+        shown = {
+            name: value if isinstance(value, _HPARAM_TYPES) else str(value)
+            for name, value in ((name, plain(value)) for name, value in values.items())
+        }
+        self.writer.add_hparams(shown, metric_dict={}, run_name="hparams")
+        self.writer.flush()
+        # JSON is YAML, so this needs no library.
+        (self.folder / "hparams.yml").write_text(
+            json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8"
+        )
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
+        for name, value in values.items():
+            value = plain(value)
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(name, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                parts = {part: plain(number) for part, number in value.items()}
+                self.writer.add_scalars(name, parts, global_step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Batches of images, as for ``SummaryWriter.add_images``."""
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WandBTracker(GeneralTracker):
+    """A run of ``wandb``.
+
+    Args:
+        run_name: the project's name.
+        **options: for ``wandb.init``.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    library = "wandb"
+
+    def __init__(self, run_name: str, **options: Any) -> None:
+        super().__init__()
+        self._options = {"project": run_name, **options}
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    def start(self) -> None:
+        import wandb
+
+        self.run = wandb.init(**self._options)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Lists of images, each as for ``wandb.Image``."""
+        import wandb
+
+        pictures = {
+            name: [wandb.Image(image, **kwargs) for image in images] for name, images in values.items()
+        }
+        self.run.log(pictures, step=step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A table of ``columns`` and ``data``, or a DataFrame."""
+        import wandb
+
+        self.run.log(
+            {table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step=step, **kwargs
+        )
+
+    def finish(self) -> None:
+        if self.run is not None:
+            self.run.finish()
+
+
+BUILT_IN: tuple[type[GeneralTracker], ...] = (JsonlTracker, MLflowTracker, TensorBoardTracker, WandBTracker)

@@ -1,0 +1,1 @@
+"""What scripts import beside the Accelerator. Nothing else in ``nblaunch.training`` imports it."""
