@@ -48,6 +48,7 @@ class WorkerContext:
             given, as ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 where nobody did.
         attempt: how often the job was restarted before this worker, from 0.
+        key: with which objects from other ranks of the job are sealed (``wire/sealing.py``); b"" where there is none.
         is_launched: True in a worker of ours, False where the context was made from the environment.
         training: what ``nblaunch.training`` keeps for this process (device, precision, gradient state); opaque here.
         trained_weights: gives what this rank holds of a module's trained weights, whole or as pieces, where strategies
@@ -63,6 +64,7 @@ class WorkerContext:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
+    key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None
     trained_weights: Callable[[Any], Mapping[str, Any]] | None = None

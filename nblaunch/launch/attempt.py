@@ -25,7 +25,7 @@ from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire import descriptors, outbox
+from nblaunch.wire import descriptors, outbox, sealing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Sample, create_memory_file
 from nblaunch.wire.channel import EventReceiver
@@ -163,6 +163,7 @@ class Attempt:
     ) -> tuple[list[Assignment], dict[int, EventReceiver]]:
         """Make each worker's descriptors and orders."""
         assignments, receivers = [], {}
+        key = sealing.new_key() if place.num_nodes == 1 else b""
         for local_rank in range(place.local_world_size):
             topology = replace(place, rank=place.rank + local_rank, local_rank=local_rank)
             rank = topology.rank
@@ -176,7 +177,7 @@ class Attempt:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
             if wants_outcome:
                 stack.callback(os.close, outbox_fd)
-            assignments.append(self._assignment(topology, board.fd, writing, outbox_fd))
+            assignments.append(replace(self._assignment(topology, board.fd, writing, outbox_fd), key=key))
         return assignments, receivers
 
     def _returns_value(self, topology: Topology) -> bool:

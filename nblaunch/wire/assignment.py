@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.topology import Topology
@@ -37,6 +37,7 @@ class Assignment:
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: places in the arguments of the modules whose weights are wanted back, as far as they are here.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
+        key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
     """
 
@@ -55,6 +56,7 @@ class Assignment:
     returns_value: bool = True
     sends_weights_of: tuple[Place, ...] = ()
     restricts_threads: bool = False
+    key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
 
     @property

@@ -134,6 +134,7 @@ class _Worker:
                 parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
                 attempt=assignment.attempt,
+                key=assignment.key,
                 is_launched=True,
             )
         )

@@ -8,11 +8,13 @@ bytes they all know, and the result is exact.
 
 Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So shapes are
 compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
+
+Objects travel pickled. On one machine they are sealed (``wire/sealing.py``). Ranks of several machines, or under
+``torchrun``, have no secret in common: there, as with torch's own collectives of objects, the network must be trusted.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
 from nblaunch.training.waiting import waiting
+from nblaunch.wire import sealing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -193,11 +196,11 @@ def _compare(operation: str, data: Any) -> None:
 
 
 def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(sealing.dump(value, context.current().key)), dtype=torch.uint8)
 
 
 def _unpickled(row: torch.Tensor) -> Any:
-    return pickle.loads(bytes(row.numpy()))
+    return sealing.load(bytes(row.numpy()), context.current().key)
 
 
 def _settle(*tensors: torch.Tensor) -> None:

@@ -1,0 +1,46 @@
+"""Who reads a pickle runs code of whoever wrote it: where that happens, and why those bytes are our own."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.architecture.source import Module, modules
+
+READERS = {
+    "nblaunch.engines.agent": "orders in a memory file that its launcher made and that it inherited",
+    "nblaunch.engines.agent_rendezvous": "what torch has pickled in the same process a moment before",
+    "nblaunch.engines.fresh": "orders in a memory file that its launcher made and that it inherited",
+    "nblaunch.training.checkpoints.meeting": "still on the store of the job, unsealed",
+    "nblaunch.training.data.dispatcher": "part of an object that came under the seal of the job",
+    "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",
+    "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
+    "nblaunch.wire.payload": "memory files of our own processes, inherited",
+    "nblaunch.wire.sealing": "under the seal of the job, where its ranks have a key",
+}
+"""Modules that read pickles, each with the reason why nobody else can have written them."""
+
+_PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+_READING = {"load", "loads", "Unpickler", "open"}
+
+
+def test_pickles_are_read_in_few_places() -> None:
+    found = {module.name for module in modules() if _reads_pickles(module)}
+    there_are = {module.name for module in modules()}
+    assert found == READERS.keys() & there_are
+
+
+def _reads_pickles(module: Module) -> bool:
+    return any(_is_reading(node) for node in ast.walk(module.tree))
+
+
+def _is_reading(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id in _PICKLES and node.attr in _READING
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        return (node.module in _PICKLES and bool(names & _READING)) or (
+            node.module == "multiprocessing" and "connection" in names
+        )
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("multiprocessing.connection") for alias in node.names)
+    return False
