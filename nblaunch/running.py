@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from nblaunch import dashboard as dashboards
-from nblaunch.launch import job as jobs
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
 from nblaunch.spec import LaunchSpec, check_flag
@@ -15,17 +14,18 @@ from nblaunch.wire import descriptors
 def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
     """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
 
+    An interrupt before that ends the job, and only then is raised.
+
     Raises:
         BaseException: as :func:`nblaunch.notebook_launcher` describes.
     """
     __tracebackhide__ = True
     check_flag("background", background)
     descriptors.occupy_standard_ones()
-    plan = plan_launch(spec)
+    plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     job = Job(spec, plan, listeners)
     job.show_with(dashboards.attach(listeners, job if background else None))
-    jobs.remember(job)
     if background:
         job.run_in_background()
         job.raise_if_not_started()

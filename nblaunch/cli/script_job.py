@@ -28,7 +28,6 @@ from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
-from nblaunch.launch import job as jobs
 from nblaunch.launch import rendezvous
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
@@ -101,7 +100,6 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         job = Job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    jobs.remember(job)
     with _signals_to(job, resolved["stop_grace_s"]) as received:
         job.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but for the last words

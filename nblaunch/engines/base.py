@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from nblaunch.engines.saved_call import SavedCall
 from nblaunch.events import ExitStatus
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
@@ -61,8 +62,16 @@ class Engine(ABC):
     name: str
 
     @abstractmethod
-    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+    def start(
+        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+    ) -> WorkerGroup:
         """Start one worker per assignment.
+
+        Args:
+            call: the function and its arguments.
+            assignments: one per worker.
+            board: their progress.
+            saved: the call as it was earlier, which fresh processes load in place of ``call``; None = save it now.
 
         Raises:
             PayloadError: the call can't be sent to workers; names the variable.

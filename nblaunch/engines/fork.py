@@ -24,6 +24,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
 from nblaunch.engines.openmp import pause_pools
+from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
@@ -31,11 +32,13 @@ from nblaunch.worker import bootstrap, guard
 
 
 class ForkEngine(Engine):
-    """Fork from the calling thread."""
+    """Fork from the calling thread: the main one, while no other code of the user can run."""
 
     name = "fork"
 
-    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
+    def start(
+        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+    ) -> WorkerGroup:
         return Children(fork_workers(lambda: call, assignments, board))
 
 

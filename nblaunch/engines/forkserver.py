@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
 from nblaunch.engines.fresh import REPORT, STARTED
-from nblaunch.engines.interpreter import start_interpreter, write_call
+from nblaunch.engines.interpreter import start_interpreter
+from nblaunch.engines.saved_call import SavedCall, saved_or_now
 from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus
 from nblaunch.wire import descriptors
@@ -27,17 +28,18 @@ class ForkserverEngine(Engine):
 
     name = "forkserver"
 
-    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
-        call_fd = write_call(call)
-        reading, writing = os.pipe()
-        try:
-            zygote = disown(start_interpreter(assignments, call_fd, writing))
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(call_fd)
-            os.close(writing)
+    def start(
+        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+    ) -> WorkerGroup:
+        with saved_or_now(saved, call) as file:
+            reading, writing = os.pipe()
+            try:
+                zygote = disown(start_interpreter(assignments, file, writing))
+            except BaseException:
+                os.close(reading)
+                raise
+            finally:
+                os.close(writing)
         return ZygoteGroup(zygote, reading, [assignment.rank for assignment in assignments])
 
 

@@ -21,6 +21,7 @@ from nblaunch import backends, env
 from nblaunch.engines.boot import Boot, restore_random_states
 from nblaunch.engines.children import Children
 from nblaunch.engines.fork import fork_workers
+from nblaunch.engines.saved_call import SavedCall
 from nblaunch.engines.spawn import spawn_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
@@ -99,7 +100,7 @@ def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
         f"{hazard}. Importing inside the function what uses the device would share it"
     )
     EventSender(first.event_fd).send(Note.of_job(text))
-    pids = spawn_workers(boot.assignments, call_fd)
+    pids = spawn_workers(boot.assignments, SavedCall.around(call_fd))
     os.close(call_fd)
     return pids
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.children import Children, kill_and_reap
-from nblaunch.engines.interpreter import start_interpreter, write_call
-from nblaunch.errors import LaunchError
+from nblaunch.engines.interpreter import start_interpreter
+from nblaunch.engines.saved_call import SavedCall, saved_or_now
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 
@@ -19,15 +18,14 @@ class SpawnEngine(Engine):
 
     name = "spawn"
 
-    def start(self, call: Call, assignments: Sequence[Assignment], board: Board) -> WorkerGroup:
-        call_fd = write_call(call)
-        try:
-            return Children(spawn_workers(assignments, call_fd))
-        finally:
-            os.close(call_fd)
+    def start(
+        self, call: Call, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None = None
+    ) -> WorkerGroup:
+        with saved_or_now(saved, call) as file:
+            return Children(spawn_workers(assignments, file))
 
 
-def spawn_workers(assignments: Sequence[Assignment], call_fd: int) -> dict[int, int]:
+def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[int, int]:
     """Start one interpreter per assignment; returns rank -> process id.
 
     Raises:
@@ -36,8 +34,8 @@ def spawn_workers(assignments: Sequence[Assignment], call_fd: int) -> dict[int, 
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for assignment in assignments:
-            processes[assignment.rank] = start_interpreter([assignment], call_fd)
-    except LaunchError:
+            processes[assignment.rank] = start_interpreter([assignment], call)
+    except BaseException:
         kill_and_reap(map(disown, processes.values()))
         raise
     return {rank: disown(process) for rank, process in processes.items()}

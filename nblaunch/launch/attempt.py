@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from nblaunch import env
 from nblaunch.backends.base import Backend
-from nblaunch.engines.base import Engine
+from nblaunch.engines.base import Engine, WorkerGroup
+from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
-from nblaunch.events import Event, Note, Started
+from nblaunch.events import Event, Exited, Note, Started
 from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.launch.diagnosis.given_back import MemoryBalance
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -49,6 +50,7 @@ class Attempt:
         requests: what people ask of the job.
         tell: takes every event.
         show: takes the board's samples.
+        saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
         nodes: the connection to other machines, where there are any.
         restart_count: how often workers were started before, the same number on all machines.
     """
@@ -64,29 +66,53 @@ class Attempt:
     requests: StopRequests
     tell: Callable[[Event], None]
     show: Callable[[Sequence[Sample]], None]
+    saved: SavedCall | None = None
     nodes: NodeLink | None = None
     restart_count: int = 0
 
-    def run(self) -> tuple[AttemptReport, dict[int, Outcome]]:
-        """Start the workers, watch them to their end, collect what they leave; returns the report and the outcomes.
+    def start(self) -> None:
+        """Make everything and start the workers; :meth:`watch` must follow, in any thread.
 
         Raises:
             LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
         """
-        balance = MemoryBalance(self.backend)
+        self._stack = ExitStack()
+        self._balance = MemoryBalance(self.backend)
+        with ExitStack() as stack, self._refusals_named():
+            self._assignments, self._supervisor = self._start(stack)
+            self._stack = stack.pop_all()
+
+    def watch(self) -> tuple[AttemptReport, dict[int, Outcome]]:
+        """Watch the workers to their end, collect what they leave; returns the report and the outcomes.
+
+        Raises:
+            LaunchError: the system refused what workers need while they run.
+        """
+        with self._stack:
+            report = self._supervisor.run()
+            if report.unkillable:
+                self._guardian.stay()
+            outcomes = _collect(self._assignments, report)
+        for line in self._balance.lines():
+            self.tell(Note.of_job(line, "warning"))
+        return report, outcomes
+
+    def close(self) -> None:
+        """End workers that were started and are not watched; nothing after :meth:`watch`."""
+        self._stack.close()
+
+    @contextmanager
+    def _refusals_named(self) -> Iterator[None]:
+        """Around what the start of workers needs of the system, and nothing else: other errors are not refusals."""
         try:
-            with ExitStack() as stack:
-                result = self._run(stack)
+            yield
         except OSError as error:
             raise LaunchError(
                 f"the system refused what {self.place.local_world_size} workers need: {error}. If descriptors ran out "
                 "(ulimit -n), close some or use fewer processes."
             ) from error
-        for line in balance.lines():
-            self.tell(Note.of_job(line, "warning"))
-        return result
 
-    def _run(self, stack: ExitStack) -> tuple[AttemptReport, dict[int, Outcome]]:
+    def _start(self, stack: ExitStack) -> tuple[list[Assignment], Supervisor]:
         self.log.start_attempt(
             self.number, range(self.place.rank, self.place.rank + self.place.local_world_size)
         )
@@ -96,7 +122,8 @@ class Attempt:
         place = self.place if rendezvous is None else replace(self.place, master_port=rendezvous.port)
         with ExitStack() as worker_ends:  # what only the workers need, once they have it
             assignments, receivers = self._assign(stack, worker_ends, board, place)
-            group = self.engine.start((self.spec.function, self.spec.args), assignments, board)
+            call = (self.spec.function, self.spec.args)
+            group = self.engine.start(call, assignments, board, self.saved)
         stack.callback(group.close)
         tails = self._tails(stack, [assignment.rank for assignment in assignments])
         watch = DeviceWatch(self.backend, place.rank, place.local_world_size)
@@ -110,7 +137,7 @@ class Attempt:
             board=board,
             rendezvous=rendezvous,
             requests=self.requests,
-            tell=partial(self._tell_with, guardian),
+            tell=partial(self._tell_with, guardian, group),
             show=partial(self._show_with, watch),
             settle=partial(self._settle, guardian),
             grace_s=self.spec.interrupt_grace_s,
@@ -119,10 +146,8 @@ class Attempt:
             stops_on_hang=self.spec.on_hang == "stop",
             nodes=self.nodes,
         )
-        report = supervisor.run()
-        if report.unkillable:
-            guardian.stay()
-        return report, _collect(assignments, report)
+        self._guardian = guardian
+        return assignments, supervisor
 
     def _tails(self, stack: ExitStack, ranks: Sequence[int]) -> dict[int, LogTail]:
         max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
@@ -150,12 +175,17 @@ class Attempt:
 
     def _settle(self, guardian: Guardian) -> None:
         """What workers do not wait for, and the shortest jobs do without."""
-        guardian.start()
-        self.log.prune()
+        with self._refusals_named():
+            guardian.start()
+        try:
+            self.log.prune()
+        except OSError as error:  # old logs are no reason to end a job
+            self.tell(Note.of_job(f"logs of earlier jobs could not be removed: {error}", "warning"))
 
-    def _tell_with(self, guardian: Guardian, event: Event) -> None:
-        if isinstance(event, Started):
-            guardian.watch(event.pid)
+    def _tell_with(self, guardian: Guardian, group: WorkerGroup, event: Event) -> None:
+        if isinstance(event, (Started, Exited)):
+            own = {event.pid} if isinstance(event, Started) else set()  # a forkserver may report it later
+            guardian.watch_only(own.union(group.process_groups()))
         self.tell(event)
 
     def _assign(

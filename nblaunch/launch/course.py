@@ -9,6 +9,7 @@ from typing import Any
 
 from nblaunch import engines
 from nblaunch.engines.inline import run_inline
+from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Event, JobStarted, Note, Started
 from nblaunch.launch import left_weights, weights
@@ -18,7 +19,7 @@ from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.root_cause import early_leavers
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.node_link import NodeLink
-from nblaunch.launch.preflight import LaunchPlan
+from nblaunch.launch.preflight import LaunchPlan, judge_again
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.spec import LaunchSpec
@@ -27,6 +28,12 @@ from nblaunch.wire.board import Sample
 from nblaunch.wire.modules import Place
 from nblaunch.wire.nodes import Formed
 from nblaunch.wire.outbox import Outcome
+
+_REMEDY = (
+    "workers that start when the launching call has returned (background=True with max_restarts or with several "
+    "machines) load the call as it was at the launch. Without max_restarts, or without background=True, nothing needs "
+    "to be pickled"
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Course:
         self._show = show
         self._set_free = set_free
         self._past_failures: list[str] = []
+        self._saved: SavedCall | None = None
+        self._first_attempt: Attempt | None = None
 
     @property
     def ranks(self) -> range:
@@ -104,15 +113,26 @@ class Course:
         """Whether the function runs in this very process."""
         return self.plan.start_method == "inline"
 
-    def open(self) -> None:
-        """Tell what is about to be launched, and what may go wrong. With several machines, their meeting decides."""
+    def start(self) -> None:
+        """Announce the job, prepare later starts, start the first workers: here, while the kernel runs no other code.
+
+        With several machines, workers start when all have met; a function that runs in this process is yet to run.
+
+        Raises:
+            LaunchError: the workers could not be started.
+        """
         if not self.spec.is_elastic:
             self._announce()
         for warning in self.plan.warnings:
             self._tell(Note.of_job(warning, "warning"))
+        if self.plan.starts_later:
+            self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
+        if not (self.is_inline or self.spec.is_elastic):
+            self._first_attempt = self._attempt()
+            self._first_attempt.start()
 
     def run(self) -> Ending:
-        """To the end. A failure of workers is part of the ending.
+        """From the start to the end, in any thread. A failure of workers is part of the ending.
 
         Raises:
             LaunchError: the workers could not be started.
@@ -120,13 +140,22 @@ class Course:
         """
         if self.is_inline:
             return self._run_inline()
-        if self.spec.is_elastic:
+        if self._first_attempt is None:
             return self._run_among_nodes()
-        report, outcomes = self._attempt().run()
+        report, outcomes = self._first_attempt.watch()
+        self._first_attempt = None
         while self._wants_restart(report):
             self._restart(report)
-            report, outcomes = self._attempt().run()
+            report, outcomes = self._run_attempt(self._attempt())
         return self._ending(report, outcomes)
+
+    def close(self) -> None:
+        """Release what was prepared for further starts, and end workers that are not watched yet."""
+        if self._first_attempt is not None:
+            self._first_attempt.close()
+        if self._saved is not None:
+            self._saved.close()
+            self._saved = None
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
@@ -149,8 +178,9 @@ class Course:
     def _run_in(self, formed: Formed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
         self.place = formed.place
         self.num_processes = formed.place.world_size
+        self.plan = judge_again(self.plan, self.spec)
         self._announce()
-        report, outcomes = self._attempt(nodes, formed.restart_count).run()
+        report, outcomes = self._run_attempt(self._attempt(nodes, formed.restart_count))
         nodes.conclude(report)
         is_change = report.elsewhere.wants_restart and not report.elsewhere.has_cause
         failed = not (report.is_success or self._was_stopped(report) or is_change)
@@ -170,9 +200,11 @@ class Course:
         """Keep what went wrong in words, and number the next attempt."""
         self._keep_failure(report)
         self.attempt += 1
+        self.plan = judge_again(self.plan, self.spec)
         text = (
             f"{self._past_failures[-1]}; starting all ranks again "
-            f"(restart {self.attempt} of at most {self.spec.max_restarts})"
+            f"(restart {self.attempt} of at most {self.spec.max_restarts}) "
+            f"by {self.plan.start_method}: {self.plan.reason}"
         )
         self._tell(Note.of_job(text, "warning"))
         self.pids = {}
@@ -181,6 +213,10 @@ class Course:
     def _keep_failure(self, report: AttemptReport) -> None:
         failure = failure_of(report, self.pids, self._log, self.attempt)
         self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+
+    def _run_attempt(self, attempt: Attempt) -> tuple[AttemptReport, dict[int, Outcome]]:
+        attempt.start()
+        return attempt.watch()
 
     def _attempt(self, nodes: NodeLink | None = None, restart_count: int = 0) -> Attempt:
         return Attempt(
@@ -195,6 +231,7 @@ class Course:
             requests=self._requests,
             tell=self._tell,
             show=self._show,
+            saved=self._saved,
             nodes=nodes,
             restart_count=restart_count,
         )

@@ -1,7 +1,7 @@
 """A process that outlives the kernel by a moment, to end the workers with it.
 
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own session)
-                                    a line: a group more to watch
+                                    a line: a group more to watch, or one less (with a minus)
                                     end of file: SIGKILL to every worker's process group
 
 Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nblaunch.engines.spawn import disown
 from nblaunch.wire import descriptors
 
 _SCRIPT = (
-    'groups="$*"; while read -r group; do groups="$groups $group"; done; '
+    'groups="$*"; while read -r line; do case "$line" in '
+    '-*) rest=""; for group in $groups; do [ "-$group" = "$line" ] || rest="$rest $group"; done; groups="$rest";; '
+    '*) groups="$groups $line";; esac; done; '
     # "-s KILL": dash takes no "--" after "-KILL".
     'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done'
 )
@@ -59,15 +61,20 @@ class Guardian:
         finally:
             os.close(reading)
 
-    def watch(self, process_group: int) -> None:
-        """Kill this group too: one that came to be after the guardian, as a forkserver's workers do."""
-        if process_group in self._groups:
-            return
-        self._groups.add(process_group)
-        if self._process is not None:
-            # Somebody may have killed the guardian; workers still die with their parent.
+    def watch_only(self, process_groups: Collection[int]) -> None:
+        """Kill these groups and no others from now on.
+
+        Some come to be after the guardian, as a forkserver's workers do. One whose leader was reaped must go: the
+        system may give its number to a process that has nothing to do with the job.
+        """
+        wanted = set(process_groups)
+        lines = [b"-%d\n" % group for group in self._groups - wanted]
+        lines += [b"%d\n" % group for group in wanted - self._groups]
+        self._groups = wanted
+        if lines and self._process is not None:
+            # The guardian may have been killed; workers still die with their parent.
             with suppress(BrokenPipeError):
-                os.write(self._writing, b"%d\n" % process_group)
+                os.write(self._writing, b"".join(lines))
 
     def stay(self) -> None:
         """Remain until this process ends: a worker could not be killed, and what it has started may come to life."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nblaunch.errors import LaunchError
 from nblaunch.events import Event, JobFinished, Metric, Started
 from nblaunch.launch.course import Course, Ending
 from nblaunch.launch.diagnosis.rendering import ShownAtCall, hide_launcher
@@ -240,22 +241,41 @@ class Job:
 
     def run(self) -> None:
         """Run to the end in this thread. What goes wrong is kept for :meth:`result`, not raised."""
+        with nullcontext() if self._course.is_inline else interrupts_as_requests(self._requests):
+            remember(self)
+            self._start()
+            self._finish()
+
+    def _start(self) -> None:
         try:
-            self._course.open()
+            self._course.start()
             if self._course.is_inline:
                 self._status = "running"
-            with nullcontext() if self._course.is_inline else interrupts_as_requests(self._requests):
-                self._conclude(self._course.run())
-        except KeyboardInterrupt as error:
-            self._conclude(Ending("interrupted", error))
         except BaseException as error:
-            self._conclude(Ending("failed", error))
+            self._end(_ending_by(error))
+
+    def _finish(self) -> None:
+        """Go on to the end from what :meth:`_start` has started."""
+        if not self.is_running:
+            return
+        try:
+            ending = self._course.run()
+        except BaseException as error:
+            ending = _ending_by(error)
+        self._end(ending)
+
+    def _end(self, ending: Ending) -> None:
+        try:
+            self._conclude(ending)
+        except BaseException as error:
+            self._conclude(_ending_by(error))
         finally:
+            self._course.close()
             self._requests.close()
             self._log.end()
             with self._end_lock:
                 self._has_ended.set()
-            self._has_started.set()  # last: whoever waits for a start looks next at whether the job has ended
+            self._has_started.set()  # last: what waits for a start looks next at whether the job has ended
             for call in self._at_end:
                 call()
 
@@ -281,17 +301,35 @@ class Job:
         return self.result()
 
     def run_in_background(self) -> None:
-        """Run in a thread; returns when the workers run, or when they could not be started."""
-        thread = threading.Thread(target=self.run, name=f"nblaunch-{self.log_dir.name}", daemon=True)
-        thread.start()
-        self._has_started.wait()
+        """Start the workers and go on in a thread; returns when they run, or when they could not be started.
+
+        An interrupt meanwhile ends the job, and this returns when it has ended.
+        """
+        with interrupts_as_requests(self._requests):
+            remember(self)
+            self._start()
+            thread = threading.Thread(target=self._finish, name=f"nblaunch-{self.log_dir.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._end(_ending_by(LaunchError(_NO_THREAD.format(error))))
+            self._has_started.wait()
+            if self._requests.interrupts:
+                self._has_ended.wait()
 
     def raise_if_not_started(self) -> None:
-        """Raise what kept the workers from starting, if anything did."""
+        """Raise what kept the workers from starting, if anything did.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted, and has ended.
+            BaseException: why they did not start.
+        """
         __tracebackhide__ = True
-        if self.is_running or self.pids:
+        if self.is_running or (self.pids and not self._requests.interrupts):
             return
         self._raise_error()
+        if self._requests.interrupts:
+            raise KeyboardInterrupt  # it was done before the interrupt had any effect
 
     def _conclude(self, ending: Ending) -> None:
         error = ending.error
@@ -337,6 +375,16 @@ class Job:
             raise error
         finally:
             del error  # or the traceback, which refers to this frame, would keep itself alive
+
+
+_NO_THREAD = (
+    "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
+    "pids limit of the container), use fewer processes, or end others."
+)
+
+
+def _ending_by(error: BaseException) -> Ending:
+    return Ending("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
 
 _last_job: Job | None = None

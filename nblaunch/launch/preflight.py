@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nblaunch import backends, context, env, in_words
@@ -38,6 +38,8 @@ class LaunchPlan:
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their places.
         detour: a sentence that says why workers are not forked, where nobody asked for that; empty otherwise.
+        starts_later: whether workers may start when the launching call has returned: restarts in the background, and
+            starts that wait for other machines.
         warnings: what may go wrong, a sentence each.
     """
 
@@ -48,11 +50,16 @@ class LaunchPlan:
     num_threads: int
     modules: Mapping[Place, Any] = field(repr=False)
     detour: str = ""
+    starts_later: bool = False
     warnings: tuple[str, ...] = ()
 
 
-def plan_launch(spec: LaunchSpec) -> LaunchPlan:
+def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     """Decide what ``spec`` leaves open, and refuse what can't work here.
+
+    Args:
+        spec: what to launch.
+        background: whether the launching call returns while the job runs.
 
     Raises:
         ValueError: more processes than devices, a precision that the device can't do, or an argument that can't work
@@ -66,6 +73,11 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
             f"a launch was requested inside a worker (rank {rank}); call notebook_launcher from the notebook, not "
             "from the function it runs"
         )
+    if spec.engine == "inline":
+        _refuse_beside_inline(spec, background)
+    starts_later = _starts_later(spec, background)
+    if starts_later and background and spec.start_method == "fork":
+        raise ValueError(_LATER_FORK.format(_why_later(spec)))
     backend = backends.choose(spec.backend)
     refusal = backend.launch_refusal()
     if refusal is not None:
@@ -84,6 +96,7 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
         num_threads=_num_threads(spec, num_processes),
         modules=modules if spec.sync_weights and start_method != "inline" else {},
         detour=_detour(spec, start_method, reason),
+        starts_later=starts_later,
         warnings=(
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
@@ -91,6 +104,55 @@ def plan_launch(spec: LaunchSpec) -> LaunchPlan:
             *(foreign_accelerator.warnings(spec) if start_method != "inline" else ()),
         ),
     )
+
+
+def judge_again(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
+    """Decide anew how workers start, for another start of the same job: here and now a fork may not be safe any more.
+
+    Raises:
+        LaunchError: the start method asked for can't be used now.
+    """
+    start_method, reason = _start_method(spec, plan.backend)
+    return replace(plan, start_method=start_method, reason=reason, detour=_detour(spec, start_method, reason))
+
+
+_LATER_FORK = (
+    "start_method='fork' can't be used with background=True and {}: workers would be forked while the kernel runs "
+    "other code, and such a fork can freeze the kernel. Leave start_method out: what can be forked is, and the rest "
+    "starts through a forkserver."
+)
+
+
+def _starts_later(spec: LaunchSpec, background: bool) -> bool:
+    in_thread = background or threading.current_thread() is not threading.main_thread()
+    return in_thread and spec.engine != "inline" and (spec.is_elastic or spec.max_restarts > 0)
+
+
+def _why_later(spec: LaunchSpec) -> str:
+    return f"num_nodes={spec.num_nodes!r}" if spec.is_elastic else f"max_restarts={spec.max_restarts}"
+
+
+def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
+    """Refuse what only worker processes can do, rather than ignore it."""
+    asked: dict[str, Any] = {"background": True} if background else {}
+    for name, default in _OF_WORKERS.items():
+        value = getattr(spec, name)
+        if value != default and not (name == "hang_timeout_s" and value is None):
+            asked[name] = value
+    if asked:
+        raise ValueError(
+            f"engine='inline' runs the function in the kernel itself, so that "
+            f"{', '.join(f'{name}={value!r}' for name, value in asked.items())} can't be honoured: leave "
+            f"{'it' if len(asked) == 1 else 'them'} out, or leave out engine='inline'"
+        )
+
+
+_OF_WORKERS = {
+    field.name: field.default
+    for field in fields(LaunchSpec)
+    if field.name in ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
+}
+"""Arguments that are about worker processes, with their defaults."""
 
 
 def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
@@ -192,7 +254,10 @@ def _fork_hazard(backend: Backend) -> str | None:
     if sys.platform == "darwin":
         return "Apple's system libraries do not survive a fork"
     if threading.current_thread() is not threading.main_thread():
-        return "the launch comes from a thread other than the main one, whose locks a fork would copy as they are"
+        return (
+            "workers start from a thread other than the main one, which may be running code whose locks a fork would "
+            "copy as they are"
+        )
     if rendezvous.is_any_store_running():
         return "another job of this process is running, and a fork could copy its store in the middle of something"
     hazard = backend.fork_hazard()

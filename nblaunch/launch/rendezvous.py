@@ -68,8 +68,7 @@ class RendezvousHost:
         """Start the store behind the socket.
 
         Raises:
-            LaunchError: the store can't be started.
-            OSError: there are not enough descriptors for it. (The store itself would try again for minutes.)
+            LaunchError: the store can't be started, or there are not enough descriptors for it.
         """
         if self._socket is None:
             return
@@ -78,7 +77,14 @@ class RendezvousHost:
 
         # Until torch 2.7 the store's newer server, the default, refuses a socket that is open (pytorch/pytorch#150215).
         takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
-        descriptors.check_room(_STORE_DESCRIPTORS)
+        try:
+            # The store itself would try again for minutes.
+            descriptors.check_room(_STORE_DESCRIPTORS)
+        except OSError as error:
+            raise LaunchError(
+                f"the system refused what the rendezvous store needs: {error}. If descriptors ran out (ulimit -n), "
+                "close some or use fewer processes."
+            ) from error
         try:
             # The store would leak its descriptors if its thread were refused: ask for one first.
             threading.Thread(target=str).start()

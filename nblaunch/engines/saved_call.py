@@ -1,0 +1,110 @@
+"""A call on its way to fresh processes, as it was at one moment: function and arguments, and what surrounds them.
+
+Saved and started in one go where a launch waits for its workers. A job that may start workers when its call has
+returned saves it at the launch: whatever the kernel does meanwhile, every attempt is of the same state.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nblaunch import env
+from nblaunch.engines.boot import capture_random_states
+from nblaunch.errors import PayloadError
+from nblaunch.spec_call import name_of
+from nblaunch.wire import blame, descriptors, payload
+from nblaunch.wire.assignment import Call
+from nblaunch.wire.board import create_memory_file
+
+
+@dataclass(frozen=True)
+class SavedCall:
+    """A call as it was at one moment, and all that a fresh process needs to run it as this one would have then.
+
+    Args:
+        fd: memory file of the call, see ``wire/payload.py``.
+        random_states: of this process, pickled.
+        environment: all variables.
+        path: where modules are looked for.
+        folder: the working folder; None where it had been removed.
+    """
+
+    fd: int
+    random_states: bytes
+    environment: Mapping[str, str]
+    path: Sequence[str]
+    folder: str | None
+
+    @classmethod
+    def around(cls, fd: int) -> SavedCall:
+        """The call in the memory file ``fd``, with what else this process has at present."""
+        return cls(
+            fd=fd,
+            random_states=pickle.dumps(capture_random_states()),
+            environment=env.snapshot(),
+            path=tuple(sys.path),
+            folder=present_folder(),
+        )
+
+    def close(self) -> None:
+        """Release the memory, as far as no process has it mapped."""
+        descriptors.close(self.fd)
+
+
+def save_call(call: Call, remedy: str = "with start_method='fork' nothing needs to be pickled") -> SavedCall:
+    """Write the call to a memory file, by cloudpickle.
+
+    Args:
+        call: the function and its arguments.
+        remedy: what to do where it can't be pickled, beyond creating inside the function what can't.
+
+    Raises:
+        PayloadError: some variable of the call can't be pickled; names it and says what to do.
+    """
+    fd = create_memory_file("nblaunch-call")
+    descriptors.keep_from_children(fd)
+    try:
+        try:
+            payload.dump(call, fd)
+        except Exception as error:
+            raise PayloadError(_blame(call, error, remedy)) from error
+        return SavedCall.around(fd)
+    except BaseException:
+        descriptors.close(fd)
+        raise
+
+
+@contextmanager
+def saved_or_now(saved: SavedCall | None, call: Call) -> Iterator[SavedCall]:
+    """Give the call as it was saved before, or save it for the block alone; raises as :func:`save_call` does."""
+    if saved is not None:
+        yield saved
+        return
+    own = save_call(call)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def present_folder() -> str | None:
+    """Name the working folder; None where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _blame(call: Call, error: Exception, remedy: str) -> str:
+    function, args = call
+    parts = blame.unpicklable_variables(function, args)
+    named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+    return (
+        f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: "
+        f"{named}. Create it inside the function, or pass what it is made from in args; {remedy}."
+    )
