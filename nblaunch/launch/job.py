@@ -165,7 +165,7 @@ class Job:
     @property
     def pids(self) -> dict[int, int]:
         """Rank -> process, of the ranks of this machine that have started."""
-        return self._course.pids
+        return dict(self._course.pids)  # it changes in the thread of the job
 
     def metrics_frame(self) -> pandas.DataFrame:
         """What ``accelerator.log`` has logged by now, as a table: one row per step, one column per value.

@@ -130,9 +130,8 @@ def test_every_rank_runs_leads_a_session_and_ends(stage: Stage) -> None:
     assert [value[:2] for value in values] == [("0", 7), ("1", 7)]
     for rank, (_, _, pid, process_group, session) in enumerate(values):
         assert group.pids()[rank] == pid == process_group == session
-    assert not set(group.pids().values()) & set(
-        group.process_groups()
-    )  # others may have their numbers by now
+    # Their numbers may belong to other processes by now.
+    assert not set(group.pids().values()) & set(group.process_groups())
     assert [log for log in stage.logs() if log] == ["seen\n"] * NUM
     assert group.poll() == []
 
@@ -160,6 +159,8 @@ def test_a_signal_reaches_one_rank_with_its_children(stage: Stage, tmp_path: Pat
     group.signal(1, signal.SIGKILL)
     stage.run(group, lambda: 1 in stage.ended)
     assert stage.ended == {1: ExitStatus(-signal.SIGKILL)}
+    assert group.pids()[0] in group.process_groups()
+    assert group.pids()[1] not in group.process_groups()
     psutil.wait_procs(children[1:], 5)
     assert not (children[1].is_running() and children[1].status() != psutil.STATUS_ZOMBIE)
     assert children[0].is_running()
@@ -222,6 +223,20 @@ def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
     else:
         with pytest.raises(PayloadError, match=r"train can't be sent .* gate \(TypeError"):
             stage.start(train)
+
+
+def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stage.engine.name != "forkserver":
+        pytest.skip("makes no pipe of its own")
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
+        patched.setattr(os, "pipe", refuse)
+        stage.start(time.sleep, 100)
+    assert len(os.listdir("/proc/self/fd")) == len(before) - NUM  # the workers' ends of the pipes
 
 
 def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,26 +6,27 @@ workers, would wait for ever for a lock whose holder is not among them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.failures.conftest import assert_as_before, value_of
+from tests.failures.conftest import start_kernel
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 FAIL_ONCE = """
 import pathlib
 import nblaunch.context
 
-def train(folder):
+def train(folder, imports=""):
     if nblaunch.context.current().attempt == 0:
         while not pathlib.Path(folder, "busy").exists():
             time.sleep(0.002)
         raise ValueError("flaky")
     pathlib.Path(folder, "again").touch()
-    {imports}
+    exec(imports)
     return os.getppid()
 """
 
@@ -39,34 +40,100 @@ LOADS = {
     "numpy": "import numpy\na = numpy.random.rand(300, 300)\nwhile job.is_running:\n    a @ a",
     "torch": "a = torch.rand(300, 300, requires_grad=True)\nwhile job.is_running:\n    (a @ a).sum().backward()",
     # Its body ends when a worker of the second attempt has begun, which then imports the module, too.
-    "imports": "import slow_module",
+    "import": "import slow_module",
     "cuda": (
         "from nblaunch import backends\n"
-        "type(backends.discover()['cpu']).fork_hazard = lambda backend: 'the device was used'\n"
-        "while job.is_running:\n    time.sleep(0.002)"
+        "kind = type(backends.discover()['cpu'])\n"
+        "before, kind.fork_hazard = kind.fork_hazard, lambda backend: 'the device was used'\n"
+        "while job.is_running:\n    time.sleep(0.002)\n"
+        "kind.fork_hazard = before"
     ),
 }
 
 
-@pytest.mark.parametrize("load", LOADS)
-def test_a_restart_never_forks_the_busy_kernel(fresh: Kernel, tmp_path: Path, load: str) -> None:
-    (tmp_path / "slow_module.py").write_text(SLOW_MODULE.format(folder=str(tmp_path)))
-    imports = "import slow_module" if load == "imports" else ""
-    fresh.run(f"sys.path.insert(0, {str(tmp_path)!r})" + FAIL_ONCE.format(imports=imports))
-    cell = fresh.run(
-        f"""
-job = notebook_launcher(train, ({str(tmp_path)!r},), 2, background=True, max_restarts=1, return_all=True)
-first = list(job.pids.values())
-parents = {{psutil.Process(pid).ppid() for pid in first}}
-pathlib.Path({str(tmp_path)!r}, "busy").touch()
-{LOADS[load]}
-values = job.result(30)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all, whatever the start method."""
+    with start_kernel(tmp_path_factory.mktemp("logs")) as kernel:
+        yield kernel
+
+
+def test_a_restart_never_forks_the_busy_kernel(alone: Kernel, tmp_path: Path) -> None:
+    alone.run(f"sys.path.insert(0, {str(tmp_path)!r})" + FAIL_ONCE)
+    for load, code in LOADS.items():
+        folder = tmp_path / load
+        folder.mkdir()
+        (tmp_path / "slow_module.py").write_text(SLOW_MODULE.format(folder=str(folder)))
+        imports = "import slow_module" if load == "import" else ""
+        cell = alone.run(
+            f"""
+args = {str(folder)!r}, {imports!r}
+job = notebook_launcher(train, args, 2, background=True, max_restarts=1, return_all=True)
+parents = {{psutil.Process(pid).ppid() for pid in job.pids.values()}}
+pathlib.Path({str(folder)!r}, "busy").touch()
+{code}
+values = job.result(40)
 parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.attempt, job.plan.start_method
 """,
-        timeout_s=50,
+            timeout_s=50,
+        )
+        assert cell.value == (True, [False, False], 1, "fork"), load
+        shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
+        assert "raised ValueError: flaky" in shown
+        assert "by forkserver" in shown
+        assert "a thread other than the main one" in shown
+
+
+def test_a_restart_finds_everything_as_it_was_at_the_launch(alone: Kernel, tmp_path: Path) -> None:
+    cell = alone.run(
+        f"""
+import random
+limit = [1]
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+def train(model, folder):
+    attempt = nblaunch.context.current().attempt
+    found = limit, model.weight.item(), os.environ.get("SETTING"), os.getcwd(), random.random(), torch.rand(1).item()
+    pathlib.Path(folder, f"found{{attempt}}").write_text(repr(found))
+    while attempt == 0 and not pathlib.Path(folder, "changed").exists():
+        time.sleep(0.002)
+    if attempt == 0:
+        raise ValueError("flaky")
+import nblaunch.context, pathlib
+os.environ["SETTING"] = "at the launch"
+folder = pathlib.Path({str(tmp_path)!r})
+job = notebook_launcher(train, (model, str(folder)), 1, background=True, max_restarts=1, sync_weights=False)
+os.environ["SETTING"] = "later"
+limit.append(2)
+torch.nn.init.zeros_(model.weight)
+random.random(), torch.rand(5)
+os.chdir("/")
+(folder / "changed").touch()
+job.result(40)
+found = [eval((folder / f"found{{attempt}}").read_text()) for attempt in range(2)]
+found[0][:3], found[0] == found[1]
+"""
     )
-    assert cell.value == (True, [False, False], 1, "fork")
-    shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
-    assert "rank 0 raised ValueError: flaky" in shown or "rank 1 raised ValueError: flaky" in shown
-    assert "by forkserver" in shown
-    assert "a thread other than the main one" in shown
+    assert cell.value == (([1], 1.0, "at the launch"), True)
+
+
+def test_what_a_later_start_cannot_do_is_refused_at_the_launch(alone: Kernel) -> None:
+    alone.run("gate = threading.Lock()\ndef train():\n    return gate.locked()")
+    cell = alone.run(
+        "notebook_launcher(train, (), 2, background=True, max_restarts=1)", raises="PayloadError"
+    )
+    assert cell.error is not None
+    assert " gate (TypeError" in cell.error.value
+    assert "Without max_restarts, or without background=True" in cell.error.value
+    assert alone.processes() == []
+    cell = alone.run(
+        "notebook_launcher(train, (), 2, background=True, max_restarts=1, start_method='fork')",
+        raises="ValueError",
+    )
+    assert cell.error is not None
+    for text in ("start_method='fork'", "background=True", "max_restarts=1"):
+        assert text in cell.error.value
+    assert alone.run("notebook_launcher(train, (), 2, background=True).result(30)").result == "False"
+    assert alone.run("notebook_launcher(train, (), 2, max_restarts=1)").result == "False"
+    leaked = alone.run("[link for link in descriptors().values() if 'nblaunch-call' in link]")
+    assert leaked.result == "[]"
