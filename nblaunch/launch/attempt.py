@@ -146,6 +146,7 @@ class Attempt:
             stops_on_hang=self.spec.on_hang == "stop",
             nodes=self.nodes,
         )
+        stack.callback(supervisor.close)
         self._guardian = guardian
         return assignments, supervisor
 

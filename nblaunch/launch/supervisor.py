@@ -121,6 +121,9 @@ class Supervisor:
         self._interrupts_seen = 0
         self._next_tick = time.monotonic() + TICK_S
         self._selector = selectors.DefaultSelector()
+        self._selector_fd = self._selector.fileno() if hasattr(self._selector, "fileno") else -1
+        if self._selector_fd >= 0:
+            descriptors.keep_from_children(self._selector_fd)
         self._watched_ends: set[int] = set()
         self.report = AttemptReport(memory=self._inspector.memory)
 
@@ -128,14 +131,15 @@ class Supervisor:
         """Wait until every process has ended and all of its output and events were taken in."""
         self._watch()
         self._settle_at = time.monotonic() + _SETTLE_S
-        try:
-            with self._requests.answering():
-                self._loop()
-            self._drain()
-        finally:
-            descriptors.forget(self._selector_fd)
-            self._selector.close()
+        with self._requests.answering():
+            self._loop()
+        self._drain()
         return self.report
+
+    def close(self) -> None:
+        """Release what it waits with. Called once, also where it never ran."""
+        descriptors.forget(self._selector_fd)
+        self._selector.close()
 
     def _loop(self) -> None:
         while self._alive:
@@ -152,9 +156,6 @@ class Supervisor:
     # --- what the loop waits for ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self._selector_fd = self._selector.fileno() if hasattr(self._selector, "fileno") else -1
-        if self._selector_fd >= 0:
-            descriptors.keep_from_children(self._selector_fd)
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))

@@ -233,8 +233,8 @@ def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: py
         raise OSError(errno.EMFILE, "Too many open files")
 
     before = os.listdir("/proc/self/fd")
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="Too many open files"):
-        patched.setattr(os, "pipe", refuse)
+    monkeypatch.setattr(os, "pipe", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
         stage.start(time.sleep, 100)
     assert len(os.listdir("/proc/self/fd")) == len(before) - NUM  # the workers' ends of the pipes
 

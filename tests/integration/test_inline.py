@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from nblaunch import notebook_launcher
+from nblaunch.launch.preflight import plan_launch
+from nblaunch.spec import LaunchSpec
 from tests.kernels import Kernel
 
 RANK_VARIABLES = (
@@ -119,3 +124,29 @@ Counting.times
 """
     )
     assert cell.result == "2"
+
+
+def test_what_only_processes_can_do_is_refused_before_anything_runs() -> None:
+    ran: list[int] = []
+    with pytest.raises(ValueError, match="engine='inline'") as refused:
+        notebook_launcher(
+            ran.append, (1,), engine="inline", background=True, start_method="spawn", max_restarts=1,
+            hang_timeout_s=5.0, on_hang="stop", threads_per_process=2,
+        )  # fmt: skip
+    for text in (
+        "background=True",
+        "start_method='spawn'",
+        "max_restarts=1",
+        "hang_timeout_s=5.0",
+        "on_hang='stop'",
+        "threads_per_process=2",
+    ):
+        assert text in str(refused.value)
+    assert ran == []
+    with pytest.raises(ValueError, match="that background=True can't be honoured: leave it out"):
+        notebook_launcher(ran.append, (1,), engine="inline", background=True)
+    assert ran == []
+    assert (
+        plan_launch(LaunchSpec(ran.append, (1,), engine="inline", hang_timeout_s=None)).start_method
+        == "inline"
+    )
