@@ -185,3 +185,52 @@ def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, 
     assert "Traceback" not in cell.stderr + cell.stdout, cell.describe()
     assert shared.processes() == []
     assert_as_before(shared)
+
+
+STARTING = """
+class Traveller:
+    def __init__(self, moment):
+        self.moment, self.kernel = moment, os.getpid()
+
+    def __reduce__(self):
+        if self.moment == "leaving":
+            os.kill(self.kernel, signal.SIGINT)
+        return arrive, (self.moment, self.kernel)
+
+def arrive(moment, kernel):
+    if moment == "arriving":
+        os.kill(kernel, signal.SIGINT)
+
+def wait(traveller):
+    time.sleep(3600)
+
+at_fork = []
+os.register_at_fork(before=lambda: [call() for call in at_fork])
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: Kernel, method: str) -> None:
+    """Before any process, and between the first and the first worker that is ready."""
+    shared.run(STARTING)
+    moments = {
+        "fork": ["before fork 1", "before fork 2"],
+        "forkserver": ["leaving", "arriving"],
+        "spawn": ["leaving"],
+    }
+    for moment in moments[method]:
+        number = moment.removeprefix("before fork ")
+        interrupt = (
+            f"count.append(1) or (str(len(count)) == {number!r} and os.kill(os.getpid(), signal.SIGINT))"
+        )
+        shared.run(f"count = []\nat_fork[:] = [lambda: {interrupt}]")
+        cell = shared.run(
+            f"job = notebook_launcher(wait, (Traveller({moment!r}),), 2, start_method={method!r}, background=True)",
+            raises="KeyboardInterrupt",
+            timeout_s=40,
+        )
+        assert cell.error is not None
+        assert "/nblaunch/" not in cell.error.text
+        shared.run("at_fork.clear()")
+        assert value_of(shared, "(nblaunch.last_job().status, 'job' in globals())") == ("interrupted", False)
+        assert_as_before(shared)
