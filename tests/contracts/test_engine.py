@@ -80,6 +80,7 @@ class Stage:
                 os.close(fd)
             self.worker_ends = []
         self.stack.callback(group.close)
+        self.group = group
         return group
 
     def run(self, group: WorkerGroup, until: Callable[[], bool] | None = None) -> None:
@@ -96,7 +97,11 @@ class Stage:
                 self.events[rank] += receiver.receive()[0]
 
     def has_started(self) -> bool:
-        return all(any(isinstance(event, Started) for event in events) for events in self.events.values())
+        """Whether every worker runs, and the group knows each; a forkserver may report it after the worker itself."""
+        is_known = len(self.group.pids()) == NUM
+        return is_known and all(
+            any(isinstance(event, Started) for event in events) for events in self.events.values()
+        )
 
     def values(self) -> list[Any]:
         finished = {
