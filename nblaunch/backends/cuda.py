@@ -46,7 +46,7 @@ class CudaBackend(Backend):
     def unavailable_reason(self) -> str:
         gpus = cuda_host.physical_gpus()
         if not gpus:
-            return "neither NVML nor nvidia-smi finds an NVIDIA GPU on this machine"
+            return cuda_host.uncounted() or "NVML, the driver's library, finds no NVIDIA GPU on this machine"
         if self.device_count() == 0:
             value = env.read("CUDA_VISIBLE_DEVICES")
             if value is None:
@@ -59,7 +59,9 @@ class CudaBackend(Backend):
 
     def overlooked(self) -> str | None:
         count = self.device_count()
-        if not count or _is_cuda_build():
+        if not count:
+            return cuda_host.uncounted()
+        if _is_cuda_build():
             return None
         return f"{count} GPU{'s are' if count > 1 else ' is'} here, but can't be used: {self.unavailable_reason()}"
 

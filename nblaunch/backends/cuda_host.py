@@ -1,32 +1,34 @@
 """What is known of this host's NVIDIA GPUs without a CUDA context: how many, which, and what they lack.
 
-NVML is asked where nvidia-ml-py is installed, else the program nvidia-smi.
+All of it comes from NVML, the driver's library. No program is started: nvidia-smi takes seconds where a driver is slow.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 from nblaunch import env
-from nblaunch.backends import nvidia_smi, nvml
+from nblaunch.backends import nvml
 from nblaunch.backends.cuda_visible import Gpu, visible_devices
 from nblaunch.backends.meter import DeviceMeter
 
+_DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
 
 
+@cache
 def physical_gpus() -> tuple[Gpu, ...]:
     """The GPUs of this host in the driver's order, whatever CUDA_VISIBLE_DEVICES says. Asked once per process."""
-    return _query_gpus(nvidia_smi.program())
+    return nvml.list_gpus() or ()
 
 
-@cache
-def _query_gpus(program: str | None) -> tuple[Gpu, ...]:
-    found = nvml.list_gpus()
-    if found is not None:
-        return found
-    return nvidia_smi.list_gpus(program) if program is not None else ()
+def uncounted() -> str | None:
+    """Why GPUs that are here can't be counted; None where they can, or there are none."""
+    device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
+    refusal = nvml.refusal() if device is not None else None
+    return f"there is {device}, but NVML can't be asked for GPUs: {refusal}" if refusal is not None else None
 
 
 def visible() -> list[str]:
@@ -39,9 +41,7 @@ def open_meter() -> DeviceMeter:
     uuids = visible()
     if not uuids:
         return DeviceMeter()
-    program = nvidia_smi.program()
-    meter = nvml.NvmlMeter.open(uuids)
-    return meter or (nvidia_smi.SmiMeter(uuids, program) if program is not None else DeviceMeter())
+    return nvml.NvmlMeter.open(uuids) or DeviceMeter()
 
 
 def lacks_p2p() -> str | None:
@@ -54,12 +54,11 @@ def lacks_p2p() -> str | None:
     names = [gpu.name for gpu in physical_gpus() if gpu.uuid in shown and _WITHOUT_P2P in gpu.name]
     if not names or len(shown) < 2:
         return None
-    version = _driver_version(nvidia_smi.program())
+    version = _driver_version()
     return names[0] if version is None or version < _TRUTHFUL_DRIVER else None
 
 
 @cache
-def _driver_version(program: str | None) -> tuple[int, ...] | None:
-    text = nvml.driver_version() or (nvidia_smi.driver_version(program) if program is not None else None)
-    parts = (text or "").split(".")
+def _driver_version() -> tuple[int, ...] | None:
+    parts = (nvml.driver_version() or "").split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None

@@ -34,9 +34,6 @@ class DeviceReading:
 class DeviceMeter:
     """Reads the devices of a backend until it is closed. This one knows of none."""
 
-    is_cheap = True
-    """Whether a reading takes a millisecond or so, and can be taken several times a second."""
-
     num_devices = 0
     """Of how many it would tell if all could be read; 0: of those that it tells."""
 

@@ -38,6 +38,34 @@ def driver_version() -> str | None:
             return None
 
 
+def refusal() -> str | None:
+    """Why NVML can't be asked; None where it can."""
+    if not is_installed("pynvml"):
+        return "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+    pynvml: Any = importlib.import_module("pynvml")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return str(error)
+    pynvml.nvmlShutdown()
+    return None
+
+
+def descriptions() -> list[str]:
+    """Name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    with _opened() as pynvml:
+        if pynvml is None:
+            return []
+        try:
+            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            sizes = [pynvml.nvmlDeviceGetMemoryInfo(handle).total >> 20 for handle in handles]
+            names = [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        except pynvml.NVMLError:
+            return []
+    return [f"{name}, {driver}, {size} MiB" for name, size in zip(names, sizes, strict=True)]
+
+
 class NvmlMeter(DeviceMeter):
     """Reads GPUs and MIG instances through NVML, which stays open meanwhile.
 
@@ -105,7 +133,7 @@ def _initialised() -> Any:
     """The module with NVML up; None where there is no driver, or one that does not fit its library."""
     if not is_installed("pynvml"):
         return None
-    pynvml: Any = importlib.import_module("pynvml")  # optional, and without types
+    pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

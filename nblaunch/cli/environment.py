@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from nblaunch import backends, env, in_words, platforms
-from nblaunch.backends import cgroup, cpu, cuda_host, nvidia_smi, tpu_host
+from nblaunch.backends import cgroup, cpu, cuda_host, nvml, tpu_host
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
@@ -70,7 +70,7 @@ def collect() -> dict[str, Any]:
         "versions": _versions(),
         "notebook": _notebook(platform),
         "devices": {"cpu": _cores(), **devices},
-        "gpus": _gpus(),
+        "gpus": nvml.descriptions(),
         "tpu_chips": dict(tpu_host.chips()),
         "memory": _memory(),
         "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",
@@ -157,12 +157,6 @@ def _devices() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _gpus() -> list[str]:
-    """Name, driver and memory of each GPU of the host, as its driver reports them; hidden GPUs too."""
-    program = nvidia_smi.program()
-    return nvidia_smi.descriptions(program) if program is not None else []
-
-
 def _memory() -> dict[str, int | None]:
     facts = memory.read_facts()
     return {
@@ -229,7 +223,9 @@ def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
 def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Devices that are here and can't be used. That there are none is no finding."""
     for name, found in devices.items():
-        is_here = found["count"] > 0 or (name == "cuda" and cuda_host.physical_gpus())
+        is_here = found["count"] > 0 or (
+            name == "cuda" and (cuda_host.physical_gpus() or cuda_host.uncounted())
+        )
         if is_here and found["unusable_because"]:
             yield f"backend={name!r} can't be used: {found['unusable_because']}"
 

@@ -1,7 +1,6 @@
 """How busy the workers' devices are, looked at from outside while they run.
 
-Only where a look costs about a millisecond: NVML for GPUs. Starting nvidia-smi every second would cost more than it
-tells. What a worker has taken of its device's memory it tells by itself.
+A look costs about a millisecond (NVML for GPUs). What a worker has taken of its device's memory it tells by itself.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DeviceWatch:
 
     def look(self) -> list[DeviceUse]:
         """What there is to tell about each rank; nothing most of the time."""
-        if not self._meter.is_cheap or self._clock() < self._next_s:
+        if self._clock() < self._next_s:
             return []
         self._next_s = self._clock() + _INTERVAL_S
         readings = self._meter.read()

@@ -15,19 +15,26 @@ from nblaunch import backends
 from nblaunch.backends import cuda, cuda_in_kernel
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
-from tests.backends.conftest import FakeSmi
 from tests.backends.fake_nvml import FakeGpu, FakeNvml
 
 NvmlMaker = Callable[..., FakeNvml]
 TWO = Topology(world_size=2, local_world_size=2)
 
 
-def test_no_gpu_is_the_reason_where_there_is_none(smi: FakeSmi) -> None:
-    smi.does("exit 9")
+def test_no_gpu_is_the_reason_where_there_is_none(nvml: NvmlMaker) -> None:
+    nvml(has_driver=False)
     assert BACKEND.device_count() == 0
     assert BACKEND.affinity() == 0
     assert BACKEND.overlooked() is None
-    assert BACKEND.unavailable_reason() == "neither NVML nor nvidia-smi finds an NVIDIA GPU on this machine"
+    assert BACKEND.unavailable_reason() == "NVML, the driver's library, finds no NVIDIA GPU on this machine"
+
+
+def test_gpus_that_can_not_be_counted_are_not_passed_over_in_silence(nvml: NvmlMaker, tmp_path: Path) -> None:
+    nvml(has_driver=False)
+    (tmp_path / "nvidia0").touch()
+    assert BACKEND.affinity() == 0
+    assert "Library Not Found" in str(BACKEND.overlooked())
+    assert BACKEND.unavailable_reason() == BACKEND.overlooked()
 
 
 def test_a_torch_without_cuda_is_named_as_the_reason(

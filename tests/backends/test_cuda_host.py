@@ -1,30 +1,27 @@
-"""GPUs of a host as fake drivers tell of them, by NVML and nvidia-smi; real ones are in tests/hardware/test_cuda.py."""
+"""GPUs of a host as fake drivers describe them by NVML; real ones are in tests/hardware/test_cuda.py."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
 
-from nblaunch.backends import cuda_host, nvidia_smi
+from nblaunch.backends import cuda_host
 from nblaunch.backends.cuda_visible import Gpu
 from nblaunch.backends.meter import DeviceReading
-from tests.backends.conftest import FakeSmi
+from nblaunch.backends.nvml import descriptions
 from tests.backends.fake_nvml import FakeGpu, FakeNvml
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
 PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
 GIB = 1 << 30
 
-LISTING = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-cccc3333)
-  MIG 3g.20gb     Device  0: (UUID: MIG-1111)
-  MIG 3g.20gb     Device  1: (UUID: MIG-2222)
-GPU 1: Tesla T4 (UUID: GPU-dddd4444)
-"""
 NvmlMaker = Callable[..., FakeNvml]
 
 
@@ -39,31 +36,68 @@ def test_the_fake_has_only_what_the_real_module_has() -> None:
     assert issubclass(pynvml.NVMLError, Exception)
 
 
-def test_gpus_are_counted_by_nvidia_smi(smi: FakeSmi) -> None:
-    smi.answers(L="GPU 0: Tesla T4 (UUID: GPU-aaaa1111)\nGPU 1: Tesla T4 (UUID: GPU-aabb2222)")
-    assert cuda_host.physical_gpus() == TWO
-    assert [gpu.name for gpu in cuda_host.physical_gpus()] == ["Tesla T4"] * 2
-
-
-def test_mig_instances_belong_to_their_gpu() -> None:
-    assert nvidia_smi.parse_list(LISTING) == PARTITIONED
-    assert [gpu.name for gpu in nvidia_smi.parse_list(LISTING)] == ["NVIDIA A100-SXM4-40GB", "Tesla T4"]
-
-
-@pytest.mark.parametrize(
-    "body", ["exit 9", "echo NVIDIA-SMI has failed", "echo 'GPU 0: T4 (UUID: GPU-1)'; exit 1"]
-)
-def test_a_driver_in_a_bad_state_counts_as_no_gpu(smi: FakeSmi, body: str) -> None:
-    smi.does(body)
+@pytest.mark.parametrize("has_device", [False, True])
+def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
+    nvml: NvmlMaker, tmp_path: Path, has_device: bool
+) -> None:
+    nvml(has_driver=False)
+    if has_device:
+        (tmp_path / "nvidia0").touch()
     assert cuda_host.physical_gpus() == ()
     assert cuda_host.open_meter().read() == ()
+    told = cuda_host.uncounted()
+    assert (
+        (f"there is {tmp_path}/nvidia0" in str(told) and "Library Not Found" in str(told))
+        if has_device
+        else not told
+    )
 
 
-def test_no_nvidia_smi_counts_as_no_gpu(smi: FakeSmi) -> None:
+def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml()
+    (tmp_path / "nvidia0").touch()
+    assert cuda_host.uncounted() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    cuda_host.physical_gpus.cache_clear()
     assert cuda_host.physical_gpus() == ()
+    assert "pip install nvidia-ml-py" in str(cuda_host.uncounted())
 
 
-def test_nvml_is_asked_first(nvml: NvmlMaker) -> None:
+def test_gpus_are_described(nvml: NvmlMaker) -> None:
+    nvml(FakeGpu("GPU-aaaa1111", total=15360 << 20), FakeGpu("GPU-aabb2222", "NVIDIA L4"))
+    assert descriptions() == ["Tesla T4, 550.54.15, 15360 MiB", "NVIDIA L4, 550.54.15, 16384 MiB"]
+    nvml(has_driver=False)
+    assert descriptions() == []
+
+
+LAUNCH = """
+import sys
+sys.modules["pynvml"] = None  # not installed, which is where a program was asked before
+from nblaunch import notebook_launcher
+from nblaunch.cli import main
+def train():
+    import time
+    time.sleep(0.3)  # workers are watched meanwhile
+notebook_launcher(train, num_processes=2)
+sys.exit(main(["env"]))
+"""
+
+
+@pytest.mark.timeout(100)
+def test_no_program_is_asked_about_gpus_on_the_way_to_the_first_step(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n")
+    program.chmod(0o755)
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCH],
+        capture_output=True, text=True, timeout=90, cwd=Path(__file__).parents[2],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-aaaa1111"), FakeGpu("GPU-aabb2222", "NVIDIA L4"))
     assert cuda_host.physical_gpus() == TWO
     assert [gpu.name for gpu in cuda_host.physical_gpus()] == ["Tesla T4", "NVIDIA L4"]
@@ -102,7 +136,6 @@ def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
     driver = nvml(first, FakeGpu("GPU-aabb2222"), FakeGpu("GPU-cc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     meter = cuda_host.open_meter()
-    assert meter.is_cheap
     assert driver.num_open == 1
     assert meter.read() == (
         DeviceReading("GPU 0", 0, 16 * GIB, 0.0),
@@ -110,21 +143,6 @@ def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
     )
     first.is_lost = True
     assert [reading.name for reading in meter.read()] == ["GPU 0"]
-    meter.close()
-
-
-def test_a_meter_reads_by_nvidia_smi_where_there_is_no_nvml(smi: FakeSmi) -> None:
-    smi.answers(
-        L="GPU 0: Tesla T4 (UUID: GPU-aaaa1111)\nGPU 1: Tesla T4 (UUID: GPU-aabb2222)",
-        query_gpu="GPU-aabb2222, 300, 15360, [N/A]\nGPU-aaaa1111, 1024, 15360, 25",
-        query_compute_apps="GPU-aaaa1111, 4711, 1000\nGPU-aaaa1111, 4712, [N/A]",
-    )
-    meter = cuda_host.open_meter()
-    assert not meter.is_cheap
-    assert meter.read() == (
-        DeviceReading("GPU 0", GIB, 15 * GIB, 0.25, {4711: 1000 << 20, 4712: 0}),
-        DeviceReading("GPU 1", 300 << 20, 15 * GIB, None),
-    )
     meter.close()
 
 
@@ -148,29 +166,12 @@ def test_cards_whose_direct_connections_hang(
     assert cuda_host.lacks_p2p() == expected
 
 
-def test_the_driver_is_asked_by_nvidia_smi_where_there_is_no_nvml(smi: FakeSmi) -> None:
-    listing = "\n".join(f"GPU {index}: NVIDIA GeForce RTX 4080 (UUID: GPU-{index})" for index in range(2))
-    smi.answers(L=listing, query_gpu="535.54\n535.54")
-    assert cuda_host.lacks_p2p() == "NVIDIA GeForce RTX 4080"
-
-
 def test_hidden_cards_do_not_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(*(FakeGpu(f"GPU-{index}", "NVIDIA GeForce RTX 4090") for index in range(2)), driver="535.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert cuda_host.lacks_p2p() is None
 
 
-def test_counting_and_reading_open_no_device(smi: FakeSmi) -> None:
-    smi.answers(L=LISTING)
-    assert cuda_host.visible() == ["MIG-1111"]
-    opened = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if fd.isdigit() and os.path.islink(f"/proc/self/fd/{fd}")
-    ]
-    assert not any("nvidia" in target for target in opened)
-
-
 def test_the_real_module_says_that_there_is_no_driver_or_lists_gpus() -> None:
-    cuda_host._query_gpus.cache_clear()
+    cuda_host.physical_gpus.cache_clear()
     assert isinstance(cuda_host.physical_gpus(), tuple)

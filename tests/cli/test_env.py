@@ -17,12 +17,24 @@ import pytest
 
 from tests.kernels import Kernel
 
-SMI = """#!{python}
-import sys
-if "-L" in sys.argv:
-    print("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5f1a8a2e-0000-0000-0000-000000000001)")
-else:
-    print("NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB")
+DRIVER = """
+class NVMLError(Exception):
+    pass
+
+def _nothing(*_):
+    return None
+
+class _Memory:
+    total = 40960 << 20
+
+nvmlInit = nvmlShutdown = _nothing
+nvmlSystemGetDriverVersion = lambda: "550.54.15"
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetUUID = lambda handle: "GPU-5f1a8a2e-0000-0000-0000-000000000001"
+nvmlDeviceGetName = lambda handle: "NVIDIA A100-SXM4-40GB"
+nvmlDeviceGetMigMode = lambda handle: [0, 0]
+nvmlDeviceGetMemoryInfo = lambda handle: _Memory
 """
 
 
@@ -99,10 +111,8 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
 
 @pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="about a torch without CUDA")
 def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(SMI.format(python=sys.executable))
-    program.chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    (tmp_path / "pynvml.py").write_text(DRIVER)
+    environ = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CUDA_VISIBLE_DEVICES": "0"}
     told = found(environ=environ)
     assert told["gpus"] == ["NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"]
     assert any("built without CUDA" in text and "pytorch.org" in text for text in told["findings"])

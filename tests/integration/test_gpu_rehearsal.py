@@ -152,7 +152,14 @@ class NVMLError(Exception):
 def _nothing(*_):
     return None
 
+class _Memory:
+    total = 1 << 37
+
 nvmlInit = nvmlShutdown = _nothing
+def nvmlSystemGetDriverVersion():
+    return "570.1"
+def nvmlDeviceGetMemoryInfo(index):
+    return _Memory
 def nvmlDeviceGetCount():
     return {count}
 def nvmlDeviceGetHandleByIndex(index):

@@ -17,7 +17,6 @@ from tests.backends.fake_nvml import FakeGpu, FakeNvml
 class _Backend(CpuBackend, DeviceMeter):
     """Its own meter, with two devices."""
 
-    is_cheap = True
     is_closed = False
     num_reads = 0
     uses: tuple[float | None, ...] = (0.25, None)
@@ -61,15 +60,6 @@ def test_a_gpu_that_is_lost_does_not_lend_its_rank_to_another() -> None:
     now_s = 102.0
     assert [(one.rank, one.share) for one in watch.look()] == [(0, 0.0), (2, 0.2), (3, 0.0)]
     watch.close()
-
-
-def test_a_dear_meter_is_not_read() -> None:
-    backend, now_s = _Backend(), 100.0
-    backend.is_cheap = False
-    watch = DeviceWatch(backend, 0, 1, clock=lambda: now_s)
-    now_s = 200.0
-    assert watch.look() == []
-    assert backend.num_reads == 0
 
 
 def test_the_table_shows_it_while_the_rank_runs() -> None:
