@@ -83,12 +83,15 @@ def notebook_launcher(
             ``keep_alive_max_attempt`` (how many such intervals until it is given up, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
         max_restarts: how often all workers are started again after a failure; with several machines also after one of
-            them was lost, once it is back.
+            them was lost, once it is back. With ``background=True`` later attempts never fork the kernel, which may be
+            running other code by then: they load a copy of the call as it was at the launch, which is pickled for that
+            and kept in memory until the job ends.
         monitor_interval: accepted for compatibility; workers are watched by events, not by polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``;
             None = ``[rank]``.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"xla"``.
-        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb;
+        engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb,
+            which refuses what only processes can do (``background``, ``start_method``, ``max_restarts``, ...);
             ``"elastic"``: worker processes that join those of other machines, which ``"auto"`` means with
             ``num_nodes`` above 1.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
@@ -97,7 +100,8 @@ def notebook_launcher(
             told: ``fsdp_plugin``, ``deepspeed_plugin``.)
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
-        background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits.
+        background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits. An interrupt
+            before the workers run ends the job.
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
             that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
             ``"auto"``: widgets where a person can see them, else HTML in a notebook, else text.

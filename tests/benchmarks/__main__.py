@@ -19,6 +19,7 @@ TITLES = {
     "step_overhead": "Step overhead",
     "gpu": "GPUs",
     "lotteries": "Lotteries",
+    "background": "Background jobs",
     "questions": "Questions",
 }
 
