@@ -46,7 +46,7 @@ _PUBLIC = {
     "PartialState": "nblaunch.training.state",
     "PayloadError": "nblaunch.errors",
     "ProfileKwargs": "nblaunch.training.options",
-    "ProjectConfiguration": "nblaunch.training.project",
+    "ProjectConfiguration": "nblaunch.training.options",
     "ResultError": "nblaunch.errors",
     "WorkerDied": "nblaunch.errors",
     "WorkerError": "nblaunch.errors",
@@ -62,7 +62,7 @@ _PUBLIC = {
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.waiting",
     "set_seed": "nblaunch.training.collectives.rng",
-    "skip_first_batches": "nblaunch.training.data.skipping",
+    "skip_first_batches": "nblaunch.training.data.resuming",
     "synchronize_rng_states": "nblaunch.training.collectives.rng",
 }
 
@@ -138,7 +138,7 @@ if TYPE_CHECKING:
     from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
-    from nblaunch.training.data.skipping import skip_first_batches
+    from nblaunch.training.data.resuming import skip_first_batches
     from nblaunch.training.deepspeed_options import DeepSpeedPlugin
     from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
     from nblaunch.training.options import (
@@ -150,8 +150,8 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
         ProfileKwargs,
+        ProjectConfiguration,
     )
-    from nblaunch.training.project import ProjectConfiguration
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
     from nblaunch.training.utilities.local_sgd import LocalSGD
     from nblaunch.training.utilities.memory import (

@@ -2,21 +2,19 @@
 from nblaunch.training.data.dispatcher import (
     DataLoaderDispatcher as DataLoaderDispatcher,
 )
-from nblaunch.training.data.loading import (
-    prepare_data_loader as prepare_data_loader,
-)
-from nblaunch.training.data.own_share import (
+from nblaunch.training.data.loader import (
     DataLoaderShard as DataLoaderShard,
 )
-from nblaunch.training.data.samplers import (
-    SeedableRandomSampler as SeedableRandomSampler,
-    SkipBatchSampler as SkipBatchSampler,
+from nblaunch.training.data.prepare import (
+    prepare_data_loader as prepare_data_loader,
+)
+from nblaunch.training.data.resuming import (
+    SkipDataLoader as SkipDataLoader,
+    skip_first_batches as skip_first_batches,
 )
 from nblaunch.training.data.sharding import (
     BatchSamplerShard as BatchSamplerShard,
     IterableDatasetShard as IterableDatasetShard,
-)
-from nblaunch.training.data.skipping import (
-    SkipDataLoader as SkipDataLoader,
-    skip_first_batches as skip_first_batches,
+    SeedableRandomSampler as SeedableRandomSampler,
+    SkipBatchSampler as SkipBatchSampler,
 )

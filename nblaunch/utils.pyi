@@ -57,9 +57,6 @@ from nblaunch.training.collectives.rng import (
     synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
-from nblaunch.training.compiling import (
-    is_compiled_module as is_compiled_module,
-)
 from nblaunch.training.deepspeed_options import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     DummyOptim as DummyOptim,
@@ -68,6 +65,9 @@ from nblaunch.training.deepspeed_options import (
 )
 from nblaunch.training.fsdp_options import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
+from nblaunch.training.models import (
+    is_compiled_module as is_compiled_module,
 )
 from nblaunch.training.options import (
     AutocastKwargs as AutocastKwargs,
@@ -81,6 +81,7 @@ from nblaunch.training.options import (
     KwargsHandler as KwargsHandler,
     PrecisionType as PrecisionType,
     ProfileKwargs as ProfileKwargs,
+    ProjectConfiguration as ProjectConfiguration,
     RNGType as RNGType,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
@@ -90,9 +91,6 @@ from nblaunch.training.precision import (
 from nblaunch.training.prepare import (
     extract_model_from_parallel as extract_model_from_parallel,
     is_peft_model as is_peft_model,
-)
-from nblaunch.training.project import (
-    ProjectConfiguration as ProjectConfiguration,
 )
 from nblaunch.training.state import (
     DistributedType as DistributedType,

@@ -20,11 +20,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "data_loader": {
         "training.data.dispatcher": "DataLoaderDispatcher",
-        "training.data.loading": "prepare_data_loader",
-        "training.data.own_share": "DataLoaderShard",
-        "training.data.samplers": "SeedableRandomSampler SkipBatchSampler",
-        "training.data.sharding": "BatchSamplerShard IterableDatasetShard",
-        "training.data.skipping": "SkipDataLoader skip_first_batches",
+        "training.data.loader": "DataLoaderShard",
+        "training.data.prepare": "prepare_data_loader",
+        "training.data.resuming": "SkipDataLoader skip_first_batches",
+        "training.data.sharding": (
+            "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler"
+        ),
     },
     "launchers": {
         "notebook": "debug_launcher notebook_launcher",
@@ -69,17 +70,16 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "pad_across_processes reduce"
         ),
         "training.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states",
-        "training.compiling": "is_compiled_module",
         "training.deepspeed_options": "DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin",
         "training.fsdp_options": "FullyShardedDataParallelPlugin",
+        "training.models": "is_compiled_module",
         "training.options": (
             "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
             "DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler "
-            "PrecisionType ProfileKwargs RNGType TorchDynamoPlugin"
+            "PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin"
         ),
         "training.precision": "convert_outputs_to_fp32",
         "training.prepare": "extract_model_from_parallel is_peft_model",
-        "training.project": "ProjectConfiguration",
         "training.state": "DistributedType wait_for_everyone",
         "training.tracking.hub": "LoggerType",
         "training.utilities.environment": (

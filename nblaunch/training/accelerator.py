@@ -22,12 +22,9 @@ from nblaunch.training import profiling, settings, strategies
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.checkpointing import Checkpointing
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.skipping import skip_first_batches
-from nblaunch.training.data_settings import DataSettings
+from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-from nblaunch.training.gathering import GatherControl
-from nblaunch.training.given_handlers import GivenHandlers
 from nblaunch.training.gradients import GradientControl
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -39,12 +36,13 @@ from nblaunch.training.options import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
     TorchDynamoPlugin,
+    project_of,
 )
-from nblaunch.training.parallel_labels import ParallelLabels
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.process import ProcessControl
-from nblaunch.training.project import ProjectConfiguration, project_of
+from nblaunch.training.process import GatherControl, ProcessControl
+from nblaunch.training.properties import DataSettings, GivenHandlers, ParallelLabels
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.tracking.hub import TrackerHub, Tracking

@@ -1,4 +1,4 @@
-"""What a person tells DeepSpeed: :class:`DeepSpeedPlugin`, and stand-ins for what its configuration describes.
+"""Settings of DeepSpeed: :class:`DeepSpeedPlugin`, and stand-ins for what its configuration describes.
 
 Plain data, as ``options.py``: nothing here imports DeepSpeed or touches a device. How "auto" values are filled in is
 ``strategies/deepspeed/config.py``'s business.
@@ -53,7 +53,7 @@ class DeepSpeedPlugin:
     Args:
         hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
             ``.config``. A dict is copied.
-        gradient_accumulation_steps: micro-steps per optimizer step; None: as the ``Accelerator`` is told.
+        gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
         gradient_clipping: largest norm of the gradients of a step; None: what ``clip_grad_norm_`` is called with, and
             no clipping where it is not called.
         zero_stage: what is cut into parts, one per rank: 0 nothing, 1 optimizer states, 2 gradients, too (the default),

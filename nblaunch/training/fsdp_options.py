@@ -209,7 +209,7 @@ class FullyShardedDataParallelPlugin:
         policy = self.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy):
             return policy
-        if isinstance(policy, MixedPrecision):  # of version 1, which reduces in param_dtype unless it is told
+        if isinstance(policy, MixedPrecision):  # of version 1, which reduces in param_dtype unless it is set
             reduce_dtype = policy.reduce_dtype or policy.param_dtype
             return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype)
         if policy is None:
@@ -259,7 +259,7 @@ def _sharding_name(strategy: Any) -> str | None:
 
 
 def _offload(offload: Any) -> Any:
-    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``. Told by fields: sharding is not imported."""
+    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``, recognised by its fields without an import."""
     if offload is None or offload in (True, False):
         return bool(offload)
     if isinstance(offload, str) and offload.lower() in _TRUTH:

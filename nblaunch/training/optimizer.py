@@ -24,7 +24,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: the user's; kept as ``.optimizer``.
         gradients: says when to step.
         precision: how to step.
-        backend: told of every step.
+        backend: notified of every step.
         place_state: bring state that lies on another device than its parameter to the parameter's.
     """
 

@@ -1,4 +1,4 @@
-"""``prepare``: tell objects apart, treat them in the right order, return them in the caller's order.
+"""``prepare``: recognise objects, treat them in the right order, return them in the caller's order.
 
 :class:`Preparer` also keeps what was prepared. It decides nothing about precision, data or distribution itself.
 """
@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context
 from nblaunch.events import Note
-from nblaunch.training import compiling, precision, wrappers
+from nblaunch.training import models, precision
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.loading import Share, share_loader
+from nblaunch.training.data.prepare import Share, share_loader
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
+from nblaunch.training.models import Replacements, memory_line, place
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
-from nblaunch.training.placement import Replacements, memory_line, place
 from nblaunch.training.precision import Precision
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
@@ -101,7 +101,7 @@ class Preparer:
         """
         if any(model is known for known in self.models):
             return model
-        inner = wrappers.unwrap(model)
+        inner = models.unwrap(model)
         self._check_new(inner)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
@@ -232,15 +232,15 @@ def extract_model_from_parallel(
     Args:
         recursive: also take submodules out of their wrappers, in place.
     """
-    layers = list(wrappers.layers(model))
-    module, compiled = layers[-1], next(filter(compiling.is_compiled_module, layers), None)
+    layers = list(models.layers(model))
+    module, compiled = layers[-1], next(filter(models.is_compiled_module, layers), None)
     if recursive:
         for name, child in list(module.named_children()):
             setattr(module, name, extract_model_from_parallel(child, True, True, recursive=True))
     if not keep_fp32_wrapper:
         for layer in layers:
             precision.restore_forward(layer)
-    return compiling.around(compiled, module) if keep_torch_compile and compiled is not None else module
+    return models.around(compiled, module) if keep_torch_compile and compiled is not None else module
 
 
 def is_peft_model(model: Any) -> bool:

@@ -1,14 +1,15 @@
-"""What a person asks of a process's place in its job: ranks, barriers, turns, work that only some do.
+"""A process among the others, as users call it: ranks, barriers, work that only some do, values of all ranks.
 
 :class:`ProcessControl` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
-needs nothing but a :class:`Member`, and never looks at models, loaders or precision.
+needs nothing but a :class:`Member`, and never looks at models, loaders or precision. :class:`GatherControl` adds to
+``collectives/operations.py`` what needs the loader that is being read, and a flag that any rank may raise for all.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ import torch.distributed as dist
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.training import splitting
+from nblaunch.training import advice
+from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.operations import compares_shapes
 from nblaunch.training.joining import Member, is_distributed
+from nblaunch.training.session import Session
 from nblaunch.training.waiting import barrier
 from nblaunch.wire import stopping
 
@@ -108,7 +111,7 @@ class ProcessControl(ABC):
 
     @property
     def should_stop(self) -> bool:
-        """Whether somebody asked the job to end well (``job.stop()``): True at the same look on every rank.
+        """Whether the job was asked to end well (``job.stop()``): True at the same look on every rank.
 
         Look at it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
         """
@@ -201,8 +204,122 @@ class ProcessControl(ABC):
             TypeError: ``inputs`` is none of these types.
         """
         topology = self._member.topology
-        yield splitting.split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
+        yield split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
 
     def destroy_process_group(self) -> None:
         """Leave the process group, if there is one."""
         process_group.leave()
+
+
+def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
+    """Rank's share of ``inputs``; see ``ProcessControl.split_between_processes``."""
+    if world_size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the values of a dict that is split must be equally long, got {lengths}")
+        return {key: split_evenly(value, rank, world_size, apply_padding) for key, value in inputs.items()}
+    indices = share_of(len(inputs), rank, world_size, apply_padding)
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        return inputs.select(indices)
+    if isinstance(inputs, torch.Tensor):
+        return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)([inputs[index] for index in indices])
+    raise TypeError(
+        f"split_between_processes can't split a {type(inputs).__name__}; valid are list, tuple, tensor, a dict "
+        "of these, and objects with `select` such as datasets.Dataset"
+    )
+
+
+def share_of(length: int, rank: int, world_size: int, apply_padding: bool = False) -> list[int]:
+    """Indices of rank's consecutive share of ``range(length)``; padded by repeating the last index."""
+    size, extra = divmod(length, world_size)
+    start = rank * size + min(rank, extra)
+    indices = list(range(start, start + size + (1 if rank < extra else 0)))
+    if apply_padding and length and extra:
+        indices += [indices[-1] if indices else length - 1] * (size + 1 - len(indices))
+    return indices
+
+
+class GatherControl(ABC):
+    """Values of all ranks. The final class gives it its session, and ``flag_tensor`` = None."""
+
+    _session: Session
+    flag_tensor: torch.Tensor | None
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors over ranks, see :func:`nblaunch.training.collectives.operations.gather`."""
+        return operations.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what ranks computed for their batches, each sample of the dataset exactly once.
+
+        Samples that completed the last batch of an epoch are dropped. All ranks must call it for every batch, with
+        whole batches: the first dimension is that of samples.
+
+        Args:
+            input_data: tensor or nested structure of tensors; anything else must be an iterable per rank and is
+                gathered with pickle, as a list.
+            use_gather_object: gather with pickle in any case.
+        """
+        is_object = use_gather_object or not all(
+            isinstance(leaf, torch.Tensor) for leaf in nested.leaves(input_data)
+        )
+        gathered = operations.gather_object(input_data) if is_object else operations.gather(input_data)
+        gradients = self._session.gradients
+        if not gradients.end_of_dataloader or not _may_be_completed(gradients.active_loader):
+            return gathered
+        remainder = gradients.remainder
+        if remainder < 0 and not _drops_last(gradients.active_loader):
+            advice.warn(
+                "the loader's length is not known, so samples that completed its last batch are still among the "
+                "gathered ones. With num_workers=0 they can be distinguished."
+            )
+        if remainder <= 0:
+            return gathered
+        if is_object:
+            return gathered[:remainder]
+        return nested.map_leaves(lambda leaf: leaf[:remainder], gathered)
+
+    def gather_object(self, items: Any) -> Any:
+        """All ranks' elements as one list, see :func:`nblaunch.training.collectives.operations.gather_object`."""
+        return operations.gather_object(items)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors over ranks, see :func:`nblaunch.training.collectives.operations.reduce`."""
+        return operations.reduce(tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Overwrite tensors with those of one rank, see :func:`nblaunch.training.collectives.operations.broadcast`."""
+        return operations.broadcast(tensor, from_process)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad to the largest size of any rank, see ``pad_across_processes`` of ``operations.py``."""
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
+        self.flag_tensor = torch.ones(1, device=self._session.member.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank raised the flag since the last check. All ranks must call it, and get the same answer."""
+        mine = self.flag_tensor
+        if mine is None:
+            mine = torch.zeros(1, device=self._session.member.device)
+        is_raised = bool(operations.reduce(mine, "sum") >= 1)
+        if is_raised:
+            self.flag_tensor = None
+        return is_raised
+
+
+def _may_be_completed(loader: Any) -> bool:
+    """Whether samples may have been added to the loader's last batch; in a lone process, where shapes are static."""
+    return operations.world_size() > 1 or loader.shard is not None
+
+
+def _drops_last(loader: Any) -> bool:
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))

@@ -48,7 +48,7 @@ REFUSED_ARGUMENTS = {
 
 
 def refuse(unsupported: dict[str, Any]) -> None:
-    """Raise for arguments that nobody knows, and for those that are not supported."""
+    """Raise for unknown arguments, and for those that are not supported."""
     for name, value in unsupported.items():
         if name not in REFUSED_ARGUMENTS:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
@@ -59,7 +59,7 @@ def refuse(unsupported: dict[str, Any]) -> None:
 
 
 def prepare_device(strategy: str | None, downcast_bf16: bool) -> None:
-    """Tell the device, before it is first used, what an ``Accelerator`` asks of it."""
+    """Configure the device before it is first used."""
     backend = context.current().backend
     if strategy is not None and parse_strategy(strategy):
         backend.span_devices()
@@ -208,7 +208,7 @@ def deepspeed(
 def deepspeed_accumulation(
     plugins: DeepSpeedPlugins | None, accumulation: GradientAccumulationPlugin
 ) -> GradientAccumulationPlugin:
-    """Gradient accumulation as DeepSpeed's configuration says where nobody else did.
+    """Gradient accumulation as DeepSpeed's configuration says where nothing else does.
 
     Raises:
         ValueError: both say, and not the same.
@@ -234,12 +234,12 @@ def deepspeed_precision(plugins: DeepSpeedPlugins | None, asked: str | None, bac
     for name in ("fp16", "bf16"):
         if plugins is None or plugins.active.get_value(f"{name}.enabled") is not True:
             continue
-        said = f"the DeepSpeed configuration has {name}.enabled=True, which"
+        given = f"the DeepSpeed configuration has {name}.enabled=True, which"
         reason = backend.supports_precision(name)
         if reason is not None:
-            raise ValueError(f"{said} can't be used on {backend.name}: {reason}")
+            raise ValueError(f"{given} can't be used on {backend.name}: {reason}")
         if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
-            raise ValueError(f"{said} contradicts mixed_precision={str(asked)!r}; say it in one place")
+            raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
         return name
     return asked
 

@@ -1,6 +1,6 @@
 """The views on a process's training that users know by name: ``PartialState``, ``AcceleratorState``, ``GradientState``.
 
-They hold nothing: they read the session (``session.py``). ``DistributedType`` is a label for people, derived when asked
+They hold nothing: they read the session (``session.py``). ``DistributedType`` is a label, derived when asked
 for; no code here decides anything by it.
 """
 
@@ -19,7 +19,7 @@ from nblaunch.training.session import Session, open_session
 
 
 class DistributedType(str, enum.Enum):
-    """How a job computes, as one word for people."""
+    """How a job computes, as one word."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -64,7 +64,7 @@ def _live(cls: type[View]) -> Session:
 
 
 class View:
-    """A way to look at the session. Attributes that people set on one instance are seen on all of its class."""
+    """A way to look at the session. Attributes that users set on one instance are seen on all of its class."""
 
     _shared_state = _SharedState()
 
@@ -120,7 +120,7 @@ class PartialState(View, ProcessControl):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """A label for people."""
+        """A derived label; nothing branches on it."""
         return label(self._member)
 
     @staticmethod
@@ -164,7 +164,7 @@ class AcceleratorState(View, ProcessControl):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """A label for people."""
+        """A derived label; nothing branches on it."""
         return label(self._member, self._session.strategy)
 
     @property

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.training.accumulation import GradientSync
-from nblaunch.training.data.samplers import SeedableRandomSampler
+from nblaunch.training.data.sharding import SeedableRandomSampler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
-from nblaunch.training.data.own_share import DataLoaderShard
+from nblaunch.training.data.loader import DataLoaderShard
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 
@@ -192,7 +192,7 @@ def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str)
 
 
 def test_what_can_not_be_dispatched() -> None:
-    from nblaunch.training.data.loading import Share, share_loader
+    from nblaunch.training.data.prepare import Share, share_loader
 
     share = Share(rank=0, world_size=2, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="batch_size=3 is not a multiple of 2"):

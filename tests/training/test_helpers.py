@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
+from nblaunch.training.models import bare_module
 from nblaunch.training.state import PartialState
-from nblaunch.training.wrappers import bare_module
 
 Pair = namedtuple("Pair", "x y")
 

@@ -25,9 +25,8 @@ from nblaunch import Accelerator, context, set_seed
 from nblaunch.events import WorkerState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.loading import Share, share_loader
-from nblaunch.training.data.samplers import SeedableRandomSampler
-from nblaunch.training.data.sharding import BatchSamplerShard
+from nblaunch.training.data.prepare import Share, share_loader
+from nblaunch.training.data.sharding import BatchSamplerShard, SeedableRandomSampler
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.wire.board import Sample
 

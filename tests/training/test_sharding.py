@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nblaunch.training.data.samplers import SeedableRandomSampler, sampler_of
-from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
-from nblaunch.training.splitting import share_of, split_evenly
+from nblaunch.training.data.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    sampler_of,
+)
+from nblaunch.training.process import share_of, split_evenly
 
 LENGTHS = st.integers(0, 70)
 BATCHES = st.integers(1, 9)

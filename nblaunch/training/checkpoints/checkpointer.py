@@ -5,8 +5,8 @@ from __future__ import annotations
 from nblaunch.training.checkpoints.restoring import Restorer
 from nblaunch.training.checkpoints.saving import Saver
 from nblaunch.training.checkpoints.training_state import TrainingState
+from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.session import Session
 
 

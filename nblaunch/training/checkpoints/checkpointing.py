@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.training_state import add_hook
-from nblaunch.training.project import ProjectConfiguration
-from nblaunch.training.wrappers import bare_module
+from nblaunch.training.models import bare_module
+from nblaunch.training.options import ProjectConfiguration
 
 
 class Checkpointing(ABC):

@@ -15,7 +15,7 @@ from nblaunch.training.checkpoints import files, model_files, rng_states, safe_s
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.training_state import TrainingState
 from nblaunch.training.collectives import operations
-from nblaunch.training.data import loader_states
+from nblaunch.training.data import resuming
 from nblaunch.training.strategies import PLUGINS
 
 _PLACES = (None, "cpu", "on_device")
@@ -141,7 +141,7 @@ class Restorer:
         for index, loader in enumerate(prepared.loaders):
             path = folder / files.numbered(files.SAMPLER, index)
             if contents is not None and path.is_file():
-                loader_states.restore(loader, files.read_object(path), self._state.session)
+                resuming.restore(loader, files.read_object(path), self._state.session)
                 inside = folder / files.numbered(files.LOADER, index)
                 if hasattr(loader, "load_state_dict") and inside.is_file():
                     loader.load_state_dict(files.read_object(inside, **reading))

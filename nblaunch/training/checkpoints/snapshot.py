@@ -14,8 +14,8 @@ from nblaunch.training.checkpoints import files, model_files, names, rng_states,
 from nblaunch.training.checkpoints.cpu_copies import CpuCopies
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.training_state import TrainingState
-from nblaunch.training.data import loader_states
-from nblaunch.training.wrappers import bare_module
+from nblaunch.training.data import resuming
+from nblaunch.training.models import bare_module
 
 
 @dataclass
@@ -70,7 +70,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
         for index, one in enumerate(states):
             snapshot.objects[files.numbered(name, index)] = one
     for index, loader in enumerate(prepared.loaders):
-        order = loader_states.capture(loader, state.session)
+        order = resuming.capture(loader, state.session)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
         if hasattr(loader, "state_dict"):  # its position inside an epoch, where it can tell
             snapshot.objects[files.numbered(files.LOADER, index)] = _as_bytes(loader.state_dict())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.project import ProjectConfiguration
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 

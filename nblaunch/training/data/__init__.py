@@ -1,5 +1,4 @@
-"""Prepared data loaders: ``sharding`` decides which samples a rank gets, ``own_share`` and ``dispatcher`` bring them.
+"""Prepared data loaders: ``sharding`` decides which samples a rank gets, ``loader`` and ``dispatcher`` bring them.
 
-``samplers`` has the order that is shared, ``loader`` what all prepared loaders do, ``loading`` makes one out of a
-person's, ``skipping`` one that begins further on; ``loader_states`` says where in its epoch one is.
+``prepare`` makes a prepared loader out of the user's, ``resuming`` one that begins further on in its epoch.
 """

@@ -4,7 +4,7 @@
     all       take their part of the rows
 
 Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. What goes wrong
-while it reads is told to the others, who would wait for ever.
+while it reads is sent to the others, which would wait for ever.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ class DataLoaderDispatcher(PreparedLoader):
             try:
                 found = next(rounds, None)
             except Exception as error:
-                _tell(_FAILED)
+                _send_status(_FAILED)
                 operations.broadcast_object_list([f"{type(error).__name__}: {error}"])
                 raise
             if found is None:
-                _tell(_END)
+                _send_status(_END)
                 return
             whole, num_rows, is_last = found
             whole = nested.map_tensors(torch.Tensor.contiguous, self._place(whole))
             described = pickle.dumps(nested.map_tensors(TensorInformation.of, whole))
             is_same = described == structure
-            _tell(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
+            _send_status(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)
             if not is_same:
                 operations.broadcast_object_list([described])
                 structure = described
@@ -168,7 +168,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 return
 
 
-def _tell(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
+def _send_status(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
     operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
 
 

@@ -1,9 +1,13 @@
-"""What all prepared data loaders do: epochs in an order that ranks share, progress on the board, and their position.
-
-How batches come to a rank is said in ``own_share.py`` and ``dispatcher.py``; which samples are whose is decided in
-``sharding.py``; from a person's loader to a prepared one, see ``loading.py``.
+"""Prepared data loaders: epochs in an order that ranks share, progress on the board, and their position.
 
     rank 0 ── generator state ──> all ranks     start of an epoch: the only communication
+
+:class:`DataLoaderShard` reads its rank's own share of the data, always one batch ahead:
+
+    read b0 │ read b1, return b0 │ read b2, return b1 │ end seen: return b2 with end_of_dataloader = True
+
+The loader whose rank 0 reads for all is in ``dispatcher.py``; which samples belong to which rank is decided in
+``sharding.py``; how the user's loader becomes a prepared one, in ``prepare.py``.
 """
 
 from __future__ import annotations
@@ -15,12 +19,18 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.collectives import nested, rng
-from nblaunch.training.data.samplers import SkipBatchSampler, innermost, sampler_of
-from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
+from nblaunch.training.data.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SkipBatchSampler,
+    innermost,
+    sampler_of,
+)
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.session import Session, open_session
 from nblaunch.training.tracking.progress import Pass
@@ -59,7 +69,7 @@ class PreparedLoader(DataLoader):
     ) -> None:
         super().__init__(dataset, **options)
         if options.get("batch_sampler") is not None:
-            # torch leaves these at "None" and "sequential" where it is given a batch sampler; people read them.
+            # torch leaves these at "None" and "sequential" where it is given a batch sampler; users read them.
             self.__dict__["batch_size"] = getattr(self.batch_sampler, "batch_size", None)
             self.__dict__["sampler"] = sampler_of(self.batch_sampler)
         self.device = device
@@ -103,7 +113,7 @@ class PreparedLoader(DataLoader):
 
     @abstractmethod
     def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
-        """This rank's batches, each once ``end_of_dataloader`` is right for it, with every step told to the board."""
+        """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
 
     def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
         """Batches as they are read here, behind those that are skipped."""
@@ -250,7 +260,7 @@ class PreparedLoader(DataLoader):
         self._resumed_start = state["generators"]
         self._position = state
 
-    # --- what people ask of it -----------------------------------------------------------------------------------
+    # --- for users -----------------------------------------------------------------------------------
 
     @property
     def base_dataloader(self) -> DataLoader:
@@ -259,7 +269,7 @@ class PreparedLoader(DataLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't tell."""
+        """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't know."""
         size = getattr(self.shard, "batch_size", None) or self.batch_size or 0
         return size if self.config.split_batches else size * self.num_processes
 
@@ -275,13 +285,13 @@ class PreparedLoader(DataLoader):
         self._hand_epoch(epoch)
 
     def _hand_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset the epoch, those that want to know."""
-        told: list[Any] = []
+        """Pass the epoch to samplers and dataset that have ``set_epoch``."""
+        notified: list[Any] = []
         parts: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
         for part in parts:
-            if hasattr(part, "set_epoch") and not any(part is other for other in told):
+            if hasattr(part, "set_epoch") and not any(part is other for other in notified):
                 part.set_epoch(epoch)
-                told.append(part)
+                notified.append(part)
 
     def follow(self, loader: Any) -> None:
         """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
@@ -310,3 +320,55 @@ def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
         # torchdata 0.11 is the last one and calls functions that torch 2.13 deprecates; users can't help it.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
         return StatefulDataLoader(dataset, **options)
+
+
+class DataLoaderShard(PreparedLoader):
+    """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
+
+    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+        """All batches, the next one always read before the current one is handed out."""
+        nothing = object()
+        batches, backend = self._read(session, self._take_skip()), session.member.backend
+        is_placed = self.device is None or self.device.type == "cpu"
+        if backend.places_ahead:
+            batches, is_placed = map(self._place, batches), True
+        current = next(batches, nothing)
+        if current is nothing:
+            return
+        # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
+        advance, rows = session.passes.advance, nested.count_rows(current)
+        is_plain = is_placed and self._stateful is None and self._has_equal_batches
+        is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
+        if not is_plain:
+            current = self._receive(current, is_placed)
+        for upcoming in batches:
+            advance(one, rows)
+            if is_watched:
+                self._begin_step(session, one, current)
+            yield current
+            current = upcoming
+            if not is_plain:
+                current = self._receive(current, is_placed)
+                rows = nested.count_rows(current)
+        self._finish_epoch()
+        session.passes.advance(one, nested.count_rows(current))
+        self._begin_step(session, one, current)
+        yield current
+
+    def _receive(self, batch: Any, is_placed: bool) -> Any:
+        """A batch that was just read, where it is to be, before the next one is read."""
+        batch = batch if is_placed else self._place(batch)
+        self._note_position()
+        return batch
+
+    @property
+    def _has_equal_batches(self) -> bool:
+        """Whether no batch but the last can differ from the first in its number of rows."""
+        is_plain = type(innermost(self.batch_sampler)) is BatchSampler
+        return is_plain and not isinstance(self.dataset, IterableDataset)
+
+    def _finish_epoch(self) -> None:
+        if self.shard is not None and self._is_shard_read_here:
+            self.remainder = self.shard.tail_rows
+        self.end_of_dataloader = True
+        self._note_position(is_end=True)

@@ -18,8 +18,7 @@ from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
 from nblaunch.training.strategies.fsdp2 import strategy as fsdp2
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
-from nblaunch.training.strategies.replicated import ReplicatedStrategy
-from nblaunch.training.strategies.single import SingleStrategy
+from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
 
 __all__ = ["PLUGINS", "Strategy", "choose", "sync_in_backward"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import compiling
+from nblaunch.training import models
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
@@ -50,7 +50,7 @@ class Strategy(ABC):
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
         """What :meth:`wrap` returned, compiled as ``options`` say."""
-        return compiling.compile_model(model, options)
+        return models.compile_model(model, options)
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """The prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.training import advice, compiling
+from nblaunch.training import advice, models
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
@@ -53,7 +53,7 @@ class DdpStrategy(Strategy):
             model = _with_common_statistics(model, member.device)
         devices = None if member.device.type == "cpu" else [member.device]
         with Waiting(member.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
-            # torch 2.13 deprecates the name of an option that it tells people to go on using, until all of what it
+            # torch 2.13 deprecates the name of an option that it tells users to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())
@@ -84,8 +84,8 @@ class DdpStrategy(Strategy):
             return []
         assert model.logger is not None  # made by its constructor
         model.logger.set_runtime_stats_and_log()  # brings what is asked next up to date
-        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
-        return [int(position) for position in re.findall(r"\d+", told)]
+        order = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+        return [int(position) for position in re.findall(r"\d+", order)]
 
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         # DDP lays its buckets out anew after the first backward, in the order in which that made gradients ready. A
@@ -191,4 +191,4 @@ def sync_in_backward(model: Any) -> Iterator[None]:
 
 def _own(prepared: Any) -> Any:
     """What communicates in a prepared object: below the wrapper of a compiled model, or of a prepared optimizer."""
-    return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else compiling.inner_of(prepared)
+    return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.inner_of(prepared)

@@ -1,7 +1,8 @@
-"""Data parallelism without a wrapper: every rank holds the whole model, the backend averages gradients at the step.
+"""Whole models without a wrapper: one process, or data parallelism with gradients averaged at the step.
 
-For devices whose gradients are averaged inside the graph of a step, where a wrapper that reacts in backward would cut
-the graph in pieces. Buffers, as the statistics of batch normalisation, stay each rank's own; those of rank 0 are saved.
+The latter is for devices whose gradients are averaged inside the graph of a step, where a wrapper that reacts in
+backward would cut the graph in pieces. Buffers, as the statistics of batch normalisation, stay each rank's own; those
+of rank 0 are saved.
 """
 
 from __future__ import annotations
@@ -65,3 +66,15 @@ def checksum(tensor: torch.Tensor) -> int:
     """Of the bytes of a CPU tensor; reading them copies no page."""
     flat = tensor.contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+class SingleStrategy(Strategy):
+    """Nothing is spread, nothing is wrapped."""
+
+    name = "single"
+
+    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()

@@ -21,7 +21,7 @@ from nblaunch.events import Metric
 from nblaunch.packages import is_installed
 from nblaunch.training import advice
 from nblaunch.training.joining import Member
-from nblaunch.training.project import ProjectConfiguration
+from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher

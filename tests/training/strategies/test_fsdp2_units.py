@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 import nblaunch
 import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
-from nblaunch.training.strategies.fsdp2 import outputs
+from nblaunch.training.strategies.fsdp2 import units
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.strategy import shares_line
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
@@ -192,7 +192,7 @@ def test_views_that_a_unit_hands_on_are_not_warned_of() -> None:
             return super().forward(x), bias[:]
 
     unit, bias = Handing(4, 4), torch.ones(4, requires_grad=True)
-    outputs.keep_hooks(unit)
+    units.keep_hooks(unit)
     with warnings.catch_warnings():
         x, handed_on = unit(torch.ones(2, 3, 4), bias)
         warnings.warn("FSDP2-wrapped module (Handing) returned a view tensor. And so on.", stacklevel=2)
@@ -252,7 +252,7 @@ def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
 
     alone, shared = Layer(False), Layer(True)
     for layer in (alone, shared):
-        outputs.keep_hooks(layer)
+        units.keep_hooks(layer)
     returned = alone(torch.ones(2, 3, 4))
     assert returned["x"]._base is None
     assert returned["again"] is returned["x"]

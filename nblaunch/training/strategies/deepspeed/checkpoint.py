@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from nblaunch.errors import CheckpointError
-from nblaunch.training import compiling
+from nblaunch.training import models
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
+from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.training.waiting import barrier
-from nblaunch.training.wrappers import bare_module
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -64,7 +64,7 @@ def _tag(index: int) -> str:
 
 
 def _engine_of(model: Any) -> Any:
-    inner = compiling.inner_of(model)
+    inner = models.inner_of(model)
     return inner if library.is_engine(inner) else None
 
 

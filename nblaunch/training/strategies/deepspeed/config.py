@@ -36,7 +36,7 @@ class Prepared:
     """What one call of ``prepare`` was given, as far as the configuration depends on it.
 
     Args:
-        model: the person's own module.
+        model: the user's own module.
         optimizer: torch's, a ``DummyOptim``, or None.
         scheduler: torch's, a ``DummyScheduler``, or None.
         batch_sizes: rows per batch and rank of every loader; None for one that doesn't say.
@@ -62,7 +62,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
     """The configuration for an engine that trains what was prepared. The plugin stays as it is, for the next one.
 
     Raises:
-        ValueError: the configuration contradicts what was prepared, or "auto" stands where nothing tells the value;
+        ValueError: the configuration contradicts what was prepared, or "auto" stands where the value is not known;
             names the keys.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
@@ -79,8 +79,8 @@ def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
     left = sorted(autos(config))
     if left:
         raise ValueError(
-            f'the DeepSpeed configuration has "auto" for {", ".join(left)}, which nothing that was prepared tells; '
-            "write a value, or leave the key out for DeepSpeed's default"
+            f'the DeepSpeed configuration has "auto" for {", ".join(left)}, which nothing that was prepared '
+            "determines; write a value, or leave the key out for DeepSpeed's default"
         )
     return config
 
@@ -119,7 +119,7 @@ def _per_rank(size: int, prepared: Prepared) -> int:
 
 
 def _from_total(total: Any, prepared: Prepared) -> int:
-    """Where no loader tells. The engine uses it for its own counters of samples, and for nothing else."""
+    """Where no loader is prepared. The engine uses it for its own counters of samples, and for nothing else."""
     if not isinstance(total, int):
         return 1
     return max(1, total // (prepared.num_steps * prepared.world_size))
@@ -150,7 +150,7 @@ def _num_elements(parameter: Any) -> int:
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
-    """The width of a Hugging Face model, by its configuration; None where that is not told."""
+    """The width of a Hugging Face model, by its configuration; None where that is not known."""
     described: Any = getattr(model, "config", None)
     for one in (described, getattr(described, "text_config", None)):
         sizes: Any = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
@@ -235,7 +235,7 @@ def _schedule(scheduler: DummyScheduler, prepared: Prepared) -> Iterator[tuple[s
 
 
 def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any]) -> None:
-    """Fill in ``section.params``. What nobody tells gets the default that optimizer or scheduler have for it."""
+    """Fill in ``section.params``. What is not given gets the default that optimizer or scheduler have for it."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
         if name in given:

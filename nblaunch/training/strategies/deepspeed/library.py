@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 from nblaunch import env
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import Member, is_distributed
-from nblaunch.training.wrappers import add_wrapper
+from nblaunch.training.models import add_wrapper
 
 DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"

@@ -1,4 +1,4 @@
-"""What each rank holds of a model that an engine of DeepSpeed trains: one line for the person."""
+"""What each rank holds of a model that an engine of DeepSpeed trains: one line of the log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHARDED = {
 }
 
 
-def tell(engine: Any, name: str, member: Member) -> None:
-    """Tell it, where several ranks hold parts. All of them call it.
+def report(engine: Any, name: str, member: Member) -> None:
+    """Report it, where several ranks hold shards. All of them call it.
 
     Args:
         engine: just made.

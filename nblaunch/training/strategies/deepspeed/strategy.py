@@ -22,19 +22,17 @@ from nblaunch import context
 from nblaunch.training import advice
 from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
 from nblaunch.training.joining import Member
+from nblaunch.training.models import place, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.training.placement import place
 from nblaunch.training.precision import Precision
 from nblaunch.training.session import Session
 from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.deepspeed import checkpoint, norm, shares, weights
+from nblaunch.training.strategies.deepspeed import checkpoint, optimizer, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
-from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
-from nblaunch.training.strategies.deepspeed.steps import EngineOptimizer, EngineScheduler
+from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EnginePrecision, EngineScheduler
 from nblaunch.training.waiting import Waiting
-from nblaunch.training.wrappers import unwrap
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
         if deepspeed_library.parameters_in_parts(model):
             context.current().trained_weights = weights.pieces
             weights.warn_of_empty(model)
-        shares.tell(engine, type(model).__name__, member)
+        shares.report(engine, type(model).__name__, member)
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(
@@ -236,7 +234,7 @@ class DeepSpeedStrategy(Strategy):
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        norm.set_limit(self.engine, self.engine.gradient_clipping())
+        optimizer.set_limit(self.engine, self.engine.gradient_clipping())
         return not self.engine.was_step_applied()
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
@@ -247,11 +245,11 @@ class DeepSpeedStrategy(Strategy):
     ) -> torch.Tensor:
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm.check(self.engine, parameters, max_norm, norm_type)
+        optimizer.check(self.engine, parameters, max_norm, norm_type)
         if not self._is_boundary:
-            return norm.last(self.engine)
-        measured = norm.measure(self.engine)
-        norm.set_limit(self.engine, max_norm)
+            return optimizer.last(self.engine)
+        measured = optimizer.measure(self.engine)
+        optimizer.set_limit(self.engine, max_norm)
         return measured
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:

@@ -19,7 +19,7 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     """The state dict of a module, in memory of its own on the CPU. All ranks must call it.
 
     Args:
-        module: a person's own, or one inside it.
+        module: a user's own, or one inside it.
         keep: False: this rank only contributes, and gets an empty dict.
     """
     is_cut = bool(library.parameters_in_parts(module))
@@ -40,26 +40,26 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def pieces(module: torch.nn.Module) -> dict[str, Any]:
-    """What this rank tells the launcher of a module's weights: its parts; rank 0 also what every rank has whole."""
+    """Return what this rank sends of a module's weights: its shards; rank 0 also what every rank has whole."""
     is_main = context.current().topology.rank == 0
-    told: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if hasattr(value, "ds_id"):
-            told[name] = _piece(value)
+            sent[name] = _piece(value)
         elif is_main:
-            told[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    return told
+            sent[name] = value.detach() if isinstance(value, torch.Tensor) else value
+    return sent
 
 
 def warn_of_empty(module: torch.nn.Module) -> None:
-    """Have ``module.state_dict()`` warn a person from now on that it is empty where parameters lie in parts."""
+    """Have ``module.state_dict()`` warn a user from now on that it is empty where parameters lie in parts."""
     module.register_state_dict_post_hook(_warn_of_empty)
 
 
 def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
     cut = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
     values = [state.get(prefix + name) for name in cut]
-    # Whoever asks for the variables themselves can put them together, as this file does.
+    # Callers that ask for the variables themselves can put them together, as this file does.
     num_empty = sum(
         isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
     )

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from nblaunch.errors import CheckpointError
+from nblaunch.training.models import bare_module
 from nblaunch.training.waiting import waiting
-from nblaunch.training.wrappers import bare_module
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"

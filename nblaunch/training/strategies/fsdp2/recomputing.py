@@ -37,11 +37,11 @@ def apply(module: nn.Module, is_offloaded: bool) -> None:
 def _without_empty_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     caches = [name for name in _CACHES if kwargs.get(name) is not None]
     if not caches or any(_is_filled(kwargs[name]) for name in caches):
-        return kwargs  # with tokens that a person computes on: torch says where that can't be done twice
+        return kwargs  # with tokens that a user computes on: torch says where that can't be done twice
     return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
 
 
 def _is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers, or of a person's own, has tokens."""
+    """Whether a cache of transformers, or of a user's own, has tokens."""
     length = getattr(cache, "get_seq_length", None)
     return bool(length()) if callable(length) else bool(cache)

@@ -21,15 +21,15 @@ from torch import nn
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.events import Note
-from nblaunch.training import advice, compiling
+from nblaunch.training import advice, models
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.joining import Member
+from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.fsdp2 import files, outputs, own_saves, recomputing, watch
+from nblaunch.training.strategies.fsdp2 import files, own_saves, recomputing
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
-from nblaunch.training.wrappers import bare_module
 
 
 class Fsdp2Strategy(Strategy):
@@ -104,13 +104,13 @@ class Fsdp2Strategy(Strategy):
         )
         sharded = [*units, ("", model)]
         for _, module in sharded:
-            outputs.keep_hooks(module)
+            fsdp2_units.keep_hooks(module)
             shard(module)
         parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
         sources.make_parts(parts_device)
         for unit, module in sharded:
-            watch.adopt(module)
-            watch.name_in_errors(unit, module)
+            fsdp2_units.adopt(module)
+            fsdp2_units.name_in_errors(unit, module)
         sources.fill(self.plugin.param_init_fn)
         self._tell(model, name, sources.num_bytes, len(sharded))
 
@@ -148,7 +148,7 @@ class Fsdp2Strategy(Strategy):
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        own = compiling.inner_of(model)
+        own = models.inner_of(model)
         return self._unreduced(own) if is_sharded(own) else nullcontext()
 
     def multiply_gradients(self, model: nn.Module, factor: float) -> None:
@@ -157,7 +157,7 @@ class Fsdp2Strategy(Strategy):
                 dtensor.local(parameter.grad).mul_(factor)
         for module in model.modules():
             if is_sharded(module):
-                for gradient in watch.unsharded_gradients(module):
+                for gradient in fsdp2_units.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
 
     def clip_grad_norm(
@@ -229,7 +229,7 @@ def is_sharded(module: Any) -> bool:
 @contextmanager
 def sync_in_backward(model: Any) -> Iterator[None]:
     """The next ``backward`` through a sharded ``model`` reduces gradients, also inside ``no_sync``."""
-    model = compiling.inner_of(model)
+    model = models.inner_of(model)
     if not is_sharded(model):
         yield
         return

@@ -1,20 +1,31 @@
 """Which modules of a model are sharded as a unit: gathered together before their forward, and freed together after it.
 
-model (what is left)     one unit for what belongs to no other: embedding, norm, head
-  layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
+    model (what is left)     one unit for what belongs to no other: embedding, norm, head
+      layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
+
+Torch gathers a unit's weights for backward in a hook on the tensors that it returned. On a view, as a linear layer
+returns for batches of sequences, that hook is lost when the user goes on with ``x += y``, and torch (from 2.12) warns
+of it at each such unit in any case. So views become tensors of their own that show the same memory.
+
+The only module that looks inside ``fully_shard``, for the unit's name in errors; torch has no public way to ask.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
-from nblaunch.training.compiling import repeated_blocks
+from nblaunch.training.collectives import nested
 from nblaunch.training.fsdp_options import MIN_NUM_PARAMS, FullyShardedDataParallelPlugin
+from nblaunch.training.models import repeated_blocks
 
 # Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -98,7 +109,7 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """A person's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
+    """A user's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
     try:
         takes = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -139,3 +150,122 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
         if all(modules <= inside or not modules & inside for modules in tied):
             kept.append((name, unit))
     return kept
+
+
+def keep_hooks(module: nn.Module) -> None:
+    """Have ``module`` return no views. To be called before ``fully_shard``, whose hooks run after those there are."""
+    module.register_forward_hook(_without_views, with_kwargs=True)
+
+
+@torch.compiler.disable  # as torch's own hooks are, which see next what this returns
+def _without_views(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> Any | None:
+    # Containers of other kinds may not be the same, once rebuilt.
+    is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
+    if not is_known or not torch.is_grad_enabled():
+        return None
+    returned = {id(leaf): leaf for leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor)}
+    views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
+    if not views:
+        return None
+    # Memory that goes by two names stays as it is: autograd knows what writing to one does to the other.
+    others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+    shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
+    own: dict[int, torch.Tensor] = {
+        id(view): _OfItsOwn.apply(view)
+        for view in views
+        if sum(memory is view._base for memory in shown) == 1
+    }
+    # One hook that stays is enough to gather a unit's weights.
+    num_left = len(views) - len(own)
+    if 0 < num_left < sum(tensor.requires_grad for tensor in returned.values()):
+        _silence(type(module).__name__)
+    return nested.map_tensors(lambda tensor: own.get(id(tensor), tensor), output) if own else None
+
+
+@functools.cache
+def _silence(unit: str) -> None:
+    """Have torch not warn of the views of such units, as of biases and masks that they hand on."""
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({unit}\) returned a view", UserWarning)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+class _OfItsOwn(torch.autograd.Function):
+    """The same memory as no view. Writing to it counts for what autograd has saved of the view, too."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+# What a unit does with other ranks, in the words of the users who read profiles.
+_EXCHANGES = {
+    "unshard": "all_gather",
+    "wait_for_unshard": "all_gather",
+    "post_backward": "reduce_scatter",
+    "finalize_backward": "reduce_scatter",
+}
+
+
+def groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters of one sharded unit."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12 allows several
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def adopt(module: nn.Module) -> None:
+    """Have torch take over the parameters that were put in the place of those that it made itself."""
+    for group in groups(module):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
+            parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
+    """Gradients that a unit has accumulated without reducing them: of the whole parameters, on this rank alone."""
+    for group in groups(module):
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is not None:
+                yield parameter.unsharded_accumulated_grad
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                yield whole.grad
+
+
+def name_in_errors(name: str, module: nn.Module) -> None:
+    """Have errors of a unit's exchanges say which unit it was, and which exchange."""
+    kind = type(module).__mro__[2].__name__ if len(type(module).__mro__) > 2 else type(module).__name__
+    unit = f"{name} ({kind})" if name else f"the model itself ({kind})"
+    for group in groups(module):
+        for method, exchange in _EXCHANGES.items():
+            setattr(group, method, _named(getattr(group, method), f"in {exchange} of {unit}"))
+
+
+def _ordinary_tensors() -> AbstractContextManager[Any]:
+    """Gathered weights are kept, and training can't use what was made under ``torch.inference_mode``."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _named(method: Callable[..., Any], where: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with _ordinary_tensors():
+                return method(*args, **kwargs)
+        except Exception as error:
+            # In the message, because notes are not shown before Python 3.11; the type stays what it is.
+            if error.args and isinstance(error.args[0], str) and where not in error.args[0]:
+                error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+            raise
+
+    return call

@@ -30,7 +30,7 @@ class Sources:
     """The whole weights of a model that is about to be sharded. Keeps the tensors, copies none.
 
     Args:
-        model: as the person built it.
+        model: as the user built it.
         ignored: parameters that stay whole; those that get their memory anew are exchanged in it.
         device: where parts go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.

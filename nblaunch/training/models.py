@@ -1,7 +1,10 @@
-"""Bringing a model to its device, with what that asks of whoever holds its parameters, and of the host's memory.
+"""Modules before and after ``prepare``: wrappers and how they are taken off, ``torch.compile``, moves to the device.
+
+    OptimizedModule( DistributedDataParallel( module ) )        as prepare returns it
+    OptimizedModule( module )                                   as unwrap_model returns it
 
 Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
-between layers have to be tied again, and optimizers that were built before have to be handed the new ones.
+between layers are tied again, and optimizers that were built before get the new ones.
 """
 
 from __future__ import annotations
@@ -12,12 +15,85 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nblaunch import context, in_words
 from nblaunch.backends import host_memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import Member
+from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.waiting import barrier
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
+    return isinstance(module, OptimizedModule)
+
+
+def inner_of(model: Any) -> Any:
+    """The module inside a compiled one; any other object as it is."""
+    return model._orig_mod if is_compiled_module(model) else model
+
+
+def around(compiled: Any, module: torch.nn.Module) -> Any:
+    """``module`` compiled as ``compiled`` is. Nothing is compiled before it is called."""
+    return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)
+
+
+def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
+    """``model`` as ``options`` say: compiled as a whole, or its repeated blocks in place, or untouched."""
+    if not options.is_on or is_compiled_module(model):
+        return model
+    kwargs = options.to_compile_kwargs()
+    if not options.use_regional_compilation:
+        return torch.compile(model, **kwargs)
+    for block in repeated_blocks(model):
+        block.compile(**kwargs)
+    return model
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Members of lists of modules of one type: the code of the first one fits all of them."""
+    blocks: list[torch.nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
+            blocks.extend(module)
+    return blocks
+
+
+_communicating: Any = (DistributedDataParallel, DataParallel)
+
+
+def add_wrapper(kind: type) -> None:
+    """Have :func:`unwrap` know a class whose instances hold the user's module as ``.module``."""
+    global _communicating
+    if kind not in _communicating:
+        _communicating += (kind,)
+
+
+def unwrap(model: Any) -> Any:
+    """The module inside any number of wrappers that communicate, whatever put them there; it may be a compiled one."""
+    while isinstance(model, _communicating):
+        model = model.module
+    return model
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """``model`` and all that is inside it, down to the user's own module, whatever the order of the wrappers."""
+    yield model
+    while (inner := _inside(model)) is not model:
+        yield (model := inner)
+
+
+def bare_module(model: Any) -> Any:
+    """The user's own module: the one whose names are on disk."""
+    *_, bare = layers(model)
+    return bare
+
+
+def _inside(model: Any) -> Any:
+    return model.module if isinstance(model, _communicating) else inner_of(model)
 
 
 class Replacements:
@@ -86,7 +162,7 @@ def place(model: torch.nn.Module, member: Member) -> None:
 
 
 def memory_line(model: torch.nn.Module, member: Member) -> str | None:
-    """What the job takes of the host's memory once the model is placed on all ranks; None where it is not to be told.
+    """What the job takes of the host's memory once the model is placed on all ranks; None where it is not reported.
 
     All ranks must call it; rank 0 gets the line.
     """
@@ -96,7 +172,7 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     device_bytes = member.backend.host_bytes_of_device(model_bytes)
     if device_bytes is None:
         return None
-    barrier(member.device)  # nobody is still moving
+    barrier(member.device)  # no rank is still moving
     own = host_memory.proportional_bytes()
     sizes = operations.gather_object([own])
     if member.topology.rank != 0 or None in sizes:

@@ -1,0 +1,188 @@
+"""Properties of the ``Accelerator`` that scripts read or assign: data settings, handlers, labels of parallelism.
+
+A data setting that is assigned counts for what is prepared later. The labels answer questions about forms of
+parallelism that a job of data parallel processes does not have; trainers of other libraries read them before they
+branch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeVar
+
+from nblaunch.training import settings
+from nblaunch.training.deepspeed_options import DeepSpeedPlugin
+from nblaunch.training.joining import Member
+from nblaunch.training.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from nblaunch.training.prepare import Preparer
+from nblaunch.training.session import Session
+from nblaunch.training.strategies import Strategy
+
+
+class DataSettings(ABC):
+    """Settings of loaders, placement and schedulers. The final class gives it its parts."""
+
+    _preparer: Preparer
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How prepared loaders share their data among ranks; may be set."""
+        return self._preparer.data
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._preparer.data = config
+
+    @property
+    def rng_types(self) -> Sequence[str]:
+        """Generators that loaders make equal over ranks at the start of every epoch; may be set."""
+        return self._preparer.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str] | None) -> None:
+        self._preparer.rng_types = settings.rng_types(rng_types)
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches go to the device of this process; may be set."""
+        return self._preparer.device_placement
+
+    @device_placement.setter
+    def device_placement(self, device_placement: bool) -> None:
+        self._preparer.device_placement = device_placement
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers step where their optimizer does, once per process; may be set."""
+        return self._preparer.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, is_wanted: bool) -> None:
+        self._preparer.step_scheduler_with_optimizer = is_wanted
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all ranks together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all; None: it does for iterable datasets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the tail of an epoch is completed so that all ranks get equally many batches; may be set."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=even_batches)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random orders depend on seed and epoch alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders can say where in an epoch they are."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device asynchronously."""
+        return self.dataloader_config.non_blocking
+
+
+Handler = TypeVar("Handler", bound=KwargsHandler)
+
+
+class GivenHandlers:
+    """Each is None where the Accelerator was given none of its kind. The final class keeps them."""
+
+    _handlers: dict[type[KwargsHandler], KwargsHandler]
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How forward passes compute in half precision."""
+        return self._given(AutocastKwargs)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How models are spread over ranks."""
+        return self._given(DistributedDataParallelKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """How the process group was joined."""
+        return self._given(InitProcessGroupKwargs)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """What ``profile`` records."""
+        return self._given(ProfileKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """How fp16 scales gradients."""
+        return self._given(GradScalerKwargs)
+
+    def _given(self, kind: type[Handler]) -> Handler | None:
+        handler = self._handlers.get(kind)
+        return handler if isinstance(handler, kind) else None
+
+
+class ParallelLabels(ABC):
+    """One process, one replica of the model. The final class gives it its parts."""
+
+    _session: Session
+    _strategy: Strategy
+
+    @property
+    @abstractmethod
+    def _member(self) -> Member:
+        """The place of this process."""
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes compute on devices other than the CPU."""
+        return self._member.topology.world_size > 1 and self._member.device.type != "cpu"
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The replica of this process: its rank."""
+        return self._member.topology.rank
+
+    data_parallel_shard_rank = tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
+    """Part of a replica that this process holds: the only one."""
+
+    is_composable_parallelism_enabled = False
+    """Parallelism is of one kind."""
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded over ranks."""
+        return self._strategy.name == "fsdp2"
+
+    should_save_model = True
+    """Every process holds the whole model, or a part of it, and takes part in saving."""
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin that DeepSpeed trains by; None where it does not."""
+        plugins = self._session.deepspeed
+        return None if plugins is None else plugins.active
+
+    fp8_backend = parallelism_config = torch_device_mesh = None
+    """There is none."""
