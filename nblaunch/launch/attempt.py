@@ -200,7 +200,7 @@ class Attempt:
             rank = topology.rank
             reading, writing = os.pipe()
             descriptors.keep_from_children(reading)
-            receivers[rank] = EventReceiver(reading)
+            receivers[rank] = EventReceiver(reading, f"rank {rank}")
             stack.callback(descriptors.close, reading)
             worker_ends.callback(os.close, writing)
             # Of weights, any rank may hold a part.

@@ -13,6 +13,7 @@ A sender that is killed in the middle of an event leaves an event that is never 
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import select
@@ -21,7 +22,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from nblaunch.events import Event
+from nblaunch.events import Event, Note
+from nblaunch.wire import plain
 
 _HEADER = struct.Struct("<8sQ")
 """Of a packet: its sender, and how many bytes of the event are still to come, those of this packet included."""
@@ -61,7 +63,11 @@ class EventSender:
         Raises:
             RuntimeError: the descriptor was closed in this process; its number may be that of another file by now.
         """
-        body = pickle.dumps(event, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            body = _body_of(event)
+        except Exception as error:  # what the user's code has put into it
+            text = f"an event could not be sent, and is lost: {_why_lost(type(event).__name__, error)}"
+            body = _body_of(Note(event.rank, event.time_s, text, "warning"))
         with self._uninterrupted(), self._lock:
             if _identity(self.fd) != self._file:
                 raise RuntimeError(_CLOSED)
@@ -71,9 +77,21 @@ class EventSender:
             except BrokenPipeError:
                 return
 
-    def _packets(self, body: bytes) -> Iterator[bytes]:
+    def _packets(self, body: memoryview) -> Iterator[bytes]:
         for start in range(0, len(body), _BODY_BYTES):
             yield _HEADER.pack(self._name, len(body) - start) + body[start : start + _BODY_BYTES]
+
+
+def _body_of(event: Event) -> memoryview:
+    """``event`` pickled. What it is stands in front, for a launcher that can't read the rest."""
+    stream = io.BytesIO()
+    stream.write(type(event).__name__.encode() + b"\n")
+    plain.dump(event, stream)
+    return stream.getbuffer()
+
+
+def _why_lost(kind: str, error: Exception) -> str:
+    return f"{kind[:40]!r} ({type(error).__name__}: {error})"
 
 
 def _identity(fd: int) -> tuple[int, int] | None:
@@ -86,10 +104,18 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 class EventReceiver:
-    """The launcher's end: turns whatever bytes have arrived into whole events."""
+    """The launcher's end: turns whatever bytes have arrived into whole events.
 
-    def __init__(self, fd: int) -> None:
+    One that can't be read becomes a warning; those that follow are not lost with it.
+
+    Args:
+        fd: reading end of the pipe.
+        source: who sends, for such a warning: ``"rank 3"``.
+    """
+
+    def __init__(self, fd: int, source: str = "another process") -> None:
         self.fd = fd
+        self._source = source
         self._pending = bytearray()
         self._begun: dict[bytes, bytearray] = {}  # sender -> what has arrived of its present event
         os.set_blocking(fd, False)
@@ -119,10 +145,22 @@ class EventReceiver:
                 break
             self._begun.setdefault(sender, bytearray()).extend(self._pending[body_at:end])
             if end - body_at == missing:
-                events.append(pickle.loads(self._begun.pop(sender)))
+                events.append(self._read(self._begun.pop(sender)))
             start = end
         del self._pending[:start]
         return events
+
+    def _read(self, body: bytearray) -> Event:
+        start = body.find(b"\n", 0, _BODY_BYTES)
+        try:
+            event = pickle.loads(memoryview(body)[start + 1 :])
+            if not isinstance(event, Event):
+                raise TypeError(f"{type(event).__name__} is no event")
+        except Exception as error:
+            kind = body[: max(0, start)].decode(errors="replace")
+            text = f"an event of {self._source} could not be read, and is lost: {_why_lost(kind, error)}"
+            return Note.of_job(text, "warning")
+        return event
 
     def close(self) -> None:
         """Read no more."""

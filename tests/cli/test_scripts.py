@@ -53,6 +53,24 @@ def test_a_script_finds_what_it_would_find_under_python() -> None:
     assert facts_of(ended, 1) == expected
 
 
+def test_a_script_logs_values_of_its_own_classes() -> None:
+    """The launcher does not have them: the script is another process's ``__main__``."""
+    text = """
+import enum
+from nblaunch import Accelerator
+
+class P(enum.IntEnum):
+    A = 3
+
+if __name__ == "__main__":
+    accelerator = Accelerator()
+    accelerator.log({"p": P.A}, step=1)
+    accelerator.log({"q": 0.5}, step=2)
+"""
+    ended = launch("--num_processes", "1", "--cpu", script(text, "train.py"))
+    assert ended.code == 0, ended.err
+
+
 def test_a_module_finds_what_it_would_find_under_python_m() -> None:
     Path("package").mkdir()
     Path("package/__init__.py").write_text("")

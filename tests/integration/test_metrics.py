@@ -41,6 +41,34 @@ rows, sorted(frame.columns), frame["loss"].to_dict(), all(row["time_s"] > 1e9 fo
     assert has_times
 
 
+ENUMS = """
+import enum
+import numpy as np
+
+class P(enum.IntEnum):
+    A = 3
+
+def train():
+    class Local(enum.Enum):
+        B = "b"
+    accelerator = nblaunch.Accelerator()
+    accelerator.log({"p": P.A, "local": Local.B, "half": np.float16(0.5), "kind": P}, step=np.int64(2))
+    accelerator.log({"p": 4}, step=3)
+"""
+
+
+@pytest.mark.parametrize("how", ["start_method='fork'", "start_method='spawn'", "engine='inline'"])
+def test_classes_of_the_notebook_stay_with_the_worker(shared: Kernel, how: str) -> None:
+    """In ``job.metrics`` are Python's own types, wherever the classes of what was logged are known."""
+    cell = shared.run(
+        f"""{ENUMS}
+notebook_launcher(train, (), 1, {how}, dashboard="none")
+repr([[row.get(name) for name in ("step", "p", "local", "half", "kind")] for row in nblaunch.last_job().metrics])
+"""
+    )
+    assert cell.value == "[[2, 3, 'b', 0.5, None], [3, 4, None, None, None]]"
+
+
 def test_metrics_of_a_job_that_failed_are_kept(shared: Kernel) -> None:
     shared.run(
         TRAIN + "def fail():\n    train()\n    raise ValueError\nnotebook_launcher(fail, num_processes=2)",

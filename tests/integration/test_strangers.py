@@ -21,14 +21,12 @@ class Crime:
 def meet(witness):
     accelerator = Accelerator()
     ranks = accelerator.gather_object([accelerator.process_index])
-    keys = {len(context.current().key)} if witness is None else ranks
-    if witness is not None and accelerator.process_index == 1:
+    if accelerator.process_index == 1:
         context.current().key = b""  # all that a stranger would not have
         with suppress(pickle.UnpicklingError):
             accelerator.gather_object([Crime(witness)])
-    elif witness is not None:
-        accelerator.gather_object([None])
-    return ranks, keys
+    else:
+        accelerator.gather_object([ranks])
 
 def launch(witness, start_method):
     settings = dict(backend="cpu", dashboard="none", start_method=start_method)
@@ -41,8 +39,7 @@ def launch(witness, start_method):
 
 def test_objects_of_strangers_are_refused(shared: Kernel, tmp_path: Path) -> None:
     shared.run(CELL)
-    for start_method in ("fork", "forkserver", "spawn"):
-        assert shared.run(f"launch(None, {start_method!r})").value == ([0, 1], {32})
+    for start_method in ("fork", "spawn"):
         witness = tmp_path / start_method
         name, text = shared.run(f"launch({str(witness)!r}, {start_method!r})").value
         assert (name, "does not carry the seal of this job" in text) == ("ValueError", True)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
 import select
 import signal
+import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.events import Event, Note
+from nblaunch.events import Displayed, Event, Metric, Note
+from nblaunch.wire import plain
 from nblaunch.wire.channel import EventReceiver, EventSender
 
 
@@ -139,6 +146,82 @@ def test_however_the_bytes_are_cut(texts: list[str], cuts: list[int]) -> None:
     assert receiver.receive() == ([], True)
     receiver.close()
     assert [event.text for event in got] == texts
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+def test_what_is_of_the_users_classes_arrives_in_pythons_own_types(
+    pipe: tuple[EventReceiver, EventSender],
+) -> None:
+    class Local(enum.IntEnum):
+        A = 7
+
+    class Text(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise ValueError
+
+    receiver, sender = pipe
+    values = {
+        "global": Level.LOW, "local": Local.A, "text": Text("ok"), "half": np.float32(0.5), "is": np.bool_(True),
+        "tensor": torch.tensor(3), "ordered": OrderedDict(a=[Local.A]), "class": Odd, "odd": Odd(),
+    }  # fmt: skip
+    sender.send(Metric(0, 0.0, step=np.int64(3), values=values))  # type: ignore[arg-type]
+    (event,) = receive(receiver, 1)
+    assert isinstance(event, Metric)
+    assert repr(event.step) == "3"
+    assert repr({**event.values, "class": "", "odd": ""}) == repr(
+        {
+            "global": 1, "local": 7, "text": "ok", "half": 0.5, "is": True, "tensor": 3, "ordered": {"a": [7]},
+            "class": "", "odd": "",
+        }
+    )  # fmt: skip
+    assert {type(event.values[name]) for name in ("class", "odd")} == {str}
+
+
+def test_what_can_not_be_sent_is_named(pipe: tuple[EventReceiver, EventSender]) -> None:
+    receiver, sender = pipe
+    endless: dict[str, Any] = OrderedDict()
+    endless["self"] = endless
+    sender.send(Displayed(3, 1.0, data=endless))
+    sender.send(Note(3, 2.0, "whole"))
+    lost, whole = receive(receiver, 2)
+    assert isinstance(lost, Note)
+    assert (lost.rank, lost.kind) == (3, "warning")
+    assert "'Displayed' (RecursionError: " in lost.text
+    assert isinstance(whole, Note)
+
+
+class Unknown(Note):
+    """Can be written here, and not be found where it is read."""
+
+
+def test_what_can_not_be_read_is_named_and_does_not_cost_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    receiver, sender = EventReceiver(reading, "rank 3"), EventSender(writing)
+    monkeypatch.setattr(plain, "_OURS", ("",))
+    sender.send(Unknown(3, 0.0, "lost"))
+    sender.send(Note(3, 1.0, "whole"))
+    monkeypatch.delattr(sys.modules[__name__], "Unknown")
+    lost, whole = receive(receiver, 2)
+    assert isinstance(lost, Note)
+    assert (lost.rank, lost.kind) == (-1, "warning")
+    assert lost.text.startswith(
+        "an event of rank 3 could not be read, and is lost: 'Unknown' (AttributeError: "
+    )
+    assert isinstance(whole, Note)
+    assert whole.text == "whole"
+    receiver.close()
+    os.close(writing)
 
 
 def test_a_launcher_that_is_gone_is_no_error() -> None:

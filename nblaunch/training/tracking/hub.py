@@ -23,8 +23,12 @@ from nblaunch.training import advice
 from nblaunch.training.joining import Member
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
+from nblaunch.wire.plain import plain
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
+
+_TOLD = (int, float, str, enum.Enum)
+"""What of the logged values travels to the launcher; single elements of tensors and arrays are numbers by then."""
 
 _known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
 
@@ -103,10 +107,9 @@ class TrackerHub:
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.member.topology.rank == 0:
-            plain = {
-                name: _told(value) for name, value in flat(values) if isinstance(value, (int, float, str))
-            }
-            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=plain))
+            told = {name: _told(value) for name, value in flat(values) if isinstance(value, _TOLD)}
+            step = plain(step)
+            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=told))
 
     def get(self, name: str, unwrap: bool) -> Any:
         """The tracker called ``name``; one that does nothing on ranks where it does not run."""
@@ -178,8 +181,9 @@ class Tracking(ABC):
     ) -> None:
         """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
 
-        Works without any tracker, too. Numbers and short texts reach the dashboard; other objects only those trackers
-        that know them. A tensor makes the process wait for its device.
+        Works without any tracker, too. Numbers and short texts reach the dashboard and ``job.metrics``, in Python's own
+        types: an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects
+        reach only those trackers that know them. A tensor makes the process wait for its device.
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
@@ -255,5 +259,6 @@ def _can_be_used(kind: Any) -> bool:
     return library is None or is_installed(library)
 
 
-def _told(value: int | float | str) -> int | float | str:
+def _told(value: Any) -> Any:
+    value = plain(value)
     return value[:_MAX_TEXT] if isinstance(value, str) else value
