@@ -170,19 +170,17 @@ class Fact(Event):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a rank's outbox holds (``wire/outbox.py``).
+    """What of the return value a rank's outbox holds (``wire/outbox.py``).
 
     Args:
-        value_at: where the return value is; -1 where there is none or nobody asked for it.
-        weights_at: place in the arguments -> where that module's weights are (``wire/modules.py``).
+        value_at: where the return value is; -1 where there is none or it is not wanted.
+        value_end: where it ends.
         unpicklable: paths of the parts of the return value that could not be written, as in ``result['model'].lock``.
-        lost_weights: place -> the parts of the module's weights that could not be.
     """
 
     value_at: int = -1
-    weights_at: Mapping[int | str, int] = field(default_factory=dict)
+    value_end: int = -1
     unpicklable: tuple[str, ...] = ()
-    lost_weights: Mapping[int | str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -190,12 +188,31 @@ class Finished(Event):
     """The function returned.
 
     Args:
-        contents: its value and the trained weights.
+        contents: its value.
         left_by_exit: the function left through ``sys.exit(0)`` rather than by returning.
+        sends: places in the arguments of the modules whose weights follow, each with a :class:`WeightsSent`.
     """
 
     contents: Contents = field(default_factory=Contents)
     left_by_exit: bool = False
+    sends: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightsSent(Event):
+    """A module's trained weights are in the rank's outbox (``wire/outbox.py``), or can't be.
+
+    Args:
+        place: of the module in the arguments (``wire/modules.py``).
+        at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
+        lost: the parts that could not be pickled.
+        error: why nothing could be sent.
+    """
+
+    place: int | str = 0
+    at: int = -1
+    lost: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
+from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, guard
 
 
@@ -54,7 +55,12 @@ def fork_workers(
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
-    with _frozen_heap(), guard.signals_held_back(), warnings.catch_warnings():
+    with (
+        _memory_shown(assignments) as originals,
+        _frozen_heap(),
+        guard.signals_held_back(),
+        warnings.catch_warnings(),
+    ):
         # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
         warnings.simplefilter("ignore", DeprecationWarning)
         for assignment in assignments:
@@ -64,7 +70,7 @@ def fork_workers(
                 kill_and_reap(pids.values())  # those that were started before this one was refused
                 raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
             if pid == 0:
-                _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused)
+                _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused, originals)
             pids[assignment.rank] = pid
     return pids
 
@@ -83,6 +89,7 @@ def _be_worker(
     board: Board,
     parent_pid: int,
     is_paused: bool,
+    originals: Originals | None,
 ) -> None:
     """In the child. Never returns, whatever happens."""
     try:
@@ -91,7 +98,7 @@ def _be_worker(
                 for fd in other.own_fds:
                     os.close(fd)
         own = replace(own, parent_pid=parent_pid, restricts_threads=not is_paused)
-        bootstrap.run(own, load_call, board.slot(own.rank))
+        bootstrap.run(own, load_call, board.slot(own.rank), originals)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -107,6 +114,17 @@ def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
         return load_call()
 
     return load
+
+
+@contextmanager
+def _memory_shown(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
+    """What workers need to find the weights that they have not changed, where weights are wanted."""
+    originals = Originals.of_this_process() if assignments[0].sends_weights_of else None
+    try:
+        yield originals
+    finally:
+        if originals is not None:
+            os.close(originals.fd)
 
 
 _FROZEN_BY_PYTHON = 2000

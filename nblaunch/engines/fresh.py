@@ -29,6 +29,7 @@ from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.originals import Originals
 from nblaunch.wire.polling import wait_until_readable
 from nblaunch.worker import bootstrap, guard, shell, stdio
 from nblaunch.worker.failure import describe_failure
@@ -46,21 +47,25 @@ def main(arguments: Sequence[str]) -> NoReturn:
         boot: Boot = pickle.load(file)
     if boot.report_fd < 0:
         _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
-        bootstrap.run(boot.assignments[0], lambda: _load_call(boot, call_fd, closes=True))
+        _be_worker(boot, call_fd)
     _be_zygote(boot, call_fd)
+
+
+def _be_worker(boot: Boot, call_fd: int) -> NoReturn:
+    os.set_inheritable(call_fd, False)
+    originals = Originals(call_fd)
+
+    def load() -> Call:
+        call, originals.address = payload.load_with_address(call_fd)
+        restore_random_states(pickle.loads(boot.random_states))
+        return call
+
+    bootstrap.run(boot.assignments[0], load, originals=originals)
 
 
 def _ensure_shell(boot: Boot) -> None:
     if boot.has_shell:
         shell.ensure_shell()
-
-
-def _load_call(boot: Boot, call_fd: int, *, closes: bool) -> Call:
-    call: Call = payload.load(call_fd)
-    if closes:
-        os.close(call_fd)
-    restore_random_states(pickle.loads(boot.random_states))
-    return call
 
 
 def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
@@ -72,7 +77,8 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         guard.let_signals_in()
         _ensure_shell(boot)
-        call = _load_call(boot, call_fd, closes=False)
+        call: Call = payload.load(call_fd)
+        restore_random_states(pickle.loads(boot.random_states))
         pids = _start_workers(boot, call, call_fd)
     except BaseException as error:
         # Nobody runs yet who could tell: the zygote speaks for the first rank.

@@ -244,7 +244,7 @@ class Attempt:
 def _collect(assignments: Sequence[Assignment], report: AttemptReport) -> dict[int, Outcome]:
     """Read the outboxes of the ranks that finished."""
     return {
-        assignment.rank: outbox.read(assignment.outbox_fd, report.finished[assignment.rank].contents)
-        for assignment in assignments
-        if assignment.outbox_fd >= 0 and assignment.rank in report.finished
+        rank: outbox.read(fd, report.finished[rank].contents, report.weights.get(rank, {}))
+        for rank, fd in ((assignment.rank, assignment.outbox_fd) for assignment in assignments)
+        if fd >= 0 and rank in report.finished
     }

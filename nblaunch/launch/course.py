@@ -14,9 +14,9 @@ from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Event, JobStarted, Note, Started
 from nblaunch.launch import left_weights, weights
 from nblaunch.launch.attempt import Attempt
-from nblaunch.launch.diagnosis.failure import failure_of
+from nblaunch.launch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.launch.diagnosis.report import AttemptReport
-from nblaunch.launch.diagnosis.root_cause import early_leavers
+from nblaunch.launch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.preflight import LaunchPlan, judge_again
@@ -284,27 +284,33 @@ class Course:
         if not report.is_success:
             failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
             return Ending("failed", failure.error, failure.rank, failure.headline, values=values)
-        kept = self._take_weights(outcomes)
+        kept = self._take_weights(report, outcomes)
         self._tell_of_left_weights(report)
         if left := early_leavers(report):
             self._tell(Note.of_job(left, "warning"))
         lost = _result_error(report, outcomes)
         return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
 
-    def _take_weights(self, outcomes: dict[int, Outcome]) -> dict[Place, dict[str, Any]]:
+    def _take_weights(
+        self, report: AttemptReport, outcomes: dict[int, Outcome]
+    ) -> dict[Place, dict[str, Any]]:
         """Load what workers trained into the kernel's modules; returns what did not fit them."""
         if self.ranks[0] not in outcomes:
             return {}
         errors = outcomes[self.ranks[0]].weights_errors
+        unsent = _unsent(report)
         back = weights.join([outcomes[rank].weights for rank in self.ranks if rank in outcomes])
+        back = {place: state for place, state in back.items() if place not in unsent}  # all parts, or none
         loaded = weights.load_back(self.plan.modules, back, errors)
         for line in loaded.lines:
             self._tell(Note.of_job(line))
-        for line in loaded.warnings:
+        for line in (*loaded.warnings, *weights.unsent_lines(self.plan.modules, unsent)):
             self._tell(Note.of_job(line, "warning"))
         # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
         return {
-            place: weights.assembled(state) for place, state in back.items() if place not in loaded.places
+            place: weights.assembled(state, self.plan.modules[place])
+            for place, state in back.items()
+            if place not in loaded.places
         }
 
     def _tell_of_left_weights(self, report: AttemptReport) -> None:
@@ -319,6 +325,26 @@ class Course:
         if isinstance(event, Started):
             self.pids[event.rank] = event.pid
         self._tell_job(event)
+
+
+def _unsent(report: AttemptReport) -> dict[Place, str]:
+    """Why ranks whose function returned did not send weights that they had announced, by place."""
+    reasons: dict[Place, str] = {}
+    for rank, finished in sorted(report.finished.items()):
+        sent = report.weights.get(rank, {})
+        missing = [place for place in finished.sends if place not in sent]
+        reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
+        for place, event in sent.items():
+            if event.error:
+                reasons[place] = f"rank {rank} could not send them ({event.error})"
+    return reasons
+
+
+def _death_while_sending(report: AttemptReport, rank: int) -> str:
+    status, time_s = report.exits[rank]
+    evidence = memory_evidence(report, RootCause(rank, status=status, time_s=time_s))
+    what = f"rank {rank} {how_ended(status)} while it sent them"
+    return ". ".join([what, *(line.rstrip(".") for line in evidence[:2])])
 
 
 def _result_error(report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:

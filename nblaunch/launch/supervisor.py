@@ -22,7 +22,7 @@ from pathlib import Path
 
 from nblaunch import in_words
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started, WeightsSent
 from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.launch.diagnosis import processes
 from nblaunch.launch.diagnosis.hang import describe_hang
@@ -204,6 +204,8 @@ class Supervisor:
                 self._started.add(event.rank)
             elif isinstance(event, Finished):
                 self.report.finished.setdefault(event.rank, event)
+            elif isinstance(event, WeightsSent):
+                self.report.weights.setdefault(event.rank, {})[event.place] = event
             elif isinstance(event, Failed) and event.rank not in self.report.finished:
                 self.report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()
@@ -327,20 +329,21 @@ class Supervisor:
         self._requests.answer(query, "\n".join(lines))
 
     def _answering(self) -> dict[int, int]:
-        """Rank -> process of the ranks whose function runs."""
-        running = (self._alive & self._started) - self.report.finished.keys() - self.report.failed.keys()
+        """Rank -> process of the ranks whose function runs, or whose weights are on their way."""
+        running = (self._alive & self._started) - self.report.delivered - self.report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
     def _where_ranks_are(self, dump: StackDump) -> list[str]:
         steps = {sample.rank: sample.step for sample in self._board.sample()}
-        return describe_hang(dump.positions(), steps, gone=sorted(self.report.finished))
+        return describe_hang(dump.positions(), steps, gone=sorted(self.report.delivered))
 
     def _on_hang(self, lines: list[str]) -> None:
         timeout_s = self._inspector.hang_timeout_s
         text = "\n".join([f"no progress for {timeout_s:g} s:", *(f"    {line}" for line in lines)])
         self._tell(Note.of_job(text, "hang"))
         if self._stops_on_hang and self._ladder is None:
-            self.report.hang = tuple(lines)
+            # Where every function has returned there is a result, and weights alone are late.
+            self.report.hang = tuple(lines) if self._alive - self.report.finished.keys() else ()
             self._begin_stop_after_failure()
 
     # --- what is looked at by the clock --------------------------------------------------------------------------
@@ -377,7 +380,7 @@ class Supervisor:
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""
-        if self._ladder is not None or not self._alive <= self.report.finished.keys():
+        if self._ladder is not None or not self._alive <= self.report.delivered:
             self._lingering_since = None
             return
         now = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 from nblaunch import in_words
 from nblaunch.wire.modules import Place, place_name
+from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.pieces import Piece, Pieces
 
 _MAX_NAMED = 3  # modules in one line
@@ -34,9 +35,15 @@ def join(told: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[
     return joined
 
 
-def assembled(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with whole tensors."""
-    return {name: value.assembled() if isinstance(value, Pieces) else value for name, value in state.items()}
+def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
+    """``state`` with whole tensors; those that were not sent are copied from the kernel's ``module``."""
+    own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
+    whole = {}
+    for name, value in state.items():
+        if isinstance(value, Pieces):
+            value = value.assembled()
+        whole[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
+    return whole
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ def load_back(
     """
     warnings: list[str] = []
     whole: dict[Place, int] = {}
+    unchanged: list[Place] = []
     loaded = set()
     for place, module in modules.items():
         if place not in weights and place not in lost:
@@ -75,9 +83,27 @@ def load_back(
             loaded.add(place)
         if loading.text:
             warnings.append(loading.text)
-        else:
+        elif _is_sent(weights[place]):
             whole[place] = _num_bytes(weights[place])
-    return LoadedBack(tuple(_back(modules, whole)), tuple(warnings), frozenset(loaded))
+        else:
+            unchanged.append(place)
+    lines = [*_back(modules, whole)]
+    if unchanged:
+        lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
+    return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
+
+
+def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> list[str]:
+    """A line for each reason why weights did not come, with the modules that are as they were because of it."""
+    places: dict[str, list[Place]] = {}
+    for place, reason in reasons.items():
+        places.setdefault(reason, []).append(place)
+    return [
+        f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. The return value and all "
+        "logs are kept. What is trained can be saved inside the function, as with accelerator.save_model(); with "
+        "sync_weights=False no weights are sent"
+        for reason, missing in places.items()
+    ]
 
 
 def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Iterator[str]:
@@ -86,17 +112,25 @@ def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Itera
     for place in num_bytes:
         arguments.setdefault(place_name(place).partition("]")[0], []).append(place)
     for places in arguments.values():
-        names = [_name(modules[place], place) for place in places[:_MAX_NAMED]]
-        if len(places) > len(names):
-            names.append(f"{len(places) - len(names)} more")
-        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
         noun = "module" if len(places) == 1 else "modules"
         size = in_words.size(sum(num_bytes[place] for place in places))
-        yield f"the trained weights of {listed} are back in the kernel's {noun} ({size})"
+        yield f"the trained weights of {_listed(modules, places)} are back in the kernel's {noun} ({size})"
+
+
+def _listed(modules: Mapping[Place, Any], places: Sequence[Place]) -> str:
+    names = [_name(modules[place], place) for place in places[:_MAX_NAMED]]
+    if len(places) > len(names):
+        names.append(f"{len(places) - len(names)} more")
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _name(module: Any, place: Place) -> str:
     return f"{place_name(place)} ({type(module).__name__})"
+
+
+def _is_sent(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in ``state`` that the kernel does not have."""
+    return not all(isinstance(value, Unchanged) for value in state.values())
 
 
 def _num_bytes(state: Mapping[str, Any]) -> int:
@@ -121,8 +155,8 @@ def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: 
     if not misfit:
         try:
             _load(module, state, is_whole=not lost)
-        except RuntimeError as error:  # the module's own code refuses
-            misfit = " ".join(str(error).split())
+        except Exception as error:  # the module's own code refuses
+            misfit = " ".join(f"{type(error).__name__}: {error}".split())
     if misfit:
         return _Loading(
             False,
@@ -140,7 +174,12 @@ def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: 
 
 
 def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
-    """Put ``state`` into ``module``; parts of tensors go to their places one by one, without a whole copy of them."""
+    """Put ``state`` into ``module``; parts of tensors go to their places one by one, without a whole copy of them.
+
+    What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
+    """
+    if not _is_sent(state):
+        return
     torch: Any = sys.modules["torch"]
     own = module.state_dict()
     bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
@@ -148,9 +187,9 @@ def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
         for name, value in state.items():
             if isinstance(value, Pieces) and name not in bare:
                 value.put_into(own[name])
-    in_parts = {name for name, value in state.items() if isinstance(value, Pieces)}
-    plain = {name: value for name, value in state.items() if name not in in_parts | bare}
-    module.load_state_dict(plain, strict=is_whole and not in_parts | bare)
+    elsewhere = {name for name, value in state.items() if isinstance(value, (Pieces, Unchanged))} | bare
+    plain = {name: value for name, value in state.items() if name not in elsewhere}
+    module.load_state_dict(plain, strict=is_whole and not elsewhere)
     if bare:
         module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
 
@@ -163,6 +202,8 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
     tensors = {}
     for name in bare & state.keys():
         value = state[name]
+        if isinstance(value, Unchanged):
+            continue
         parameter = parameters.get(name)
         tensor = made.get(id(parameter)) if parameter is not None else None
         if tensor is None:

@@ -164,7 +164,7 @@ def failed_for_others(failed: Failed) -> Failed:
 
 def finished_for_others(finished: Finished) -> Finished:
     """What other nodes get of a rank that finished: that it has."""
-    return replace(finished, contents=Contents())
+    return replace(finished, contents=Contents(), sends=())
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""What a worker leaves for its launcher when its function has returned: the return value, and trained weights.
+"""What a worker leaves for its launcher when its function has returned: the return value, then trained weights.
 
-    worker   ── write ──> memory file: value, weights of one module, weights of the next ...
-             ── Contents, with the Finished event: where each of them is
+    worker   ── put_value ──> memory file      ── Finished: where it is
+             ── put_weights ──> memory file    ── WeightsSent, of one module after the other
     launcher ── read ──> Outcome
 
-Each part is written and read by itself, so that one that can't travel does not cost the others.
+The value comes first and by itself, and each part is written and read by itself: one that can't travel, or a worker
+that dies at it, does not cost those before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.events import Contents
+from nblaunch.events import Contents, WeightsSent
 from nblaunch.wire import blame, payload
 from nblaunch.wire.modules import Place, place_name
 
@@ -28,9 +29,10 @@ class Outcome:
 
     Args:
         value: the return value; a :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
-        weights: place in the arguments -> state dict of that module, on the CPU.
+        weights: place in the arguments -> state dict of that module, on the CPU; a
+            :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
         value_error: why the value can't be rebuilt in this process.
-        weights_errors: place -> why these weights can't be.
+        weights_errors: place -> why these weights can't be, or which parts of them can't travel.
     """
 
     value: Any = None
@@ -39,28 +41,62 @@ class Outcome:
     weights_errors: Mapping[Place, str] = field(default_factory=dict)
 
 
-def write(fd: int, value: Any, weights: Mapping[Place, Mapping[str, Any]]) -> Contents:
-    """Write both to the empty file ``fd``; ``value`` None is not written. What can't be pickled is left out and named.
+class Outbox:
+    """The worker's end.
 
-    Raises:
-        Exception: something went wrong that is not the fault of any part: memory is full, most likely.
+    Args:
+        fd: an empty memory file.
     """
-    writer = payload.PayloadWriter(fd)
-    value_at, unpicklable = _append(writer, value, "result") if value is not None else (-1, ())
-    weights_at, lost = {}, {}
-    for place, state in weights.items():
-        weights_at[place], parts = _append(writer, state, f"{place_name(place)}.state_dict()")
-        if parts:
-            lost[place] = "; ".join(parts)
-    return Contents(value_at, weights_at, unpicklable, lost)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._writer = payload.PayloadWriter(fd)
+
+    def put_value(self, value: Any) -> Contents:
+        """Write the return value. What of it can't be pickled is left out and named.
+
+        Raises:
+            Exception: something went wrong that is not the fault of any part: memory is full, most likely.
+        """
+        value_at, unpicklable = self._append(value, "result", {})
+        return Contents(value_at, os.fstat(self._fd).st_size, unpicklable)
+
+    def put_weights(
+        self, place: Place, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
+    ) -> tuple[int, str]:
+        """Write a state dict without the tensors that pass their test (``PayloadWriter.append``).
+
+        Returns:
+            Where it is, and the parts that were left out because they can't be pickled.
+
+        Raises:
+            Exception: as :meth:`put_value`; the file then has what it had before.
+        """
+        at, parts = self._append(state, f"{place_name(place)}.state_dict()", tests)
+        return at, "; ".join(parts)
+
+    def _append(
+        self, value: Any, name: str, tests: Mapping[int, Callable[[Any], bool]]
+    ) -> tuple[int, tuple[str, ...]]:
+        """Where it is, and the parts of it that were left out."""
+        try:
+            return self._writer.append(value, main_by_reference=True, tests=tests), ()
+        except Exception:
+            parts = blame.unpicklable_parts(value, name)
+            if not parts:
+                raise
+            at = self._writer.append(blame.without_unpicklable(value), main_by_reference=True, tests=tests)
+            return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def read(fd: int, contents: Contents) -> Outcome:
-    """Read what :func:`write` wrote. Never raises for what a part's own code raises while it is rebuilt."""
+def read(fd: int, contents: Contents, sent: Mapping[Place, WeightsSent]) -> Outcome:
+    """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt."""
     value, value_error = _read_value(fd, contents) if contents.value_at >= 0 else (None, "")
-    weights, weights_errors = {}, dict(contents.lost_weights)
-    for place, at in contents.weights_at.items():
-        state, error = _tried(payload.load, fd, at)
+    weights, weights_errors = {}, {place: event.lost for place, event in sent.items() if event.lost}
+    for place, event in sent.items():
+        if event.at < 0:
+            continue
+        state, error = _tried(payload.load, fd, event.at)
         if error:
             weights_errors[place] = error
         else:
@@ -70,27 +106,14 @@ def read(fd: int, contents: Contents) -> Outcome:
     return Outcome(value, weights, value_error, weights_errors)
 
 
-def _append(writer: payload.PayloadWriter, value: Any, name: str) -> tuple[int, tuple[str, ...]]:
-    """Where it is, and the parts of it that were left out."""
-    try:
-        return writer.append(value, main_by_reference=True), ()
-    except Exception:
-        parts = blame.unpicklable_parts(value, name)
-        if not parts:
-            raise
-        at = writer.append(blame.without_unpicklable(value), main_by_reference=True)
-        return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
-
-
 def _read_value(fd: int, contents: Contents) -> tuple[Any, str]:
     """The value, and why it can't be had.
 
-    People keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
+    Callers keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
     the weights beside it in memory, and a thousand losses a thousand descriptors.
     """
-    whole = os.fstat(fd).st_size
-    num_bytes = min(contents.weights_at.values(), default=whole) - contents.value_at
-    is_most = num_bytes >= max(_MIN_KEPT_BYTES, whole // 2)
+    num_bytes = contents.value_end - contents.value_at
+    is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)
     return _tried(payload.load if is_most else payload.take, fd, contents.value_at)
 
 

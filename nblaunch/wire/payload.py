@@ -18,8 +18,10 @@ import os
 import pickle
 import struct
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from nblaunch.wire.originals import Unchanged
 from nblaunch.wire.pickling import NotebookPickler
 
 _HEADER = struct.Struct("<QQQ")
@@ -40,17 +42,38 @@ class PayloadWriter:
         # They keep tensors alive, so that no region of memory is used anew.
         self._picklers: list[_Pickler] = []
 
-    def append(self, value: Any, *, main_by_reference: bool = False) -> int:
-        """Write ``value``; ``main_by_reference`` as in ``wire/pickling.py``. Returns where it is, for :func:`load`.
+    def append(
+        self,
+        value: Any,
+        *,
+        main_by_reference: bool = False,
+        tests: Mapping[int, Callable[[Any], bool]] | None = None,
+    ) -> int:
+        """Write ``value``; returns where it is, for :func:`load`.
+
+        Args:
+            value: what to write.
+            main_by_reference: as in ``wire/pickling.py``.
+            tests: ``id`` of a tensor -> a function that says of its values, on the CPU, whether the reader has them.
+                Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
 
         Raises:
-            Exception: whatever pickling raises; :func:`nblaunch.wire.blame.unpicklable_parts` tells which part it
+            Exception: whatever pickling raises; :func:`nblaunch.wire.blame.unpicklable_parts` says which part it
                 was. Other values can still be appended.
-            OSError: memory or disk is full.
+            OSError, MemoryError: memory or disk is full. What was written of ``value`` is given back.
         """
+        end, regions = self._writer.end, dict(self._regions)
+        try:
+            return self._append(value, main_by_reference, tests or {})
+        except (OSError, MemoryError):
+            os.ftruncate(self._fd, end)
+            self._writer.end, self._regions = end, regions
+            raise
+
+    def _append(self, value: Any, main_by_reference: bool, tests: Mapping[int, Callable[[Any], bool]]) -> int:
         header_at = self._writer.skip(_HEADER.size)
         stream = io.BytesIO()
-        pickler = _Pickler(stream, self._writer, self._regions, main_by_reference)
+        pickler = _Pickler(stream, self._writer, self._regions, main_by_reference, tests)
         self._picklers.append(pickler)
         pickler.dump(value)
         body = stream.getbuffer()
@@ -71,6 +94,12 @@ def load(fd: int, at: int = 0) -> Any:
     As long as one of them lives, so does the whole file, with a descriptor.
     """
     return _read(_MappedFile(fd), at)
+
+
+def load_with_address(fd: int) -> tuple[Any, int]:
+    """Like :func:`load`, of what was written first; returns the memory address of the file's first byte, too."""
+    file = _MappedFile(fd)
+    return _read(file, 0), ctypes.addressof(ctypes.c_char.from_buffer(file.part(0, 1)))
 
 
 def take(fd: int, at: int = 0) -> Any:
@@ -126,7 +155,7 @@ class _CopiedFile:
 def can_pickle(value: Any) -> Exception | None:
     """None where :func:`dump` would accept ``value``, otherwise the error it would raise. Writes nothing."""
     try:
-        _Pickler(io.BytesIO(), _NullWriter(), {}, False).dump(value)
+        _Pickler(io.BytesIO(), _NullWriter(), {}, False, {}).dump(value)
     except Exception as error:
         return error
     return None
@@ -137,25 +166,25 @@ def _aligned(offset: int) -> int:
 
 
 class _FileWriter:
-    """Appends raw bytes to a file at aligned offsets."""
+    """Appends raw bytes to a file at aligned offsets, from ``end`` on."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._end = 0
+        self.end = 0
 
     def skip(self, num_bytes: int) -> int:
         """Leave room, to be written later; returns where."""
-        start = _aligned(self._end)
-        self._end = start + num_bytes
+        start = _aligned(self.end)
+        self.end = start + num_bytes
         return start
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        start = offset = _aligned(self._end)
+        start = offset = _aligned(self.end)
         while view:
             written = os.pwrite(self._fd, view[:_MAX_WRITE_BYTES], offset)
             view, offset = view[written:], offset + written
-        self._end = offset
+        self.end = offset
         return start
 
 
@@ -177,12 +206,18 @@ class _Pickler(NotebookPickler):
     """
 
     def __init__(
-        self, stream: io.BytesIO, writer: _FileWriter, regions: dict[Any, int], main_by_reference: bool
+        self,
+        stream: io.BytesIO,
+        writer: _FileWriter,
+        regions: dict[Any, int],
+        main_by_reference: bool,
+        tests: Mapping[int, Callable[[Any], bool]],
     ) -> None:
         super().__init__(stream, main_by_reference=main_by_reference, buffer_callback=self._take_buffer)
         self.buffers: list[tuple[int, int]] = []
         self._writer = writer
         self._regions = regions
+        self._tests = tests
         self._tensors: dict[int, tuple[Any, Any]] = {}
         self._torch: Any = sys.modules.get("torch")
 
@@ -206,18 +241,26 @@ class _Pickler(NotebookPickler):
 
     def _describe(self, tensor: Any, index: int) -> tuple[Any, ...]:
         torch = self._torch
+        is_had = self._tests.get(id(tensor))
+        on_cpu = None if is_had is None else _on_cpu(tensor)
+        if is_had is not None and is_had(on_cpu):
+            return ("unchanged", tuple(tensor.shape))
         # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
         place = tensor.data_ptr() or ("object", id(tensor))
         region = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
         offset = self._regions.get(region)
         if offset is None or tensor.numel() == 0:
-            dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            dense = (_on_cpu(tensor) if on_cpu is None else on_cpu).contiguous()
             size = dense.numel() * dense.element_size()
             raw = (ctypes.c_char * size).from_address(dense.data_ptr()) if size else b""
             offset = self._regions[region] = self._writer.write(raw)
         is_parameter = type(tensor) is torch.nn.Parameter
         needs_grad = tensor.requires_grad and tensor.is_leaf
         return ("tensor", index, offset, tensor.dtype, tuple(tensor.shape), is_parameter, needs_grad)
+
+
+def _on_cpu(tensor: Any) -> Any:
+    return tensor.detach().resolve_conj().resolve_neg().cpu()
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -241,6 +284,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         import torch
 
+        if pid[0] == "unchanged":
+            return Unchanged(pid[1])
         _, index, offset, dtype, shape, is_parameter, needs_grad = pid
         if index not in self._tensors:
             count = 1

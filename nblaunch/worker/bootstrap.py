@@ -6,7 +6,8 @@
     context   environment, thread counts, ``nblaunch.context``
     ──> Started
     function  the user's function is called
-    ──> Finished (value and weights in the outbox) or Failed
+    delivery  value, then weights
+    ──> Finished (the value is in the outbox), or Failed
     farewell  threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
@@ -24,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -33,19 +34,25 @@ from nblaunch import backends, context, env
 from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
-from nblaunch.events import Contents, Fact, Finished, Note, Started, WorkerState
-from nblaunch.wire import outbox
+from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
-from nblaunch.wire.modules import Place, modules_at
+from nblaunch.wire.modules import modules_at
+from nblaunch.wire.originals import Originals
 from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, inherited, shell, stdio
 from nblaunch.worker.construction import Construction
+from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import tell_failure
 
 
-def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None = None) -> NoReturn:
+def run(
+    assignment: Assignment,
+    load_call: Callable[[], Call],
+    slot: Slot | None = None,
+    originals: Originals | None = None,
+) -> NoReturn:
     """Be the worker that ``assignment`` describes, then end the process.
 
     Args:
@@ -53,10 +60,11 @@ def run(assignment: Assignment, load_call: Callable[[], Call], slot: Slot | None
         load_call: gives the function and its arguments; called once output is captured, so that an import error in a
             pickled function is shown like any other.
         slot: its slot of the board, where the caller has the board mapped already.
+        originals: where tensors of the call can be read as they were when it was loaded; None where they can't.
     """
     exit_code = 1
     try:
-        exit_code = _Worker(assignment, slot).live(load_call)
+        exit_code = _Worker(assignment, slot).live(load_call, originals)
     except BaseException:
         # nblaunch's own mistake, a last interrupt, or a function that has closed all descriptors: the log has it.
         stdio.write_last_words(assignment.log_path, traceback.format_exc())
@@ -77,14 +85,14 @@ class _Worker:
         self._state_before = WorkerState.RUNNING
         self._is_child = False
 
-    def live(self, load_call: Callable[[], Call]) -> int:
+    def live(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
         """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
         try:
             self._prepare()
             guard.let_signals_in()
             function, args = load_call()
-            # Before the function may put others in their places.
             modules = modules_at(args, self.assignment.sends_weights_of)
+            delivery = Delivery(self.assignment, modules, originals, self.sender.send)
             value, exit_code = _call(function, args)
             if self._is_child:
                 return _end_of_child(exit_code)
@@ -94,7 +102,7 @@ class _Worker:
             shell.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
             with self.interrupts.held_back():
-                self._deliver(value, modules, left_by_exit=value is _LEFT)
+                delivery.deliver(value, left_by_exit=value is _LEFT)
         except BaseException as error:
             if self._is_child:
                 if isinstance(error, KeyboardInterrupt):  # the rank shows it
@@ -198,15 +206,6 @@ class _Worker:
         elif self.slot.state is WorkerState.COMPILING:
             self.slot.set_state(self._state_before)
 
-    def _deliver(self, value: Any, modules: Mapping[Place, Any], left_by_exit: bool) -> None:
-        """Put value and weights into the outbox and say so."""
-        assignment = self.assignment
-        wanted = value if assignment.returns_value and not left_by_exit else None
-        weights = _weights(modules, is_main=assignment.topology.local_rank == 0)
-        has_contents = wanted is not None or bool(weights)
-        contents = outbox.write(assignment.outbox_fd, wanted, weights) if has_contents else Contents()
-        self.sender.send(Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit))
-
     def _farewell(self, exit_code: int) -> int:
         """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""
         try:
@@ -258,22 +257,6 @@ def _end_of_child(exit_code: int) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     stdio.flush()
     return exit_code
-
-
-def _weights(modules: Mapping[Place, Any], is_main: bool) -> dict[Place, dict[str, Any]]:
-    """What this rank tells of the modules' weights; nothing of those that have none, being on the meta device still."""
-    held = context.current().trained_weights
-    if held is None and not is_main:
-        return {}
-    states = {
-        place: dict(module.state_dict() if held is None else held(module))
-        for place, module in modules.items()
-    }
-    return {
-        place: state
-        for place, state in states.items()
-        if state and not any(getattr(tensor, "is_meta", False) for tensor in state.values())
-    }
 
 
 def _limit_threads(num_threads: int) -> None:

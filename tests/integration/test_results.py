@@ -432,6 +432,145 @@ torch.equal(before, model.weight)
 
 
 def test_weights_that_came_back_are_told_but_are_no_warning(shared: Kernel) -> None:
-    cell = shared.run("notebook_launcher(lambda model: None, (nn.Linear(2, 2),), 2)")
+    cell = shared.run(
+        "notebook_launcher(lambda model: model.weight.data.zero_().sum(), (nn.Linear(2, 2),), 2)"
+    )
     assert "the trained weights of args[0] (Linear) are back in the kernel's module" in cell.stdout
     assert "warning" not in cell.displays[0].data["text/plain"]
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_weights_that_did_not_change_are_not_sent_and_averages_are(shared: Kernel, method: str) -> None:
+    """What is frozen may change all the same: by its own optimizer, by an average, through ``.data``."""
+    cell = shared.run(
+        f"""
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+def frozen(module):
+    return module.requires_grad_(False)
+def train(student, teacher, averages, tied):
+    with torch.no_grad():
+        student.weight.fill_(2.0)
+        averages["lerp"].weight.lerp_(student.weight, 0.5)
+        averages["loaded"].load_state_dict(student.state_dict())
+    averages["data"].weight.data.copy_(student.weight.data)
+    averages["replaced"].weight = nn.Parameter(student.weight.detach().clone(), False)
+    averages["numpy"].bias.numpy()[:] = 2.0
+    tied.norm(torch.randn(3, 4))
+def parts(*modules):
+    return [[tensor.clone() for tensor in module.state_dict().values()] for module in modules]
+def linear():
+    module = nn.Linear(300, 300)
+    nn.init.zeros_(module.weight); nn.init.zeros_(module.bias)
+    return module
+student, teacher = linear(), frozen(nn.Sequential(nn.Linear(1000, 1000), nn.BatchNorm1d(1000)).eval())
+averages = {{name: frozen(linear()) for name in ("lerp", "loaded", "data", "replaced", "numpy", "left")}}
+tied = Tied()
+before, (embedding,) = parts(teacher, averages["left"]), parts(tied.embed)
+kept = averages["replaced"].weight
+notebook_launcher(train, (student, teacher, averages, tied), 2, start_method={method!r})
+after = parts(teacher, averages["left"])
+(all(torch.equal(a, b) for one, other in zip(before, after) for a, b in zip(one, other)),
+ {{name: (m.weight.unique().tolist(), m.bias.unique().tolist()) for name, m in averages.items()}},
+ averages["replaced"].weight is kept, tied.norm.num_batches_tracked.item(), tied.head.weight is tied.embed.weight,
+ torch.equal(embedding[0], tied.embed.weight), nblaunch.last_job().weights())
+"""
+    )
+    left, averages, is_kept, num_batches, is_tied, is_same, weights = cell.value
+    assert (left, is_kept, num_batches, is_tied, is_same, weights) == (True, True, 1, True, True, {})
+    assert averages == {
+        "lerp": ([1.0], [0.0]),
+        "loaded": ([2.0], [0.0]),
+        "data": ([2.0], [0.0]),
+        "replaced": ([2.0], [0.0]),
+        "numpy": ([0.0], [2.0]),
+        "left": ([0.0], [0.0]),
+    }
+    lines = [line for line in cell.stdout.splitlines() if "weights of" in line]
+    assert len(lines) == 4, cell.stdout
+    assert "args[0] (Linear) are back in the kernel's module (360 kB)" in lines[0]
+    assert (
+        "args[2]['lerp'] (Linear), args[2]['loaded'] (Linear), args[2]['data'] (Linear) and 2 more"
+        in lines[1]
+    )
+    assert "args[3] (Tied)" in lines[2]
+    assert "args[1] (Sequential) and args[2]['left'] (Linear) were not changed" in lines[3]
+
+
+def test_weights_that_do_not_fit_are_whole_though_some_were_not_sent(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+def train(model):
+    model[1] = nn.Linear(4, 9)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+notebook_launcher(train, (model,), 2)
+weights = nblaunch.last_job().weights()[0]
+sorted(weights), tuple(weights["1.weight"].shape), torch.equal(weights["0.weight"], model[0].weight)
+"""
+    )
+    assert cell.value == (["0.bias", "0.weight", "1.bias", "1.weight"], (9, 4), True)
+
+
+BROKEN_SENDING = {
+    # As the system does when memory has run out; tests of that itself would need a control group.
+    "killed": ("os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL while it sent them"),
+    "refused": ("raise MemoryError('no room')", "rank 0 could not send them (MemoryError: no room)"),
+    "full": (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))",
+        "rank 0 could not send them (OSError: [Errno 27] File too large)",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", BROKEN_SENDING)
+@pytest.mark.parametrize("method", START_METHODS)
+def test_weights_that_can_not_be_sent_cost_neither_value_nor_log(
+    shared: Kernel, method: str, end: str
+) -> None:
+    code, told = BROKEN_SENDING[end]
+    cell = shared.run(
+        f"""
+class Heavy(nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        if nblaunch.context.is_worker():
+            {code}
+        return super().state_dict(*args, **kwargs)
+def train(first, heavy):
+    print("training done")
+    with torch.no_grad():
+        first.weight.fill_(3.0); heavy.weight.fill_(3.0)
+    return {{"loss": torch.full((1000,), 0.5)}}
+first, heavy = nn.Linear(2, 2), Heavy(1000, 1000)
+before = heavy.weight.clone()
+value = notebook_launcher(train, (first, heavy), 2, start_method={method!r})
+job = nblaunch.last_job()
+(value["loss"].unique().tolist(), first.weight.unique().tolist(), torch.equal(before, heavy.weight), job.status,
+ "training done" in job.logs(), job.result()["loss"].sum().item(), job.weights())
+"""
+    )
+    assert cell.value == ([0.5], [3.0], True, "done", True, 500.0, {})
+    (line,) = [line for line in cell.stdout.splitlines() if "did not come back" in line]
+    assert "args[1] (Heavy)" in line
+    assert told in line
+    assert "sync_weights=False" in line
+    assert "warning" in cell.displays[0].data["text/plain"]
+
+
+def test_weights_that_never_come_are_reported_as_a_hang_and_cost_nothing_else(shared: Kernel) -> None:
+    cell = shared.run(
+        """
+import threading
+class Stuck(nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        if nblaunch.context.is_worker():
+            threading.Event().wait()
+        return super().state_dict(*args, **kwargs)
+notebook_launcher(lambda model: "value", (Stuck(2, 2),), 2, hang_timeout_s=0.5, on_hang="stop", interrupt_grace_s=0)
+"""
+    )
+    assert cell.result == "'value'"
+    assert "while it sent them" in cell.stdout
+    assert "state_dict" in cell.stdout

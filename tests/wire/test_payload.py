@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from nblaunch.events import WeightsSent
 from nblaunch.wire import outbox, payload
 from nblaunch.wire.board import create_memory_file
 
@@ -174,14 +176,40 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
         2: {"w": torch.zeros(2), "extra": threading.Lock()},
         3: {"x": Unreadable()},
     }
-    contents = outbox.write(file, {"fine": 1, "bad": [threading.Lock()]}, weights)
+    box = outbox.Outbox(file)
+    contents = box.put_value({"fine": 1, "bad": [threading.Lock()]})
     assert contents.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
-    assert contents.lost_weights[2].startswith("args[2].state_dict()['extra'] (TypeError: ")
-    outcome = outbox.read(file, contents)
+    sent = {}
+    for place, state in weights.items():
+        at, lost = box.put_weights(place, state, {})
+        sent[place] = WeightsSent(0, 1.0, place=place, at=at, lost=lost)
+    assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
+    sent[4] = WeightsSent(0, 1.0, place=4, error="MemoryError: ")
+    outcome = outbox.read(file, contents, sent)
     assert outcome.value["fine"] == 1
     assert outcome.value["bad"][0].why.startswith("TypeError")
     assert outcome.weights[0]["w"].sum() == 3
     assert list(outcome.weights[2]) == ["w"]
     assert "not a number" in outcome.weights_errors[3]
-    unreadable = outbox.read(file, outbox.write(file, Unreadable(), {}))
+    assert outcome.weights.keys() == {0, 2}
+    unreadable = outbox.read(file, outbox.Outbox(file).put_value(Unreadable()), {})
     assert (unreadable.value, "ValueError" in unreadable.value_error) == (None, True)
+
+
+def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None:
+    """Nor does what could be written of the weights stay in memory."""
+    box = outbox.Outbox(file)
+    contents = box.put_value({"loss": torch.ones(1000)})
+    size = os.fstat(file).st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MB, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            box.put_weights(0, {"small": torch.ones(MB // 8), "large": torch.ones(MB)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.fstat(file).st_size < size + 100
+    at, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
+    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at)})
+    assert outcome.value["loss"].sum() == 1000
+    assert outcome.weights[0]["small"].unique().tolist() == [3.0]

@@ -26,7 +26,7 @@ _NEWS = NodeNews(
         samples=(Sample(0, WorkerState.TRAINING, loss=0.25), Sample(1, loss=math.inf)),
         failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
         exits={0: (ExitStatus(-9), 3.0)},
-        finished={2: Finished(2, 4, Contents(weights_at={0: 5, "model": 6}))},
+        finished={2: Finished(2, 4, Contents(5, 6, ("result[0]",)), sends=(0, "model"))},
         stopping=Stopping(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip

@@ -73,7 +73,7 @@ def failure_of(
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
-    evidence = _device_evidence(root) or _memory_evidence(report, root)
+    evidence = _device_evidence(root) or memory_evidence(report, root)
     notes = [*_notes(report, root, pid, log, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
@@ -118,7 +118,8 @@ def _device_evidence(root: RootCause) -> list[str]:
     return [f"rank {root.rank}: {first}", *others]
 
 
-def _memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
+def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
+    """What memory has to do with the end of a rank, line by line; nothing where nothing speaks for it."""
     record = report.memory
     if record is None or root.left_early:
         return []

@@ -23,8 +23,11 @@ _COLLECTIVE_FILES = (
 )
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
-_DELIVERS = "_deliver"
-"""The worker's function that pickles what the user's function has returned."""
+_STAGES = (
+    ("nblaunch/wire/outbox.py", "put_value", "what it returned is being pickled"),
+    ("nblaunch/worker/delivery.py", "_put_weights", "trained weights are being sent"),
+)
+"""What a worker is at once the user's function has returned, after the function of ours that does it."""
 
 _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 
@@ -98,11 +101,14 @@ def position_of(text: str) -> Position | None:
         return None
     inner, user = _split_at_user(thread.frames)
     described = stacks.describe(user[:1]) or stacks.describe(thread.frames[:1]) or ["outside of the function"]
-    is_packing = any(
-        frame.name == _DELIVERS and frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames
-    )
-    stage = "the function has returned, and what it returned is being pickled: " if is_packing else ""
-    return Position(stage + described[0], _collective_in(inner))
+    return Position(_stage(thread.frames) + described[0], _collective_in(inner))
+
+
+def _stage(frames: Sequence[StackFrame]) -> str:
+    for file, name, stage in _STAGES:
+        if any(frame.name == name and frame.filename.endswith(file) for frame in frames):
+            return f"the function has returned, and {stage}: "
+    return ""
 
 
 def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nblaunch.events import ExitStatus, Failed, Finished
+from nblaunch.events import ExitStatus, Failed, Finished, WeightsSent
 from nblaunch.launch.diagnosis.elsewhere import Elsewhere
 from nblaunch.launch.diagnosis.inspection import MemoryRecord
 from nblaunch.wire.board import Sample
+from nblaunch.wire.modules import Place
 
 
 @dataclass
@@ -16,6 +17,7 @@ class AttemptReport:
 
     Args:
         finished: ranks whose function returned.
+        weights: rank -> place in the arguments -> the weights that it has sent of the module there.
         failed: ranks whose function raised, in order of arrival.
         exits: how each process ended, and when that was seen.
         signalled: rank -> when it was first sent a signal by the launcher, for those that were.
@@ -30,6 +32,7 @@ class AttemptReport:
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
+    weights: dict[int, dict[Place, WeightsSent]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)
@@ -46,3 +49,12 @@ class AttemptReport:
     def is_success(self) -> bool:
         """Whether the function returned on every rank, and nobody stopped the job."""
         return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
+
+    @property
+    def delivered(self) -> set[int]:
+        """Ranks whose function returned and who have nothing more to send."""
+        return {
+            rank
+            for rank, event in self.finished.items()
+            if len(self.weights.get(rank, ())) >= len(event.sends)
+        }

@@ -86,7 +86,6 @@ def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
 
 def what_happened(cause: RootCause, report: AttemptReport) -> str:
     """How a rank ended, as the rest of a sentence that begins with it: ``was killed by SIGSEGV``."""
-    status = cause.status or ExitStatus(0)
     if cause.left_early:
         left = (
             "left by sys.exit(0)"
@@ -95,9 +94,13 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
         )
         waiting = in_words.ranks(report.failed)
         return f"{left} while {waiting} still needed it in a collective operation"
-    if status.signal_name:
-        return f"was killed by {status.signal_name}"
-    return f"ended with exit code {status.code} before the function returned"
+    status = cause.status or ExitStatus(0)
+    return how_ended(status) + (" before the function returned" if status.code >= 0 else "")
+
+
+def how_ended(status: ExitStatus) -> str:
+    """How a process ended, likewise: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
+    return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
 
 
 def early_leavers(report: AttemptReport) -> str:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.launch.diagnosis.hang import Mark, Position, Watchdog, describe_hang, position_of
-from nblaunch.worker import bootstrap
+from nblaunch.wire.outbox import Outbox
+from nblaunch.worker.delivery import Delivery
 
 TORCH = "/usr/lib/python3/site-packages/torch"
 
@@ -151,16 +152,25 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
     assert position.where == "/home/me/train.py, line 14 in train"
 
 
-def test_a_value_that_is_being_pickled_is_told_from_the_function() -> None:
+def test_what_is_sent_after_the_function_is_told_from_the_function() -> None:
     text = dump(
         ("/home/me/train.py", 6, "__reduce__"),
         ("/site/nblaunch/wire/payload.py", 50, "append"),
-        ("/site/nblaunch/worker/bootstrap.py", 170, bootstrap._Worker._deliver.__name__),
+        ("/site/nblaunch/wire/outbox.py", 60, Outbox.put_value.__name__),
+        BOOTSTRAP,
     )
     position = position_of(text)
     assert position is not None
     assert position.where == (
         "the function has returned, and what it returned is being pickled: /home/me/train.py, line 6 in __reduce__"
+    )
+    text = dump(
+        ("/home/me/train.py", 6, "state_dict"),
+        ("/site/nblaunch/worker/delivery.py", 60, Delivery._put_weights.__name__),
+        BOOTSTRAP,
+    )
+    assert position_of(text).where == (
+        "the function has returned, and trained weights are being sent: /home/me/train.py, line 6 in state_dict"
     )
 
 

@@ -1,0 +1,141 @@
+"""What a worker's tensors held when it started, read from where that still lies, to find those that it has changed.
+
+    forked worker  ── the memory of the process it was forked from, at the same addresses
+    fresh worker   ── the memory file it loaded the call from, which its tensors lie on (copied when written to)
+
+Nothing is copied or computed beforehand: only where each tensor lay is noted. The comparison is of bytes, so that it
+sees whatever changed a tensor: an optimizer, ``.data``, NumPy, another tensor in its place. ``requires_grad`` says
+nothing (an average of weights is frozen and changes), and neither does a tensor's version (``.data`` leaves it alone).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch.wire.modules import Place
+
+_CHUNK_BYTES = 1 << 18  # stays in a core's cache between being read and compared
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Stands in a state dict for a tensor of this shape that is as the launcher has it, and so was not sent."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Original:
+    """Where a tensor lay: ``num_bytes`` from ``address``, holes between its elements included."""
+
+    address: int
+    num_bytes: int
+    dtype: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_contiguous: bool
+
+
+class Originals:
+    """The tensors of some modules as they were when the worker started.
+
+    Args:
+        fd: a file that holds them. It stays the caller's.
+        address: in memory, of that file's first byte.
+    """
+
+    def __init__(self, fd: int, address: int = 0) -> None:
+        self.fd = fd
+        self.address = address
+        self._modules: dict[Place, dict[str, _Original]] = {}
+
+    @classmethod
+    def of_this_process(cls) -> Originals | None:
+        """For processes that are forked from this one; None where the system does not show a process its memory.
+
+        The file is this process's memory for whoever inherits it: rights are asked when it is opened, and not when it
+        is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
+        """
+        try:
+            return cls(os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return None
+
+    def remember(self, modules: Mapping[Place, Any]) -> None:
+        """Note where the tensors of ``modules`` lie now, before anything has changed them."""
+        for place, module in modules.items():
+            tensors = (
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            )
+            noted = ((name, _original(tensor)) for name, tensor in tensors)
+            self._modules[place] = {name: original for name, original in noted if original is not None}
+
+    def tests_of(self, place: Place, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
+        """``id`` of each tensor in ``state`` -> whether its values, given on the CPU, are those of the start.
+
+        Those of which it isn't known have none.
+        """
+        noted = self._modules.get(place, {})
+        found = {name: noted[name] for name in state.keys() & noted.keys()}
+        tests: dict[int, Callable[[Any], bool]] = {}
+        for name, original in found.items():
+            key = id(state[name])
+            # One tensor under two names: unchanged under one of them may be changed under the other.
+            tests[key] = functools.partial(self._is_same, original) if key not in tests else _never
+        return tests
+
+    def _is_same(self, original: _Original, tensor: Any) -> bool:
+        if (tensor.dtype, tuple(tensor.shape)) != (original.dtype, original.shape):
+            return False
+        if tensor.stride() != original.stride:
+            if not original.is_contiguous:
+                return False
+            tensor = tensor.contiguous()
+        buffer = bytearray(min(_CHUNK_BYTES, original.num_bytes))
+        copy = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
+        own = tensor.data_ptr()
+        for done in range(0, original.num_bytes, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, original.num_bytes - done)
+            try:
+                count = os.preadv(
+                    self.fd, [memoryview(buffer)[:size]], original.address - self.address + done
+                )
+            except OSError:  # no longer there, not to be read, or the function has closed our descriptor
+                return False
+            if count != size or _memcmp(copy, own + done, size) != 0:
+                return False
+        return True
+
+
+def _never(tensor: Any) -> bool:
+    return False
+
+
+def _original(tensor: Any) -> _Original | None:
+    """None for what is not plainly in this process's memory: it then counts as changed."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.numel() == 0:
+        return None
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Original(
+        address=tensor.data_ptr(),
+        num_bytes=(last + 1) * tensor.element_size(),
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        is_contiguous=tensor.is_contiguous(),
+    )

@@ -1,0 +1,81 @@
+"""A worker's last duty once its function has returned: the value goes to the launcher, then the trained weights.
+
+    value ──> Finished ──> weights of one module ──> WeightsSent ──> weights of the next ...
+
+From ``Finished`` on the job has its result. Nothing that happens to weights, which may be large, can cost it: neither
+memory that runs out, nor a ``state_dict()`` that raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nblaunch import context
+from nblaunch.events import Contents, Event, Finished, WeightsSent
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.modules import Place
+from nblaunch.wire.originals import Originals
+from nblaunch.wire.outbox import Outbox
+
+
+class Delivery:
+    """Made before the function is called, which may put other modules in the places of those that were passed.
+
+    Args:
+        assignment: the worker's orders.
+        modules: those whose weights are wanted, by their places in the arguments.
+        originals: where their tensors can still be read as they are now; None: all are sent.
+        send: takes events for the launcher.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        modules: Mapping[Place, Any],
+        originals: Originals | None,
+        send: Callable[[Event], None],
+    ) -> None:
+        self._assignment = assignment
+        self._modules = modules
+        self._originals = originals
+        self._send = send
+        self._is_main = assignment.topology.local_rank == 0
+        if originals is not None and self._is_main:
+            originals.remember(modules)
+
+    def deliver(self, value: Any, *, left_by_exit: bool) -> None:
+        """Send the value, then the weights.
+
+        Raises:
+            Exception: the value could not be written.
+        """
+        assignment = self._assignment
+        outbox = Outbox(assignment.outbox_fd)
+        is_wanted = assignment.returns_value and not left_by_exit and value is not None
+        contents = outbox.put_value(value) if is_wanted else Contents()
+        held = context.current().trained_weights
+        # Where every rank holds the whole, one of them is enough.
+        sends = tuple(self._modules) if self._is_main or held is not None else ()
+        self._send(
+            Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit, sends=sends)
+        )
+        for place in sends:
+            at, lost, error = self._put_weights(outbox, place, held)
+            self._send(WeightsSent(assignment.rank, time.time(), place=place, at=at, lost=lost, error=error))
+
+    def _put_weights(
+        self, outbox: Outbox, place: Place, held: Callable[[Any], Mapping[str, Any]] | None
+    ) -> tuple[int, str, str]:
+        """Where they are, which parts of them could not be pickled, and why there are none."""
+        module = self._modules[place]
+        try:
+            state = dict(module.state_dict() if held is None else held(module))
+            if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
+                return -1, "", ""  # it has no weights, being on the meta device still
+            # Of parts of tensors it isn't known where they lay.
+            tests = self._originals.tests_of(place, state) if self._originals and held is None else {}
+            return (*outbox.put_weights(place, state, tests), "")
+        except Exception as error:
+            return -1, "", f"{type(error).__name__}: {error}"
