@@ -14,14 +14,20 @@ XLA_TESTS := tests/xla tests/contracts/test_backend.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
-# Further arguments for pytest, as in `make test ARGS='-k board -x'`.
+# Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
+# How many tests run at a time. A module's tests stay together, and most of them wait for processes and kernels.
+WORKERS ?= logical
+# Anything here has failed tests of a whole run tried once more, one at a time and by name.
+AGAIN ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
+# Tests start hundreds of interpreters, each of which would compile all that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser colab-env test-xla xla-env lint format stubs bench picture clean
+.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs bench picture clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -38,11 +44,29 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: setup  ## run the quickstart notebook on all cores and print its ranks and accuracy
 	$(BIN)/python scripts/demo.py
 
-# Tests of real processes depend on a machine that answers in time. One that fails is tried once more by itself, and
-# both results are shown.
-test: setup lint browser colab-env  ## lint, then run all tests; with ARGS those alone, and not the XLA tests
-	$(BIN)/python -m pytest $(ARGS) || $(BIN)/python -m pytest --last-failed $(ARGS)
-	$(if $(ARGS),,$(MAKE) test-xla)
+ifeq ($(strip $(ARGS)),)
+# Everything is run, whatever failed before it; the last lines tell what did.
+test:  ## lint, then run all tests and those with XLA; the last lines say which failed. With ARGS: only what pytest finds by them
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env || $(MAKE) --no-print-directory setup
+	@failed=; for part in lint test-xla test-main; do \
+		echo; echo "== $$part =="; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	if [ -n "$$failed" ]; then echo "make test: failed:$$failed"; exit 1; fi; \
+	echo "make test: lint, test-xla and test-main passed"
+else
+test: setup browser colab-env
+	$(BIN)/python -m pytest $(ARGS)
+endif
+
+# Run all of one suite. $(1): the interpreter, $(2): what else tells it from others, a cache for its failures included.
+define whole_suite
+	@$(1) -m pytest $(2) --numprocesses $(WORKERS) --maxprocesses 4 || { status=$$?; \
+	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
+	echo; echo "What failed is tried once more. What passes now is flaky, which is a defect: see tests/flaky.md."; \
+	$(1) -m pytest $(2) --last-failed --last-failed-no-failures none --maxfail 10 --verbose; }
+endef
+
+test-main: setup browser colab-env  ## run all tests but those with XLA
+	$(call whole_suite,$(BIN)/python,)
 
 # The browser tests say what is missing where there is none; elsewhere than where changes are accepted they are skipped.
 browser: setup  ## find Chromium for the browser tests; install Debian's where that needs no password
@@ -51,9 +75,13 @@ browser: setup  ## find Chromium for the browser tests; install Debian's where t
 colab-env: setup  ## make the interpreter for kernels as in Colab, and front ends of their time (270 MB; at once where it is there already)
 	$(BIN)/python scripts/colab_env.py .venv-colab-kernel
 
+ifeq ($(strip $(ARGS)),)
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
-	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS) || \
-		PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) --last-failed $(ARGS)
+	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS) --override-ini cache_dir=.pytest_cache/xla)
+else
+test-xla: xla-env
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
+endif
 
 xla-env:  ## make the environment for the XLA tests (2.6 GB; at once where it is there already)
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }

@@ -50,6 +50,7 @@ TESTED_WITH = (
     "psutil",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "safetensors",
     "scikit-learn",
     "tqdm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,6 +22,20 @@ def pytest_configure() -> None:
     # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Keep together, in one of several test processes, what shares kernels: a module's tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            # Two machines without network namespaces of their own meet at fixed ports of the loopback.
+            return "tests/nodes" if module.startswith("tests/nodes/") else module
+
+    return ByModule(config, log)
 
 
 @pytest.fixture(autouse=True)
