@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.backends.meter import DeviceMeter
+from nblaunch.host.meter import DeviceMeter
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:

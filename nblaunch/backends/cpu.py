@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.backends import cgroup, process_group, system_files
+from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
+from nblaunch.host import cgroup, proc
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -83,12 +84,12 @@ def cpu_quota(folders: Iterable[Path]) -> float | None:
     """
     quotas = []
     for folder in folders:
-        text = system_files.read(folder / "cpu.max").split()
+        text = proc.read(folder / "cpu.max").split()
         if len(text) == 2 and text[0] != "max":
             quotas.append(int(text[0]) / int(text[1]))
         if text:
             continue
-        quota, period = (system_files.read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (proc.read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota and period and int(quota) > 0:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)

@@ -1,9 +1,9 @@
 """NVIDIA GPUs, joined by NCCL.
 
-    kernel      counts GPUs and reads their memory through the driver (cuda_host.py); never makes a CUDA context
+    kernel      counts GPUs and reads their memory through the driver (host/gpus.py); never makes a CUDA context
     worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
 
-What is not the backend's own is beside it: ``cuda_host.py`` (the machine), ``cuda_visible.py`` (which GPUs a process is
+What is not the backend's own is beside it: ``host/gpus.py`` (the machine, and which GPUs a process is
 shown), ``cuda_in_kernel.py`` (whether a fork is possible), ``cuda_memory.py`` (when memory runs out),
 ``cuda_faults.py`` (what other errors mean).
 """
@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import cuda_faults, cuda_host, cuda_in_kernel, cuda_memory, process_group
+from nblaunch.backends import cuda_faults, cuda_in_kernel, cuda_memory, process_group
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import LOOPBACK
-from nblaunch.backends.meter import DeviceMeter
+from nblaunch.host import gpus
+from nblaunch.host.meter import DeviceMeter
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ class CudaBackend(Backend):
         return 10 if self.device_count() > 0 and _is_cuda_build() else 0
 
     def unavailable_reason(self) -> str:
-        gpus = cuda_host.physical_gpus()
-        if not gpus:
-            return cuda_host.uncounted() or "NVML, the driver's library, finds no NVIDIA GPU on this machine"
+        physical = gpus.physical_gpus()
+        if not physical:
+            return gpus.uncounted() or "NVML, the driver's library, finds no NVIDIA GPU on this machine"
         if self.device_count() == 0:
             value = env.read("CUDA_VISIBLE_DEVICES")
             if value is None:
@@ -54,19 +55,19 @@ class CudaBackend(Backend):
                     "MIG is enabled on the GPUs, and they have no instances: `nvidia-smi mig -lgip` lists the "
                     "profiles, `nvidia-smi mig -cgi PROFILE -C` makes an instance"
                 )
-            return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(gpus)} GPUs"
+            return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
         return "the installed torch was built without CUDA; install a CUDA build from https://pytorch.org"
 
     def overlooked(self) -> str | None:
         count = self.device_count()
         if not count:
-            return cuda_host.uncounted()
+            return gpus.uncounted()
         if _is_cuda_build():
             return None
         return f"{count} GPU{'s are' if count > 1 else ' is'} here, but can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
-        return len(cuda_host.visible())
+        return len(gpus.visible())
 
     def fork_hazard(self) -> str | None:
         hazard = cuda_in_kernel.hazard()
@@ -79,12 +80,12 @@ class CudaBackend(Backend):
         notes = []
         count = self.device_count()
         if num_processes > count > 0:
-            gpus = "one GPU" if count == 1 else f"{count} GPUs"
+            shared = "one GPU" if count == 1 else f"{count} GPUs"
             notes.append(
-                f"{num_processes} workers share {gpus} and talk by gloo, through host memory: good for trying out, "
+                f"{num_processes} workers share {shared} and talk by gloo, through host memory: good for trying out, "
                 "slower than a worker per GPU"
             )
-        model = cuda_host.lacks_p2p()
+        model = gpus.lacks_p2p()
         if model is not None and num_processes > 1 and env.read("NCCL_P2P_DISABLE") is None:
             notes.append(
                 f"NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver, direct "
@@ -93,12 +94,12 @@ class CudaBackend(Backend):
         return tuple(notes)
 
     def open_meter(self) -> DeviceMeter:
-        return cuda_host.open_meter()
+        return gpus.open_meter()
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
         is_set = env.read("NCCL_P2P_DISABLE") is not None
-        if topology.local_world_size > 1 and not is_set and cuda_host.lacks_p2p() is not None:
+        if topology.local_world_size > 1 and not is_set and gpus.lacks_p2p() is not None:
             changes |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
         if topology.num_nodes == 1:
             # Rendezvous of one machine's processes only; their data goes through NVLink, PCIe or shared memory.

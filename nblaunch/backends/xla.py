@@ -9,9 +9,9 @@ Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks te
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
-What is not the backend's own is beside it: ``xla_library.py`` (torch_xla, found and imported), ``tpu_host.py`` (the
+What is not the backend's own is beside it: ``xla_library.py`` (torch_xla, found and imported), ``host/tpu.py`` (the
 machine), ``xla_in_kernel.py`` (whether a fork is possible), ``xla_bf16.py``, ``xla_spanning.py`` (one process for all
-devices), ``xla_readings.py`` and ``compile_watch.py`` (what is compiled, and why), ``host_memory.py`` and
+devices), ``xla_readings.py`` and ``compile_watch.py`` (what is compiled, and why), ``host/memory.py`` and
 ``host_reduction.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
@@ -19,8 +19,8 @@ will have to say, in its own way: how chips are counted without ``import torch_t
 there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_hazard`` there is; the variables that its
 ``set_tpu_launch_env`` sets, for ``worker_env`` (TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY); its process
 group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and ``places_ahead``; whether
-a module keeps its parameters when it moves, for ``place``. Topology and chips (``tpu_host.py``), memory
-(``host_memory.py``) and compilations (``compile_watch.py``) can serve both.
+a module keeps its parameters when it moves, for ``place``. Topology and chips (``host/tpu.py``), memory
+(``host/memory.py``) and compilations (``compile_watch.py``) can serve both.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
 from nblaunch.backends import (
-    host_memory,
     host_reduction,
     process_group,
-    tpu_host,
     xla_in_kernel,
     xla_library,
     xla_readings,
@@ -48,6 +46,7 @@ from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.backends.xla_bf16 import Representation
 from nblaunch.backends.xla_spanning import BatchCutter
+from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
@@ -125,7 +124,7 @@ class XlaBackend(Backend):
         mismatch = xla_library.version_mismatch()
         if mismatch is not None or xla_library.kind() != "TPU":
             return mismatch
-        if tpu_host.has_two_cores(tpu_host.chips()):
+        if tpu.has_two_cores(tpu.chips()):
             return (
                 "these are TPU v2 or v3 chips, which have two cores each: one process per chip would leave half of "
                 "them idle. Use torch_xla's own launcher, torch_xla.launch, which runs two threads per process"
@@ -140,16 +139,16 @@ class XlaBackend(Backend):
                 f"this process has taken the TPU chips itself{xla_in_kernel.who_initialised()}, and gives them back "
                 "only when it ends: restart the kernel, and use the device only inside the function that is launched"
             )
-        holder = tpu_host.lock_holder()
+        holder = tpu.lock_holder()
         if holder is not None:
             return (
-                f"another process uses the TPU chips: {holder} ({tpu_host.command_of(holder)}). End it, or shut its "
-                f"notebook's kernel down. ({tpu_host.LOCK_FILE} goes with it; don't delete it while the process lives.)"
+                f"another process uses the TPU chips: {holder} ({tpu.command_of(holder)}). End it, or shut its "
+                f"notebook's kernel down. ({tpu.LOCK_FILE} goes with it; don't delete it while the process lives.)"
             )
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        if xla_library.kind() != "TPU" or tpu_host.can_drive(num_processes, xla_library.num_chips()):
+        if xla_library.kind() != "TPU" or tpu.can_drive(num_processes, xla_library.num_chips()):
             return None
         return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_library.num_chips()}"
 
@@ -170,11 +169,11 @@ class XlaBackend(Backend):
         kind = xla_library.kind()
         changes: dict[str, str | None] = {"PJRT_DEVICE": kind}
         if kind == "TPU":
-            is_v7x = "v7x" in tpu_host.chips()
-            changes |= tpu_host.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
+            is_v7x = "v7x" in tpu.chips()
+            changes |= tpu.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
             changes |= xla_library.readable_accelerator_type()
         else:
-            changes |= dict.fromkeys(tpu_host.TOPOLOGY_VARIABLES)
+            changes |= dict.fromkeys(tpu.TOPOLOGY_VARIABLES)
         if topology.num_nodes == 1:
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
@@ -182,12 +181,12 @@ class XlaBackend(Backend):
     def spanning_env(self) -> dict[str, str | None] | None:
         # Nobody has a share: what the image says of its chips holds, as in any plain script on this host.
         image = env.snapshot()
-        return {name: image.get(name) for name in tpu_host.TOPOLOGY_VARIABLES} | tpu_host.NO_LOCAL_RANK
+        return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | tpu.NO_LOCAL_RANK
 
     # --- worker's half: joining ----------------------------------------------------------------------------------
 
     def prepare_child(self, topology: Topology) -> None:
-        host_memory.tune_allocator()
+        memory.tune_allocator()
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_library.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
@@ -258,7 +257,7 @@ class XlaBackend(Backend):
         modules = list(module.modules())
         for part in reversed(modules):
             part.to(device)
-        host_memory.trim()
+        memory.trim()
 
     def host_bytes_of_device(self, num_bytes: int) -> int:
         return num_bytes if xla_library.kind() == "CPU" else 0

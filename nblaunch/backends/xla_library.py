@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from nblaunch import env
-from nblaunch.backends import tpu_host
+from nblaunch.host import tpu
 
 INSTALL = 'pip install "nblaunch[tpu]"'
 
@@ -27,8 +27,8 @@ def num_chips() -> int:
     if "torch_xla._internal.tpu" in sys.modules:
         found = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
     else:
-        found = sum(tpu_host.chips().values())
-    return found or tpu_host.device_files(
+        found = sum(tpu.chips().values())
+    return found or tpu.device_files(
         env.read("PJRT_DEVICE") == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
     )
 

@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from nblaunch import backends, env, in_words, platforms
-from nblaunch.backends import cgroup, cpu, cuda_host, nvml, tpu_host
+from nblaunch import backends, env, in_words
+from nblaunch.backends import cpu
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
+from nblaunch.host import cgroup, gpus, notebook_service, nvml, tpu
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
@@ -63,7 +64,7 @@ def collect() -> dict[str, Any]:
             plan = plan_launch(LaunchSpec(function=_nothing))
         except (ValueError, RuntimeError) as error:
             refusal = str(error)
-    platform = platforms.detect(env.snapshot())
+    platform = notebook_service.detect(env.snapshot())
     config, config_error = _config()
     devices = _devices() if torch_error is None else {}
     return {
@@ -71,7 +72,7 @@ def collect() -> dict[str, Any]:
         "notebook": _notebook(platform),
         "devices": {"cpu": _cores(), **devices},
         "gpus": nvml.descriptions(),
-        "tpu_chips": dict(tpu_host.chips()),
+        "tpu_chips": dict(tpu.chips()),
         "memory": _memory(),
         "launch_from": "this kernel" if kernel_shell() is not None else "a fresh kernel",
         "launch": _launch(plan, refusal or torch_error or ""),
@@ -121,7 +122,7 @@ def _torch_error() -> str | None:
     return None
 
 
-def _notebook(platform: platforms.Platform) -> dict[str, Any]:
+def _notebook(platform: notebook_service.Platform) -> dict[str, Any]:
     return {
         "platform": platform.name,
         "title": platform.title,
@@ -201,7 +202,7 @@ def _variables() -> dict[str, str]:
         "WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-        *tpu_host.TOPOLOGY_VARIABLES,
+        *tpu.TOPOLOGY_VARIABLES,
     )
     return {
         **{name: environ[name] for name in env.TABLE if name in environ},
@@ -223,9 +224,7 @@ def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
 def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Devices that are here and can't be used. That there are none is no finding."""
     for name, found in devices.items():
-        is_here = found["count"] > 0 or (
-            name == "cuda" and (cuda_host.physical_gpus() or cuda_host.uncounted())
-        )
+        is_here = found["count"] > 0 or (name == "cuda" and (gpus.physical_gpus() or gpus.uncounted()))
         if is_here and found["unusable_because"]:
             yield f"backend={name!r} can't be used: {found['unusable_because']}"
 

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nblaunch import env, platforms
+from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
 from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.dashboard.widgets import WidgetsDashboard
+from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
@@ -98,7 +99,7 @@ def is_interactive() -> bool:
     never does. Colab has a way of its own to ask.
     """
     content = running_request().get("content", {})
-    return bool(content.get("allow_stdin")) or platforms.detect(env.snapshot()).name == "colab"
+    return bool(content.get("allow_stdin")) or notebook_service.detect(env.snapshot()).name == "colab"
 
 
 def kernel_shell() -> Any | None:

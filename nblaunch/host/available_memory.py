@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nblaunch.backends import cgroup, system_files
+from nblaunch.host import cgroup, proc
 
 
 def limit_and_available() -> tuple[int | None, int | None]:
@@ -39,7 +39,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
 def _host_memory() -> dict[str, int]:
     """Source: proc_meminfo(5); values are in KiB."""
     values = {}
-    for line in system_files.read(Path("/proc/meminfo")).splitlines()[:5]:
+    for line in proc.read(Path("/proc/meminfo")).splitlines()[:5]:
         name, _, value = line.partition(":")
         values[name] = int(value.split()[0]) * 1024
     return values
@@ -47,14 +47,14 @@ def _host_memory() -> dict[str, int]:
 
 def _reclaimable(folder: Path) -> int:
     """Page cache that the group would give up before anything is killed."""
-    values = dict(line.split() for line in system_files.read(folder / "memory.stat").splitlines())
+    values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
     # Version 1 tells both, and what is in use there counts groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
 def _number(folder: Path, *names: str) -> int | None:
     for name in names:
-        text = system_files.read(folder / name)
+        text = proc.read(folder / name)
         if text.isdigit():
             return int(text)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from nblaunch.backends import system_files
+from nblaunch.host import proc
 
 ROOT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -17,7 +17,7 @@ def folders(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -
     Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
     the root of each hierarchy is always among them.
     """
-    return list(_folders(controller, root, system_files.read(own_groups)))
+    return list(_folders(controller, root, proc.read(own_groups)))
 
 
 @lru_cache(maxsize=16)

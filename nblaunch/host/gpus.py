@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from nblaunch import env
-from nblaunch.backends import nvml
-from nblaunch.backends.cuda_visible import Gpu, visible_devices
-from nblaunch.backends.meter import DeviceMeter
+from nblaunch.host import nvml
+from nblaunch.host.cuda_visible import Gpu, visible_devices
+from nblaunch.host.meter import DeviceMeter
 
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from nblaunch.backends.cuda_visible import Gpu
-from nblaunch.backends.meter import DeviceMeter, DeviceReading
+from nblaunch.host.cuda_visible import Gpu
+from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.packages import is_installed
 
 

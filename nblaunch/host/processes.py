@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nblaunch.backends import system_files
+from nblaunch.host import proc
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -70,4 +70,4 @@ def _stat_fields(pid: int, thread: str = "") -> list[str]:
 
 
 def _read(pid: int, name: str) -> str:
-    return system_files.read(Path(f"/proc/{pid}/{name}"))
+    return proc.read(Path(f"/proc/{pid}/{name}"))

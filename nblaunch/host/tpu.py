@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from nblaunch.backends import system_files
+from nblaunch.host import proc
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 DEV = Path("/dev")
@@ -65,9 +65,7 @@ def chips_on(pci: Path) -> Counter[str]:
     """The TPU chips on a PCI bus by their kind."""
     found: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
-        if system_files.read(device / "vendor") == _GOOGLE and (
-            kind := _CHIPS.get(system_files.read(device / "device"))
-        ):
+        if proc.read(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(proc.read(device / "device"))):
             found[kind] += 1
     return found
 
@@ -130,23 +128,23 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
     return changes
 
 
-def lock_holder(path: Path = LOCK_FILE, proc: Path = PROC) -> int | None:
+def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     """The process that uses the chips through libtpu, by its open lock file or device; None where none is found.
 
     The file alone says nothing: it stays behind when a process is killed (jax-ml/jax#10192), and is never deleted here.
     Processes of other users can't be looked into and are not found.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
-    for descriptors in proc.glob("[0-9]*/fd"):
+    for descriptors in processes.glob("[0-9]*/fd"):
         pid = int(descriptors.parent.name)
         if pid != os.getpid() and any(wanted.fullmatch(target) for target in _targets(descriptors)):
             return pid
     return None
 
 
-def command_of(pid: int, proc: Path = PROC) -> str:
+def command_of(pid: int, processes: Path = PROC) -> str:
     """The command line of a process, shortened; ``"?"`` where it can't be read."""
-    words = system_files.read(proc / str(pid) / "cmdline").replace("\0", " ").strip()
+    words = proc.read(processes / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
 
 

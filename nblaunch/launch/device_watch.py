@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from nblaunch.backends.base import Backend
-from nblaunch.backends.meter import DeviceMeter
 from nblaunch.events import DeviceUse
+from nblaunch.host.meter import DeviceMeter
 
 _INTERVAL_S = 1.0
 

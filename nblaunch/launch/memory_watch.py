@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from nblaunch.backends import host_memory
 from nblaunch.events import HostMemory
-from nblaunch.launch.diagnosis import processes
+from nblaunch.host import memory, processes
 
 INTERVAL_S = 2.0
 """Between two readings of the true number of a rank, at least."""
@@ -43,7 +42,7 @@ class MemoryWatch:
     def __init__(
         self,
         *,
-        proportional_bytes: Callable[[int], int | None] = host_memory.proportional_bytes,
+        proportional_bytes: Callable[[int], int | None] = memory.proportional_bytes,
         own_bytes: Callable[[int], int | None] = processes.own_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

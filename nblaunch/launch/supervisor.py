@@ -23,8 +23,8 @@ from pathlib import Path
 from nblaunch import in_words
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started, WeightsSent
+from nblaunch.host import processes
 from nblaunch.launch.common_stop import CommonStop, answers_of
-from nblaunch.launch.diagnosis import processes
 from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport

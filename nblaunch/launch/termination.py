@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 
-from nblaunch.launch.diagnosis import processes
+from nblaunch.host import processes
 from nblaunch.launch.requests import StopRequests
 from nblaunch.wire.board import Slot
 

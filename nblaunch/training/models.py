@@ -19,7 +19,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from nblaunch import context, in_words
-from nblaunch.backends import host_memory
+from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import Member
 from nblaunch.training.options import TorchDynamoPlugin
@@ -173,14 +173,14 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     if device_bytes is None:
         return None
     barrier(member.device)  # no rank is still moving
-    own = host_memory.proportional_bytes()
+    own = memory.proportional_bytes()
     sizes = operations.gather_object([own])
     if member.topology.rank != 0 or None in sizes:
         return None
     count = member.topology.world_size
-    kernel = (host_memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
+    kernel = (memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
     total = sum(sizes) + kernel - count * device_bytes
-    allocator = host_memory.other_allocator()
+    allocator = memory.other_allocator()
     was_built_here = context.current().slot.built_bytes >= model_bytes
     return (
         f"{in_words.count(count, 'worker')}, host memory {in_words.size(total)} "

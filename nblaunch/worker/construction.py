@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.backends import available_memory
 from nblaunch.events import WorkerState
+from nblaunch.host import available_memory
 from nblaunch.wire import turns
 from nblaunch.wire.board import Slot
 

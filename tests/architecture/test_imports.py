@@ -22,7 +22,7 @@ GROUND_FLOOR = {
         "spec_nodes",
         "events",
         "env",
-        "platforms",
+        "host",
         "in_words",
         "installed",
     )

@@ -15,7 +15,7 @@ from nblaunch import backends
 from nblaunch.backends import cuda, cuda_in_kernel
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
-from tests.backends.fake_nvml import FakeGpu, FakeNvml
+from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 NvmlMaker = Callable[..., FakeNvml]
 TWO = Topology(world_size=2, local_world_size=2)

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.backends import tpu_host, xla, xla_in_kernel, xla_library
+from nblaunch.backends import xla, xla_in_kernel, xla_library
 from nblaunch.backends.xla import BACKEND
+from nblaunch.host import tpu
 from nblaunch.topology import Topology
 
 TOPOLOGY = Topology(rank=1, local_rank=1, world_size=8, local_world_size=8, master_port=1)
@@ -25,13 +26,13 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     host(monkeypatch, 0)
     install(monkeypatch)
-    monkeypatch.setattr(tpu_host, "device_files", lambda names_tpu: 0)
-    monkeypatch.setattr(tpu_host, "lock_holder", lambda: None)
+    monkeypatch.setattr(tpu, "device_files", lambda names_tpu: 0)
+    monkeypatch.setattr(tpu, "lock_holder", lambda: None)
     monkeypatch.setattr(xla_in_kernel, "is_initialised", lambda: False)
 
 
 def host(monkeypatch: pytest.MonkeyPatch, num_chips: int, kind: str = "v5e") -> None:
-    monkeypatch.setattr(tpu_host, "chips", lambda: Counter({kind: num_chips}))
+    monkeypatch.setattr(tpu, "chips", lambda: Counter({kind: num_chips}))
     monkeypatch.setattr(xla_library, "num_chips", lambda: num_chips)
 
 
@@ -167,8 +168,8 @@ def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.Monk
 
 def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    monkeypatch.setattr(tpu_host, "lock_holder", lambda: 4242)
-    monkeypatch.setattr(tpu_host, "command_of", lambda pid: "python train.py")
+    monkeypatch.setattr(tpu, "lock_holder", lambda: 4242)
+    monkeypatch.setattr(tpu, "command_of", lambda pid: "python train.py")
     refusal = BACKEND.launch_refusal() or ""
     assert "another process uses the TPU chips: 4242 (python train.py)" in refusal
     assert "don't delete it" in refusal

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator
-from nblaunch.backends import host_memory
+from nblaunch.host import memory
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import plan_launch
 from nblaunch.spec import LaunchSpec
@@ -54,7 +54,7 @@ def train(strategy: str, optimizer_name: str) -> dict[str, float]:
     """This process's own memory: after steps, at most during backward, and at most during the first forward."""
     plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
     accelerator = Accelerator(fsdp_plugin=plugin)
-    host_memory.tune_allocator()
+    memory.tune_allocator()
     _steps(accelerator, Blocks(1), 1, optimizer_name)  # what libraries make at their first use
     before = own_bytes()
     seen = _steps(accelerator, Blocks(WIDTH), WIDTH, optimizer_name)
@@ -80,7 +80,7 @@ def _steps(accelerator: Accelerator, model: Blocks, width: int, optimizer_name: 
 def own_bytes() -> int:
     """Memory that only this process has. Source: proc_pid_smaps(5)."""
     gc.collect()
-    host_memory.trim()
+    memory.trim()
     text = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(number) for number in re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.MULTILINE)) * 1024
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from nblaunch import env
-from nblaunch.backends import cuda_host
 from nblaunch.backends.cuda import BACKEND
-from nblaunch.backends.meter import DeviceReading
+from nblaunch.host import gpus
+from nblaunch.host.meter import DeviceReading
 from tests.kernels import Cell, Kernel
 
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
 
 COUNT = BACKEND.device_count()
 # By its UUID, which is the same device whatever CUDA_VISIBLE_DEVICES says around the tests.
-ONE = {"CUDA_VISIBLE_DEVICES": cuda_host.visible()[0] if COUNT else ""}
+ONE = {"CUDA_VISIBLE_DEVICES": gpus.visible()[0] if COUNT else ""}
 IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")
 SLACK_BYTES = 64 << 20
 
@@ -104,7 +104,7 @@ def _launch(
 
 
 def _readings() -> tuple[DeviceReading, ...]:
-    meter = cuda_host.open_meter()
+    meter = gpus.open_meter()
     try:
         return meter.read()
     finally:

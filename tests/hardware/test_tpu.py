@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from nblaunch.backends import tpu_host
 from nblaunch.backends.xla import BACKEND
+from nblaunch.host import tpu as tpu_host
 from tests.kernels import Kernel
 
 HAS_TPU = BACKEND.affinity() > 0 and BACKEND.device_noun == "TPU chip"

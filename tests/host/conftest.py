@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.backends import cuda_host
-from tests.backends.fake_nvml import FakeGpu, FakeNvml
+from nblaunch.host import gpus
+from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNvml]]:
     """Makes a host with NVML and these GPUs, whose ``/dev`` is ``tmp_path``; after the test NVML must be closed."""
     made: list[FakeNvml] = []
-    monkeypatch.setattr(cuda_host, "_DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(*gpus: FakeGpu, **options: str) -> FakeNvml:
@@ -31,5 +31,5 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def _forget_host() -> None:
-    cuda_host.physical_gpus.cache_clear()
-    cuda_host._driver_version.cache_clear()
+    gpus.physical_gpus.cache_clear()
+    gpus._driver_version.cache_clear()

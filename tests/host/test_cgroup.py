@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.backends import available_memory, cgroup
 from nblaunch.backends.cpu import cpu_quota
+from nblaunch.host import available_memory, cgroup
 
 HOST = {"MemTotal": 16_000, "MemAvailable": 9_000}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from nblaunch.backends import cuda_host
-from nblaunch.backends.cuda_visible import Gpu
-from nblaunch.backends.meter import DeviceReading
-from nblaunch.backends.nvml import descriptions
-from tests.backends.fake_nvml import FakeGpu, FakeNvml
+from nblaunch.host import gpus
+from nblaunch.host.cuda_visible import Gpu
+from nblaunch.host.meter import DeviceReading
+from nblaunch.host.nvml import descriptions
+from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
 PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"))
@@ -43,9 +43,9 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
     nvml(has_driver=False)
     if has_device:
         (tmp_path / "nvidia0").touch()
-    assert cuda_host.physical_gpus() == ()
-    assert cuda_host.open_meter().read() == ()
-    told = cuda_host.uncounted()
+    assert gpus.physical_gpus() == ()
+    assert gpus.open_meter().read() == ()
+    told = gpus.uncounted()
     assert (
         (f"there is {tmp_path}/nvidia0" in str(told) and "Library Not Found" in str(told))
         if has_device
@@ -56,11 +56,11 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
 def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml()
     (tmp_path / "nvidia0").touch()
-    assert cuda_host.uncounted() is None
+    assert gpus.uncounted() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    cuda_host.physical_gpus.cache_clear()
-    assert cuda_host.physical_gpus() == ()
-    assert "pip install nvidia-ml-py" in str(cuda_host.uncounted())
+    gpus.physical_gpus.cache_clear()
+    assert gpus.physical_gpus() == ()
+    assert "pip install nvidia-ml-py" in str(gpus.uncounted())
 
 
 def test_gpus_are_described(nvml: NvmlMaker) -> None:
@@ -99,8 +99,8 @@ def test_no_program_is_asked_about_gpus_on_the_way_to_the_first_step(tmp_path: P
 
 def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-aaaa1111"), FakeGpu("GPU-aabb2222", "NVIDIA L4"))
-    assert cuda_host.physical_gpus() == TWO
-    assert [gpu.name for gpu in cuda_host.physical_gpus()] == ["Tesla T4", "NVIDIA L4"]
+    assert gpus.physical_gpus() == TWO
+    assert [gpu.name for gpu in gpus.physical_gpus()] == ["Tesla T4", "NVIDIA L4"]
 
 
 def test_nvml_tells_of_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,22 +109,22 @@ def test_nvml_tells_of_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatc
         FakeGpu("MIG-2222", used=2 * GIB, utilisation=None),
     ]
     nvml(FakeGpu("GPU-cccc3333", "A100", instances=instances), FakeGpu("GPU-dddd4444"))
-    assert cuda_host.physical_gpus() == PARTITIONED
+    assert gpus.physical_gpus() == PARTITIONED
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2222")
-    meter = cuda_host.open_meter()
+    meter = gpus.open_meter()
     assert meter.read() == (DeviceReading("GPU 0", 2 * GIB, 16 * GIB, None),)
     meter.close()
 
 
 def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-cccc3333", "A100", instances=[None, FakeGpu("MIG-2222"), None, FakeGpu("MIG-4444")]))
-    assert cuda_host.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
+    assert gpus.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
 
 
 def test_a_driver_that_does_not_tell_of_processes(nvml: NvmlMaker) -> None:
     """Before 510, where the module calls a function by a name that only later drivers have."""
     nvml(FakeGpu("GPU-aaaa1111", used=GIB, utilisation=40, processes={7: GIB}), is_old=True)
-    meter = cuda_host.open_meter()
+    meter = gpus.open_meter()
     assert meter.read() == (DeviceReading("GPU 0", GIB, 16 * GIB, 0.4),)
     meter.close()
 
@@ -135,7 +135,7 @@ def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
     first = FakeGpu("GPU-aaaa1111", used=GIB, utilisation=40, processes={7: GIB, 8: None})
     driver = nvml(first, FakeGpu("GPU-aabb2222"), FakeGpu("GPU-cc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    meter = cuda_host.open_meter()
+    meter = gpus.open_meter()
     assert driver.num_open == 1
     assert meter.read() == (
         DeviceReading("GPU 0", 0, 16 * GIB, 0.0),
@@ -163,15 +163,15 @@ def test_cards_whose_direct_connections_hang(
     nvml: NvmlMaker, names: tuple[str, ...], driver: str, expected: str | None
 ) -> None:
     nvml(*(FakeGpu(f"GPU-{index}", name) for index, name in enumerate(names)), driver=driver)
-    assert cuda_host.lacks_p2p() == expected
+    assert gpus.lacks_p2p() == expected
 
 
 def test_hidden_cards_do_not_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(*(FakeGpu(f"GPU-{index}", "NVIDIA GeForce RTX 4090") for index in range(2)), driver="535.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert cuda_host.lacks_p2p() is None
+    assert gpus.lacks_p2p() is None
 
 
 def test_the_real_module_says_that_there_is_no_driver_or_lists_gpus() -> None:
-    cuda_host.physical_gpus.cache_clear()
-    assert isinstance(cuda_host.physical_gpus(), tuple)
+    gpus.physical_gpus.cache_clear()
+    assert isinstance(gpus.physical_gpus(), tuple)

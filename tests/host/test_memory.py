@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nblaunch.backends import host_memory
+from nblaunch.host import memory
 
 KEEPS = """
 import ctypes
-from nblaunch.backends import host_memory
-is_tuned = host_memory.tune_allocator() if {tunes} else None
+from nblaunch.host import memory
+is_tuned = memory.tune_allocator() if {tunes} else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -21,13 +21,13 @@ def take(size):
     return block
 libc.free(take(30 << 20))                     # glibc takes this as a sign to serve such blocks from its heap
 blocks = [take(20 << 20) for _ in range(5)]
-before = host_memory.proportional_bytes()
+before = memory.proportional_bytes()
 last = take(1 << 20)                          # above the blocks: the heap cannot shrink past it
 for block in blocks:
     libc.free(block)
-kept = host_memory.proportional_bytes()
-host_memory.trim()
-print(is_tuned, (before - kept) >> 20, (before - host_memory.proportional_bytes()) >> 20)
+kept = memory.proportional_bytes()
+memory.trim()
+print(is_tuned, (before - kept) >> 20, (before - memory.proportional_bytes()) >> 20)
 """
 
 
@@ -52,10 +52,10 @@ def test_a_trim_gives_back_what_the_heap_keeps() -> None:
 
 
 def test_shared_pages_count_once() -> None:
-    own = host_memory.proportional_bytes()
+    own = memory.proportional_bytes()
     assert own is not None
     assert own > 1 << 20
-    assert host_memory.proportional_bytes(1 << 30) is None
+    assert memory.proportional_bytes(1 << 30) is None
 
 
 def test_another_allocator_is_known_by_its_library(tmp_path: Path) -> None:
@@ -63,33 +63,33 @@ def test_another_allocator_is_known_by_its_library(tmp_path: Path) -> None:
     maps.write_text(
         "7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4.5.9\n"
     )
-    assert host_memory.other_allocator(maps) == "tcmalloc"
+    assert memory.other_allocator(maps) == "tcmalloc"
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 1 /usr/lib/x86_64-linux-gnu/libc.so.6\n")
-    assert host_memory.other_allocator(maps) is None
-    assert host_memory.other_allocator(tmp_path / "absent") is None
+    assert memory.other_allocator(maps) is None
+    assert memory.other_allocator(tmp_path / "absent") is None
 
 
 SHARES = """
 import mmap, os
 import ctypes
-from nblaunch.backends import host_memory
+from nblaunch.host import memory
 size = 64 * mmap.PAGESIZE
 block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
 block.write(b"x" * size)
 address = ctypes.addressof(ctypes.c_char.from_buffer(block))
-before = host_memory.is_shared(address, size)
+before = memory.is_shared(address, size)
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(writing)
     os.read(reading, 1)                       # until the parent is through
     os._exit(0)
-held = host_memory.is_shared(address, size)
+held = memory.is_shared(address, size)
 block[:] = b"y" * size                        # the system makes copies for this process
-written = host_memory.is_shared(address, size)
+written = memory.is_shared(address, size)
 os.close(writing)
 os.waitpid(child, 0)
-print(before, held, written, host_memory.is_shared(address, 0))
+print(before, held, written, memory.is_shared(address, 0))
 """
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch import platforms
+from nblaunch.host import notebook_service
 from tests.kernels import Kernel
 
 # What each service sets in a kernel, shortened: from its own documentation or its published image.
@@ -38,7 +38,7 @@ PARENTS = {
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_services_are_told_by_their_variables(name: str, tmp_path: Path) -> None:
-    platform = platforms.detect(ENVIRONMENTS[name], root=tmp_path)
+    platform = notebook_service.detect(ENVIRONMENTS[name], root=tmp_path)
     assert platform.name == name
     assert platform.is_interactive
     assert (platform.evidence in ENVIRONMENTS[name]) == (name != "none")
@@ -49,12 +49,12 @@ def test_sagemaker_is_also_told_by_its_metadata_file(tmp_path: Path) -> None:
     file = tmp_path / "opt/ml/metadata/resource-metadata.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"AppType": "KernelGateway"}')
-    platform = platforms.detect({"AWS_REGION": "eu-west-1"}, root=tmp_path)
+    platform = notebook_service.detect({"AWS_REGION": "eu-west-1"}, root=tmp_path)
     assert (platform.name, platform.evidence) == ("sagemaker", "/opt/ml/metadata/resource-metadata.json")
 
 
 def test_nobody_watches_a_saved_version_on_kaggle(tmp_path: Path) -> None:
-    platform = platforms.detect({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, root=tmp_path)
+    platform = notebook_service.detect({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, root=tmp_path)
     assert platform.name == "kaggle"
     assert not platform.is_interactive
 
@@ -63,14 +63,14 @@ def test_nobody_watches_a_saved_version_on_kaggle(tmp_path: Path) -> None:
 def test_jupyter_clients_are_told_by_the_process_that_started_the_kernel(name: str, tmp_path: Path) -> None:
     (tmp_path / "proc" / "41").mkdir(parents=True)
     (tmp_path / "proc" / "41" / "cmdline").write_text("\0".join([*PARENTS[name], ""]))
-    assert platforms.detect({"JPY_PARENT_PID": "41"}, root=tmp_path).name == name
+    assert notebook_service.detect({"JPY_PARENT_PID": "41"}, root=tmp_path).name == name
 
 
 @pytest.mark.parametrize("runner", ["papermill", "jupyter-nbconvert", "nblaunch"])
 def test_notebook_runners_have_nobody_in_front(runner: str, tmp_path: Path) -> None:
     (tmp_path / "proc" / "41").mkdir(parents=True)
     (tmp_path / "proc" / "41" / "cmdline").write_text(f"/usr/bin/python\0/usr/bin/{runner}\0in.ipynb\0")
-    platform = platforms.detect({"JPY_PARENT_PID": "41"}, root=tmp_path)
+    platform = notebook_service.detect({"JPY_PARENT_PID": "41"}, root=tmp_path)
     assert platform.name == "jupyter"
     assert not platform.is_interactive
 
@@ -78,11 +78,14 @@ def test_notebook_runners_have_nobody_in_front(runner: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("parent", ["41", "", "not a number"])
 def test_a_process_that_ended_is_no_obstacle(parent: str, tmp_path: Path) -> None:
     environ = {"JPY_PARENT_PID": parent, "JPY_SESSION_NAME": "a.ipynb"}
-    assert platforms.detect(environ, root=tmp_path).title == "a Jupyter kernel"
+    assert notebook_service.detect(environ, root=tmp_path).title == "a Jupyter kernel"
 
 
 def test_a_real_kernel_and_what_it_starts_know_that_they_are_one(kernel: Kernel) -> None:
-    source = "from nblaunch import env, platforms; print(platforms.detect(env.snapshot()).name)"
+    source = (
+        "from nblaunch import env; from nblaunch.host import notebook_service as service; "
+        "print(service.detect(env.snapshot()).name)"
+    )
     known = "".join(
         f"os.environ.pop({name!r}, None);" for name in {n for e in ENVIRONMENTS.values() for n in e}
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.backends import tpu_host
+from nblaunch.host import tpu
 
 
 @pytest.fixture
@@ -24,26 +24,26 @@ def pci(tmp_path: Path) -> Path:
 
 
 def test_chips_are_counted_by_vendor_and_kind(pci: Path, tmp_path: Path) -> None:
-    assert tpu_host.chips_on(pci) == {"v5e": 8}
-    assert tpu_host.chips_on(tmp_path / "absent") == {}
+    assert tpu.chips_on(pci) == {"v5e": 8}
+    assert tpu.chips_on(tmp_path / "absent") == {}
 
 
 def test_two_cores_per_chip_are_known(pci: Path) -> None:
-    assert not tpu_host.has_two_cores(tpu_host.chips_on(pci))
+    assert not tpu.has_two_cores(tpu.chips_on(pci))
     (pci / "0000:00:02.0" / "device").write_text("0x0027")
-    assert tpu_host.has_two_cores(tpu_host.chips_on(pci))
+    assert tpu.has_two_cores(tpu.chips_on(pci))
 
 
 def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
-    assert tpu_host.device_files_in(tmp_path, True) == 0
+    assert tpu.device_files_in(tmp_path, True) == 0
     (tmp_path / "vfio").mkdir()
     for name in ("vfio/vfio", "vfio/0", "vfio/1"):
         (tmp_path / name).touch()
-    assert tpu_host.device_files_in(tmp_path, False) == 0, "VFIO groups may be of any device"
-    assert tpu_host.device_files_in(tmp_path, True) == 2
+    assert tpu.device_files_in(tmp_path, False) == 0, "VFIO groups may be of any device"
+    assert tpu.device_files_in(tmp_path, True) == 2
     for name in ("accel0", "accel1", "accel2", "accelerometer"):
         (tmp_path / name).touch()
-    assert tpu_host.device_files_in(tmp_path, False) == 3
+    assert tpu.device_files_in(tmp_path, False) == 3
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
     [(1, 8, True), (8, 8, True), (4, 4, True), (3, 8, False), (4, 8, False)],
 )
 def test_one_worker_or_one_per_chip(num_workers: int, num_chips: int, can: bool) -> None:
-    assert tpu_host.can_drive(num_workers, num_chips) is can
+    assert tpu.can_drive(num_workers, num_chips) is can
 
 
 def test_the_last_of_eight_workers() -> None:
-    changes = tpu_host.topology_env(7, 8)
+    changes = tpu.topology_env(7, 8)
     assert changes["TPU_PROCESS_BOUNDS"] == "2,4,1"
     assert changes["TPU_PROCESS_ADDRESSES"] == ",".join(f"localhost:{port}" for port in range(8476, 8484))
     assert (changes["TPU_PROCESS_PORT"], changes["TPU_VISIBLE_CHIPS"], changes["CLOUD_TPU_TASK_ID"]) == (
@@ -64,7 +64,7 @@ def test_the_last_of_eight_workers() -> None:
         "7",
     )
     assert changes["TPU_HOST_BOUNDS"] is None
-    assert tpu_host.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,4,1,2"
+    assert tpu.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,4,1,2"
 
 
 def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tmp_path: Path) -> None:
@@ -72,19 +72,19 @@ def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tm
     lock.touch()
     (proc / "7" / "fd").mkdir(parents=True)
     (proc / "7" / "cmdline").write_bytes(b"python\0-m\0ipykernel\0")
-    assert tpu_host.lock_holder(lock, proc) is None
+    assert tpu.lock_holder(lock, proc) is None
     os.symlink(lock, proc / "7" / "fd" / "3")
-    assert tpu_host.lock_holder(lock, proc) == 7
-    assert tpu_host.command_of(7, proc) == "python -m ipykernel"
-    assert tpu_host.command_of(8, proc) == "?"
+    assert tpu.lock_holder(lock, proc) == 7
+    assert tpu.command_of(7, proc) == "python -m ipykernel"
+    assert tpu.command_of(8, proc) == "?"
     own = proc / str(os.getpid()) / "fd"
     own.mkdir(parents=True)
     os.unlink(proc / "7" / "fd" / "3")
     os.symlink(lock, own / "3")
-    assert tpu_host.lock_holder(lock, proc) is None, "this process is asked for elsewhere"
+    assert tpu.lock_holder(lock, proc) is None, "this process is asked for elsewhere"
 
 
 def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:
     (tmp_path / "9" / "fd").mkdir(parents=True)
     os.symlink("/dev/accel3", tmp_path / "9" / "fd" / "5")
-    assert tpu_host.lock_holder(tmp_path / "lock", tmp_path) == 9
+    assert tpu.lock_holder(tmp_path / "lock", tmp_path) == 9

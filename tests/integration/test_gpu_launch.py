@@ -201,7 +201,7 @@ def test_memory_that_was_not_given_back_is_told(made_up: Kernel, tmp_path: Path)
     made_up.run(
         """
 import mmap
-from nblaunch.backends.meter import DeviceMeter, DeviceReading
+from nblaunch.host.meter import DeviceMeter, DeviceReading
 taken = memoryview(mmap.mmap(-1, 8)).cast("q")
 class Meter(DeviceMeter):
     def read(self):

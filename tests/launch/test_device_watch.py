@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from nblaunch.backends.cpu import CpuBackend
-from nblaunch.backends.meter import DeviceMeter, DeviceReading
-from nblaunch.backends.nvml import NvmlMeter
 from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Exited, JobStarted, Started, WorkerState
+from nblaunch.host.meter import DeviceMeter, DeviceReading
+from nblaunch.host.nvml import NvmlMeter
 from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.wire.board import Sample
-from tests.backends.fake_nvml import FakeGpu, FakeNvml
+from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 
 class _Backend(CpuBackend, DeviceMeter):

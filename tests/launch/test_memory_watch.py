@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nblaunch.backends.host_memory import proportional_bytes
+from nblaunch.host.memory import proportional_bytes
 from nblaunch.launch.memory_watch import INTERVAL_S, MemoryWatch
 
 MB = 1_000_000

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.launch.diagnosis import processes
+from nblaunch.host import processes
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import LISTEN_S, Termination
 from nblaunch.wire.board import private_slot

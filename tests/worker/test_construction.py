@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.backends import available_memory
 from nblaunch.events import WorkerState
+from nblaunch.host import available_memory
 from nblaunch.wire import turns
 from nblaunch.wire.board import Slot, create_memory_file, private_slot
 from nblaunch.worker import construction

@@ -114,11 +114,11 @@ class Sampler(threading.Thread):
 
     def look(self) -> int:
         """Host bytes now."""
-        from nblaunch.backends import host_memory
+        from nblaunch.host import memory
 
         before = self.device_bytes()
         pids = [os.getpid(), *children(os.getpid())]
-        total = sum(size for pid in pids if (size := host_memory.proportional_bytes(pid)) is not None)
+        total = sum(size for pid in pids if (size := memory.proportional_bytes(pid)) is not None)
         # What arrived while we looked may be in the sum or not: the middle is the fairest guess.
         return total - (before + self.device_bytes()) // 2
 
@@ -153,15 +153,15 @@ def run_one(variant: str) -> Report:
     import torch  # noqa: F401  the kernel of a person has it
 
     from nblaunch import notebook_launcher
-    from nblaunch.backends import available_memory, host_memory
     from nblaunch.backends.xla import BACKEND
+    from nblaunch.host import available_memory, memory
 
     moved = mmap.mmap(-1, 4096)
     if "all at once" in variant or "plain" in variant:
         BACKEND.transfers_in_turn = False
     if "plain" in variant:
-        host_memory.tune_allocator = lambda: False
-        host_memory.trim = lambda: None
+        memory.tune_allocator = lambda: False
+        memory.trim = lambda: None
     if "in turn" in variant:
         available_memory.limit_and_available = lambda: (MIB, MIB)  # as on a host with no memory to spare
     BACKEND.prepare_parent()

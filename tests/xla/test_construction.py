@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(110)
 BUILD = """
 import mmap
 from nblaunch import context, one_at_a_time
-from nblaunch.backends import available_memory
+from nblaunch.host import available_memory
 from nblaunch.worker import construction
 construction._FIRST_MARK_BYTES = 1 << 20
 real = available_memory.limit_and_available

@@ -14,7 +14,7 @@ import torch_xla
 from torch_xla._internal import tpu
 
 from nblaunch import env
-from nblaunch.backends import tpu_host
+from nblaunch.host import tpu as tpu_host
 
 # kind -> chips, and what its metadata says of processes and chips per process.
 HOSTS = {

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nblaunch import in_words
-from nblaunch.backends import system_files
 from nblaunch.backends.base import Backend
-from nblaunch.backends.meter import DeviceReading
+from nblaunch.host import proc
+from nblaunch.host.meter import DeviceReading
 
 _NOTICED_BYTES = 64 << 20
 """Less comes and goes with the driver's own tables, and with what else uses a GPU that shows a desktop."""
@@ -71,7 +71,7 @@ def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[
 
 
 def _name(pid: int) -> str:
-    command = system_files.read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    command = proc.read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
     if not command:
         return f"process {pid} of the host"  # this is a container, which sees its own processes only
     return f"process {pid} ({command:.60})"

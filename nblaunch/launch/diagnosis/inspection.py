@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.launch.diagnosis import memory, processes
+from nblaunch.host import processes
+from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.diagnosis.hang import Mark, Watchdog
 from nblaunch.launch.diagnosis.memory import MemoryFacts
 from nblaunch.wire.board import Sample

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nblaunch import in_words
-from nblaunch.backends import available_memory, cgroup, system_files
+from nblaunch.host import available_memory, cgroup, proc
 
 _SCARCE_SHARE = 0.05
 _OUT_OF_MEMORY = re.compile(
@@ -130,7 +130,7 @@ def _oom_kills() -> int:
     """Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill)."""
     for folder in cgroup.folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
-            for line in system_files.read(folder / name).splitlines():
+            for line in proc.read(folder / name).splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0

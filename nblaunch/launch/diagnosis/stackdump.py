@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from nblaunch.host import disk
-from nblaunch.launch.diagnosis import processes
+from nblaunch.host import disk, processes
 from nblaunch.launch.diagnosis.hang import NO_ANSWER, Position, position_of
 from nblaunch.wire.assignment import STACKS_SIGNAL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from nblaunch.backends.cpu import CpuBackend
-from nblaunch.backends.meter import DeviceMeter, DeviceReading
+from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.launch.diagnosis.given_back import MemoryBalance
 
 GB = 1_000_000_000

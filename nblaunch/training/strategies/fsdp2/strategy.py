@@ -19,8 +19,8 @@ import torch.distributed.fsdp
 from torch import nn
 
 from nblaunch import context, in_words
-from nblaunch.backends import host_memory
 from nblaunch.events import Note
+from nblaunch.host import memory
 from nblaunch.training import advice, models
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
@@ -83,7 +83,7 @@ class Fsdp2Strategy(Strategy):
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
-        host_memory.tune_allocator()
+        memory.tune_allocator()
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
         if self._member.topology.rank == 0:
             _warn_of_drift(model, ignored)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch.backends import host_memory
+from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.strategies.replicated import checksum
 from nblaunch.training.waiting import waiting
@@ -120,7 +120,7 @@ class Sources:
         if source.is_shared():  # by share_memory(): what is written to it is written for all
             return None
         held = dtensor.slice_for(part, source.detach())
-        is_shared = host_memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
+        is_shared = memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
         return held if held.is_contiguous() and is_shared else None
 
     def fill(self, initialise: Callable[[nn.Module], Any] | None) -> None:
