@@ -7,10 +7,24 @@ nblaunch to another (those travel typed, in the payload of a launch).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a text becomes a value.
+
+    Args:
+        convert: gives the value; ValueError where the text is none.
+        valid: what the text must be, as the end of a sentence.
+    """
+
+    convert: Callable[[str], Any]
+    valid: str
 
 
 @dataclass(frozen=True)
@@ -18,13 +32,13 @@ class Variable:
     """One row of the table: ``kind`` turns the text into a value."""
 
     name: str
-    kind: Callable[[str], Any]
+    kind: Kind
     default: Any
     meaning: str
 
 
 def as_flag(text: str) -> bool:
-    """A truth value in the words that people use; ValueError for any other."""
+    """A truth value in the usual words; ValueError for any other."""
     word = text.strip().lower()
     if word in ("1", "true", "yes", "y", "t", "on"):
         return True
@@ -33,47 +47,61 @@ def as_flag(text: str) -> bool:
     raise ValueError(text)
 
 
-def as_count(text: str) -> int:
-    """A whole number from 1 on; ValueError for any other text."""
-    if int(text) < 1:
+def _as_whole(text: str, least: int) -> int:
+    if int(text) < least:
         raise ValueError(text)
     return int(text)
 
 
-def as_first_count(text: str) -> int:
-    """The number for the outermost level, of OpenMP's list of numbers by level of nesting: 4 of ``4,2``."""
-    return int(text.partition(",")[0])
+def _as_one_of(text: str, words: Sequence[str]) -> str:
+    if text.lower() not in words:
+        raise ValueError(text)
+    return text
 
+
+def _one_of(*words: str) -> Kind:
+    return Kind(partial(_as_one_of, words=words), f"one of {', '.join(words)}")
+
+
+_TEXT = Kind(str, "a text")
+_FLAG = Kind(as_flag, "true or false (or 1, 0, yes, no, on, off)")
+_COUNT = Kind(partial(_as_whole, least=1), "a whole number of at least 1")
+_NUMBER = Kind(partial(_as_whole, least=0), "a whole number of at least 0")
+# Of OpenMP's list of numbers the one for the outermost level.
+_LEVELS = Kind(lambda text: int(text.partition(",")[0]), "a whole number, or several as in 4,2")
+_PRECISION = _one_of("no", "fp16", "bf16", "fp8")
+_LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
+_DYNAMO_MODE = _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 TABLE = {
     row.name: row
     for row in (
-        Variable("NBLAUNCH_LOG_DIR", str, "", "folder for jobs' logs; default: nblaunch-<uid> in the temporary folder"),
-        Variable("NBLAUNCH_NUM_PROCESSES", as_count, 0, "workers where a launch does not say; default: one per device"),
-        Variable("NBLAUNCH_KEEP_JOBS", int, 20, "how many jobs' logs to keep"),
-        Variable("NBLAUNCH_LOG_LIMIT_MB", as_count, 256, "MB that the log of a rank may take; the middle is dropped"),
-        Variable("NBLAUNCH_CONFIG_FILE", str, "", "settings of nblaunch launch; default: one in the platform's folder"),
-        Variable("TERM", str, "", "kind of terminal; questions are asked line by line on a dumb one"),
-        Variable("XDG_CONFIG_HOME", str, "", "folder of configuration files; default: ~/.config"),
-        Variable("APPDATA", str, "", "folder of configuration files on Windows"),
-        Variable("OMP_NUM_THREADS", as_first_count, 0, "CPU threads of a worker; default: usable cores / workers"),
-        Variable("CUDA_VISIBLE_DEVICES", str, None, "GPUs that may be used, as CUDA reads it"),
-        Variable("PYTORCH_NVML_BASED_CUDA_CHECK", str, None, "how torch counts GPUs; set to 1 where it is not set"),
-        Variable("NCCL_P2P_DISABLE", str, None, "whether GPUs talk through memory; set for cards that must"),
-        Variable("PJRT_DEVICE", str, None, "what torch_xla computes on: TPU or CPU; default: TPU if there is one"),
-        Variable("TPU_ACCELERATOR_TYPE", str, "", "kind of TPU, as the host's image says: v5litepod-8"),
-        Variable("TPU_WORKER_HOSTNAMES", str, "", "hosts of the TPU slice that this machine belongs to"),
-        Variable("NBLAUNCH_XLA_CACHE", str, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
-        Variable("ACCELERATE_MIXED_PRECISION", str, "", "mixed precision where neither script nor launcher sets it"),
-        Variable("ACCELERATE_USE_CPU", as_flag, False, "compute on the CPU, in processes that nblaunch did not launch"),
-        Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int, 1, "micro-steps per step where the script sets none"),
-        Variable("ACCELERATE_DEBUG_MODE", as_flag, False, "compare the shapes of collectives over ranks"),
-        Variable("ACCELERATE_LOG_LEVEL", str, "", "level of loggers from get_logger where the script sets none"),
-        Variable("ACCELERATE_DYNAMO_BACKEND", str, "no", "compile models with this backend of torch.compile"),
-        Variable("ACCELERATE_DYNAMO_MODE", str, "", "mode of torch.compile"),
-        Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag, False, "compile models in one piece"),
-        Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag, None, "compile for changing shapes"),
-        Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag, False, "compile repeated blocks only"),
+        Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> among temporary files"),
+        Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "workers where a launch does not say; default: one per device"),
+        Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "how many jobs' logs to keep"),
+        Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; the middle is dropped"),
+        Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in the platform's folder"),
+        Variable("TERM", _TEXT, "", "kind of terminal; questions are asked line by line on a dumb one"),
+        Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
+        Variable("APPDATA", _TEXT, "", "folder of configuration files on Windows"),
+        Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
+        Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs that may be used, as CUDA reads it"),
+        Variable("PYTORCH_NVML_BASED_CUDA_CHECK", _TEXT, None, "how torch counts GPUs; set to 1 where it is not set"),
+        Variable("NCCL_P2P_DISABLE", _TEXT, None, "whether GPUs talk through memory; set for cards that must"),
+        Variable("PJRT_DEVICE", _TEXT, None, "what torch_xla computes on: TPU or CPU; default: TPU if there is one"),
+        Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, as the host's image says: v5litepod-8"),
+        Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice that this machine belongs to"),
+        Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
+        Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision where script and launcher set none"),
+        Variable("ACCELERATE_USE_CPU", _FLAG, False, "compute on the CPU, in processes that nblaunch did not launch"),
+        Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
+        Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare the shapes of collectives over ranks"),
+        Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger where the script sets none"),
+        Variable("ACCELERATE_DYNAMO_BACKEND", _TEXT, "no", "compile models with this backend of torch.compile"),
+        Variable("ACCELERATE_DYNAMO_MODE", _DYNAMO_MODE, "", "mode of torch.compile"),
+        Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", _FLAG, False, "compile models in one piece"),
+        Variable("ACCELERATE_DYNAMO_USE_DYNAMIC", _FLAG, None, "compile for changing shapes"),
+        Variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", _FLAG, False, "compile repeated blocks only"),
     )
 }  # fmt: skip
 
@@ -83,17 +111,32 @@ def read(name: str) -> Any:
 
     Raises:
         KeyError: the variable is not in the table.
-        ValueError: its text can't be converted; names the variable and the text.
+        ValueError: its text can't be converted; names the variable, the text and what it must be.
     """
     row = TABLE[name]
     text = os.environ.get(name)
     if text is None or (text == "" and row.default is not None):
         return row.default
     try:
-        return row.kind(text)
+        return row.kind.convert(text)
     except ValueError:
-        kind = getattr(row.kind, "__name__", str(row.kind)).removeprefix("as_")
-        raise ValueError(f"environment variable {name}={text!r} is not a valid {kind}") from None
+        raise ValueError(f"environment variable {name}={text!r:.80}: must be {row.kind.valid}") from None
+
+
+def check() -> None:
+    """Read every variable of the table, before anything is started that would read it later.
+
+    Raises:
+        ValueError: some can't be converted; names each with its text and what it must be.
+    """
+    problems = []
+    for name in TABLE:
+        try:
+            read(name)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def snapshot() -> dict[str, str]:

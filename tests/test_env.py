@@ -34,6 +34,19 @@ def test_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         env.read("HOME")
 
 
+def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    env.check()
+    monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "all")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "perhaps")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "INFO")
+    with pytest.raises(ValueError) as caught:
+        env.check()
+    assert str(caught.value) == (
+        "environment variable NBLAUNCH_KEEP_JOBS='all': must be a whole number of at least 0; "
+        "environment variable ACCELERATE_USE_CPU='perhaps': must be true or false (or 1, 0, yes, no, on, off)"
+    )
+
+
 def test_a_patch_is_undone_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_TEST_A", "a")
     monkeypatch.setenv("NBLAUNCH_TEST_B", "b")

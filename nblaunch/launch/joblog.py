@@ -58,6 +58,7 @@ class JobLog:
 
     def __init__(self, folder: str | None = None) -> None:
         self._root = _root(folder)
+        self._keep: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
         mark = _Mark(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
@@ -78,7 +79,7 @@ class JobLog:
 
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
-        _prune(self._root, keep=env.read("NBLAUNCH_KEEP_JOBS"), current=self.path.name)
+        _prune(self._root, keep=self._keep, current=self.path.name)
 
     def start_attempt(self, attempt: int, ranks: Iterable[int]) -> None:
         """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.

@@ -62,8 +62,8 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         background: whether the launching call returns while the job runs.
 
     Raises:
-        ValueError: more processes than devices, a precision that the device can't do, or an argument that can't work
-            in another process.
+        ValueError: more processes than devices, a precision that the device can't do, an argument that can't work in
+            another process, or an environment variable of :mod:`nblaunch.env` with a text that it can't have.
         RuntimeError: called inside a worker; or the backend can't be used on this machine.
         LaunchError: the devices, or the start method asked for, can't be used from this kernel.
     """
@@ -73,6 +73,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             f"a launch was requested inside a worker (rank {rank}); call notebook_launcher from the notebook, not "
             "from the function it runs"
         )
+    env.check()
     if spec.engine == "inline":
         _refuse_beside_inline(spec, background)
     starts_later = _starts_later(spec, background)

@@ -150,12 +150,14 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator().gradient_accumulation_steps == 4
     assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
-    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='four' is not a valid int"):
+    with pytest.raises(
+        ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='four': must be a whole number"
+    ):
         Accelerator()
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "on")
     assert PartialState().debug
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "maybe")
-    with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE='maybe' is not a valid flag"):
+    with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE='maybe': must be true or false"):
         _ = PartialState().debug
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
     context.take()
