@@ -25,6 +25,7 @@ from nblaunch.engines.saved_call import SavedCall
 from nblaunch.engines.spawn import spawn_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
+from nblaunch.host import descendants
 from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import Board
@@ -72,6 +73,7 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
     guard.enter_own_session()
     guard.die_with(first.parent_pid)
+    descendants.carry(first.mark)
     try:
         stdio.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})

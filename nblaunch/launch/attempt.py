@@ -14,6 +14,7 @@ from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Exited, Note, Started
+from nblaunch.host.descendants import Descendants
 from nblaunch.launch.device_watch import DeviceWatch
 from nblaunch.launch.diagnosis.given_back import MemoryBalance
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -32,6 +33,8 @@ from nblaunch.wire.board import Board, Sample, create_memory_file
 from nblaunch.wire.channel import EventReceiver
 from nblaunch.wire.modules import Place
 from nblaunch.wire.outbox import Outcome
+
+_SHOWN = 5  # processes that workers left running
 
 
 @dataclass
@@ -116,19 +119,23 @@ class Attempt:
         self.log.start_attempt(
             self.number, range(self.place.rank, self.place.rank + self.place.local_world_size)
         )
+        descendants = Descendants()
         board = Board.create(self.place.world_size)
         stack.callback(board.close)
         rendezvous = self._host(stack)
         place = self.place if rendezvous is None else replace(self.place, master_port=rendezvous.port)
         with ExitStack() as worker_ends:  # what only the workers need, once they have it
             assignments, receivers = self._assign(stack, worker_ends, board, place)
+            assignments = [replace(assignment, mark=descendants.mark) for assignment in assignments]
             call = (self.spec.function, self.spec.args)
             group = self.engine.start(call, assignments, board, self.saved)
+        # After the group was closed: then no worker is left that could start another process.
+        stack.callback(self._end_descendants, descendants, group, group.process_groups())
         stack.callback(group.close)
         tails = self._tails(stack, [assignment.rank for assignment in assignments])
         watch = DeviceWatch(self.backend, place.rank, place.local_world_size)
         stack.callback(watch.close)
-        guardian = Guardian(group.process_groups())
+        guardian = Guardian(group.process_groups(), descendants.mark)
         stack.callback(guardian.dismiss)
         supervisor = Supervisor(
             group=group,
@@ -156,6 +163,16 @@ class Attempt:
         for tail in tails.values():
             stack.callback(tail.close)
         return tails
+
+    def _end_descendants(
+        self, descendants: Descendants, group: WorkerGroup, first_groups: Sequence[int]
+    ) -> None:
+        found = descendants.end({*first_groups, *group.pids().values()})
+        if found:
+            shown = ", ".join(found[:_SHOWN]) + (
+                f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            )
+            self.tell(Note.of_job(f"ended with the job, though out of the workers' process groups: {shown}"))
 
     def _host(self, stack: ExitStack) -> RendezvousHost | None:
         """Listen for workers that want the store; None where another machine does."""

@@ -39,6 +39,7 @@ class Assignment:
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
+        mark: by which its descendants are found (``host/descendants.py``).
     """
 
     topology: Topology
@@ -58,6 +59,7 @@ class Assignment:
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
+    mark: int = 0
 
     @property
     def rank(self) -> int:

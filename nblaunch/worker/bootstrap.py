@@ -35,6 +35,7 @@ from nblaunch.backends import process_group
 from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
+from nblaunch.host import descendants
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
@@ -77,6 +78,7 @@ class _Worker:
         guard.enter_own_session()
         guard.die_with(assignment.parent_pid)
         guard.reset_signals()
+        descendants.carry(assignment.mark)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.interrupts = guard.Interrupts(self.slot)

@@ -64,8 +64,33 @@ def train():
             started.append(True)
     elif rank() == 7:
         child = subprocess.Popen(["sleep", "3600"])                   # knows nothing of its parent's death
+        daemonize()
         print("rea" + "dy", rank())
         child.wait()
+
+def daemonize():
+    # Leaves the worker's process group in every way that there is; returns when all of it runs.
+    reading, writing = os.pipe()
+    def leave(is_orphan):
+        if os.fork() == 0:
+            os.setsid()
+            if is_orphan and os.fork():
+                os._exit(0)                                           # its child is nobody's that we know
+            deaf()
+            os.write(writing, b".")
+            time.sleep(3600)
+            os._exit(0)
+        os.wait() if is_orphan else None
+    leave(False)
+    leave(True)
+    only_token = {name: value for name, value in os.environ.items() if name == "NBLAUNCH_TEST_KERNEL"}
+    for environment in None, only_token:
+        subprocess.Popen(["/bin/sleep", "3600"], start_new_session=True, env=environment)
+    side = threading.Thread(target=leave, args=(False,))              # a thread that ends before its child
+    side.start(); side.join()
+    started = 0
+    while started < 3:
+        started += len(os.read(reading, 3))
 
 started = []
 """
@@ -123,7 +148,7 @@ def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, 
     kernel = start()
     _launch(kernel, method)
     processes = kernel.processes()
-    assert len(processes) >= NUM_PROCESSES + 2 + 1 + 1  # data loaders, subprocess, guardian
+    assert len(processes) >= NUM_PROCESSES + 2 + 1 + 5 + 1  # data loaders, subprocess, daemons, guardian
     ENDS[end](kernel)
     kernel.wait_for_exit()
     _, left = psutil.wait_procs(processes, LIMIT_S)
@@ -154,3 +179,47 @@ def test_a_job_in_the_background_ends_with_an_orderly_shutdown(fresh: Kernel, tm
     fresh.close()  # fails if anything outlives the kernel by ten seconds
     _, left = psutil.wait_procs(processes, 0)
     assert left == []
+
+
+DAEMONS = """
+def end_well():
+    daemonize()
+    print("rea" + "dy")
+
+def raise_error():
+    end_well()
+    raise ValueError("raised")
+
+def wait():
+    end_well()
+    time.sleep(3600)
+
+def die():
+    end_well()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("end_well", None), ("raise_error", "ValueError"), ("wait", "KeyboardInterrupt"), ("die", "WorkerDied")],
+)
+def test_what_left_the_session_of_a_worker_ends_with_the_job(
+    fresh: Kernel, function: str, error: str | None
+) -> None:
+    fresh.run(TRAIN + DAEMONS)
+    fresh.run("own = subprocess.Popen(['/bin/sleep', '3600'], start_new_session=True)")
+    of_the_cell = fresh.processes()
+    assert of_the_cell
+    cell = fresh.submit(f"notebook_launcher({function}, num_processes=1)")
+    cell.wait_for_text("ready")
+    if error == "KeyboardInterrupt":
+        fresh.interrupt()
+    cell.wait()
+    assert (cell.error and cell.error.name) == error
+    _, left = psutil.wait_procs([p for p in fresh.processes() if p not in of_the_cell], LIMIT_S)
+    assert left == []
+    assert "sleep (pid" in cell.stdout
+    assert all(process.is_running() for process in of_the_cell)
+    fresh.run("own.kill(); own.wait()")

@@ -17,9 +17,10 @@ LIMIT_S = 30.0
 
 LAUNCHER = """
 import sys, time
+from nblaunch.host.descendants import Descendants
 from nblaunch.launch.guardian import Guardian
 reaped, running, late = map(int, sys.argv[1:])
-guardian = Guardian([reaped, running])
+guardian = Guardian([reaped, running], Descendants().mark)
 guardian.start()
 guardian.watch_only([running, late])
 print("watching", flush=True)

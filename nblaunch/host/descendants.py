@@ -1,0 +1,121 @@
+"""Every process that comes from the workers of a job, also where it has left their process groups.
+
+    launcher   draws a mark
+    worker     sets it ── fork, exec, setsid, an environment of its own, its parent's death: every descendant keeps it
+    launcher   at the end: SIGKILL to each process with the mark
+
+The system has no name for "all that a process has started". What descendants keep whatever they do are their resource
+limits, which ``/proc`` shows. The mark is such a limit, and too high to limit anything: RLIMIT_RTTIME is processor time
+under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest mark is 146,000 years.
+
+Where a system has no such limit (macOS) or refuses it (gVisor), nothing has a mark, and nothing is ended by it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+_LOWEST_MARK = 1 << 62
+_MARK_BITS = 61
+_LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
+_MAX_ROUNDS = 20
+_SHORT_S = 2.0
+"""Until then, no system has given out all its process ids, to begin again with the lowest."""
+
+
+def carry(mark: int) -> None:
+    """Give this process, and all that will descend from it, a mark; does nothing where the system does not allow it."""
+    if _LIMIT is None:
+        return
+    soft, hard = resource.getrlimit(_LIMIT)
+    if (
+        soft == resource.RLIM_INFINITY or soft >= _LOWEST_MARK
+    ):  # no limit, or the mark of a job around this one
+        with suppress(OSError, ValueError):
+            resource.setrlimit(_LIMIT, (mark, hard))
+
+
+class Descendants:
+    """The processes with one mark. Make it before the first of them starts."""
+
+    def __init__(self) -> None:
+        self.mark = _LOWEST_MARK + secrets.randbits(_MARK_BITS)
+        self._digits = str(self.mark).encode()
+        self._newest_before = _newest_pid()
+        self._began_s = time.monotonic()
+
+    def end(self, groups: Collection[int]) -> list[str]:
+        """Kill them all; returns what was found running, as ``tensorboard (pid 123)``.
+
+        Args:
+            groups: process groups that were killed before, of which nothing is returned: they may be about to end.
+        """
+        found: list[str] = []
+        killed: set[int] = set()
+        for _ in range(_MAX_ROUNDS):  # what is killed may have started another
+            new = [pid for pid in self._candidates() if pid not in killed and self._is_marked(pid)]
+            if not new:
+                break
+            for pid in new:
+                found += self._kill(pid, groups)
+            killed.update(new)
+        return found
+
+    def _candidates(self) -> list[int]:
+        """Process ids to look at. They are given in order: those of a short job are the highest, which saves time."""
+        is_short = time.monotonic() - self._began_s < _SHORT_S and _newest_pid() >= self._newest_before
+        lowest = self._newest_before if is_short else 0
+        try:
+            names = os.listdir("/proc")
+        except OSError:  # no such folder on this system
+            return []
+        return [pid for name in names if name.isdigit() and (pid := int(name)) > lowest]
+
+    def _is_marked(self, pid: int) -> bool:
+        return self._digits in _read(f"/proc/{pid}/limits")
+
+    def _kill(self, pid: int, groups: Collection[int]) -> list[str]:
+        """Kill one, unless it has ended by itself and another has its number; returns its name if it was running."""
+        fd = _hold(pid)
+        try:
+            name, _, rest = _read(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")
+            state, _, group, *_ = rest.split() or ("X", "", "0")
+            if state in "ZX" or not self._is_marked(pid):
+                return []
+            if fd is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or runs as another user by now
+            return []
+        finally:
+            if fd is not None:
+                os.close(fd)
+        return [] if int(group) in groups else [f"{name.partition('(')[2]} (pid {pid})"]
+
+
+def _hold(pid: int) -> int | None:
+    """A descriptor that stands for this very process; None where the system has no such thing, or it has ended."""
+    try:
+        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+    except OSError:
+        return None
+
+
+def _newest_pid() -> int:
+    """The process id that was given last; 0 where the system does not say. Source: proc_loadavg(5)."""
+    return int((_read("/proc/loadavg").split() or [b"0"])[-1])
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""  # no such file on this system, or the process has ended
