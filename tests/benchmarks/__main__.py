@@ -16,6 +16,7 @@ TITLES = {
     "progress": "Progress",
     "dashboards": "Dashboards",
     "repeat": "A hundred launches",
+    "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
     "gpu": "GPUs",
     "lotteries": "Lotteries",
