@@ -1,13 +1,79 @@
-"""The small files in which the system tells about itself: ``/proc``, ``/sys`` and their like."""
+"""What the system says of itself and of a running process, where it does: ``/proc``, ``/sys`` and their like."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
 def read(path: Path) -> str:
-    """A file's text without its line end; empty where it can't be read."""
+    """Return a file's text without its line end; empty where it can't be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that the process and its threads have used. Source: proc_pid_stat(5), utime and stime."""
+    fields = _stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else None
+
+
+def own_bytes(pid: int) -> int | None:
+    """Resident memory that is not backed by files or shared mappings. Source: proc_pid_statm(5), resident - shared.
+
+    Pages that a forked worker still shares with the kernel count here too: telling them apart takes milliseconds.
+    """
+    fields = _read(pid, "statm").split()
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else None
+
+
+def unusual_state(pid: int) -> str | None:
+    """Why a process can't answer a signal, in words; None where it can."""
+    fields = _stat_fields(pid)
+    return _STATES.get(fields[0]) if fields else None
+
+
+def what_blocks(pid: int) -> str:
+    """The states of a process's threads, those blocked inside the system first: ``state D, in request_wait_answer``.
+
+    A process whose first thread is a zombie lives on in the others. Source: proc_pid_stat(5), proc_pid_wchan(5).
+    """
+    states: dict[str, None] = {}
+    for thread in _threads(pid):
+        fields = _stat_fields(pid, thread)
+        wchan = _read(pid, f"task/{thread}/wchan").strip("0\n")  # "0": running, or this process may not know
+        if fields:
+            states[f"state {fields[0]}" + (f", in {wchan}" if wchan else "")] = None
+    ordered = sorted(states, key=lambda state: not state.startswith("state D"))
+    return "; ".join(ordered[:3]) or "state unknown"
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
+    for line in _read(pid, "status").splitlines():
+        name, _, mask = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(mask, 16) >> (signum - 1) & 1)
+    return False
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has just ended, or there is no /proc
+        return []
+
+
+def _stat_fields(pid: int, thread: str = "") -> list[str]:
+    """The fields after the command's name, which may hold anything; of the whole process or of one thread of it."""
+    return _read(pid, f"task/{thread}/stat" if thread else "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    return read(Path(f"/proc/{pid}/{name}"))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nblaunch.events import HostMemory
-from nblaunch.host import memory, processes
+from nblaunch.host import memory, proc
 
 INTERVAL_S = 2.0
 """Between two readings of the true number of a rank, at least."""
@@ -43,7 +43,7 @@ class MemoryWatch:
         self,
         *,
         proportional_bytes: Callable[[int], int | None] = memory.proportional_bytes,
-        own_bytes: Callable[[int], int | None] = processes.own_bytes,
+        own_bytes: Callable[[int], int | None] = proc.own_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._proportional_bytes = proportional_bytes

@@ -23,7 +23,7 @@ from pathlib import Path
 from nblaunch import in_words
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started, WeightsSent
-from nblaunch.host import processes
+from nblaunch.host import proc
 from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.launch.diagnosis.hang import describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
@@ -408,7 +408,7 @@ def _unkillable(rank: int, pid: int | None) -> str:
     if pid is None:
         return f"rank {rank} did not end within {KILL_PATIENCE_S:g} s of SIGKILL, and was left behind"
     return (
-        f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({processes.what_blocks(pid)}): "
+        f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({proc.what_blocks(pid)}): "
         "a device driver or a (network) file system does not let it go. The job went on without it. Until the system "
         f"ends it, it keeps its memory and devices. As root, cat /proc/{pid}/stack and dmesg show what it waits for; "
         "bringing the file server back, umount --force or a reset of the device may free it"

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 
-from nblaunch.host import processes
+from nblaunch.host import proc
 from nblaunch.launch.requests import StopRequests
 from nblaunch.wire.board import Slot
 
@@ -44,7 +44,7 @@ class Termination:
         self._grace_s = grace_s
         self._slots = [slots[rank] for rank in pids]
         self._is_over = False
-        self._handling = [pid for pid in pids.values() if processes.catches(pid, signal.SIGTERM)]
+        self._handling = [pid for pid in pids.values() if proc.catches(pid, signal.SIGTERM)]
         for pid in self._handling:
             # Not its group: the processes of its data loaders have no handler.
             with suppress(ProcessLookupError):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.host import processes
+from nblaunch.host import proc
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.termination import LISTEN_S, Termination
 from nblaunch.wire.board import private_slot
@@ -70,8 +70,8 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: StopRequests) -
     plain = handler("")
     handling = handler("signal.signal(signal.SIGTERM, lambda *args: exit(5))")
     try:
-        assert not processes.catches(plain.pid, signal.SIGTERM)
-        assert processes.catches(handling.pid, signal.SIGTERM)
+        assert not proc.catches(plain.pid, signal.SIGTERM)
+        assert proc.catches(handling.pid, signal.SIGTERM)
         slots = {0: private_slot(), 1: private_slot()}
         termination = Termination(requests, 0.0, 20.0, {0: plain.pid, 1: handling.pid}, slots)
         assert handling.wait(timeout=30) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.host import processes
+from nblaunch.host import proc
 from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.diagnosis.hang import Mark, Watchdog
 from nblaunch.launch.diagnosis.memory import MemoryFacts
@@ -31,7 +31,7 @@ class MemoryRecord:
     def add(self, pids: Mapping[int, int]) -> None:
         """Look once."""
         for rank, pid in pids.items():
-            taken = processes.own_bytes(pid)
+            taken = proc.own_bytes(pid)
             if taken is not None:
                 self.own_bytes[rank] = max(taken, self.own_bytes.get(rank, 0))
         available = memory.read_facts().available
@@ -70,7 +70,7 @@ class Inspector:
         if self._watchdog is None:
             return False
         marks = {
-            rank: Mark(_progress(samples[rank], said.get(rank, 0)), processes.cpu_seconds(pid))
+            rank: Mark(_progress(samples[rank], said.get(rank, 0)), proc.cpu_seconds(pid))
             for rank, pid in pids.items()
         }
         return self._watchdog.observe(now_s, marks)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from nblaunch.host import disk, processes
+from nblaunch.host import disk, proc
 from nblaunch.launch.diagnosis.hang import NO_ANSWER, Position, position_of
 from nblaunch.wire.assignment import STACKS_SIGNAL
 
@@ -54,7 +54,7 @@ class StackDump:
         return {rank: self._position(rank) for rank in self._pids}
 
     def _position(self, rank: int) -> Position:
-        state = processes.unusual_state(self._pids[rank])
+        state = proc.unusual_state(self._pids[rank])
         if self._sizes[rank] == self._offsets[rank] and state is not None:
             return Position(f"no answer: the process is {state}")
         path = self._paths[rank]
