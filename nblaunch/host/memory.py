@@ -1,7 +1,7 @@
-"""The host memory of a process: how its allocator gives it back, and how much of it is the process's own.
+"""Host memory: what a process holds, how its allocator gives it back, and how much can still be had.
 
 A model that moves from the host to a device passes through private copies of its parameters. glibc takes them from its
-heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nobody uses.
+heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nothing uses.
 :func:`tune_allocator` has it take large blocks straight from the system, to which they return when they are freed;
 :func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing, and
 what was measured afterwards says so.
@@ -12,7 +12,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from nblaunch.host import cgroup, proc
 
 _M_MMAP_THRESHOLD = -3  # source: mallopt(3), <malloc.h>
 _LARGE_BLOCK_BYTES = 1 << 20
@@ -80,3 +83,55 @@ def is_shared(address: int, num_bytes: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def limit_and_available() -> tuple[int | None, int | None]:
+    """Bytes: the tightest limit, which is the host's memory where there is none, and what can still be had within it.
+
+    None where the system does not tell. Reads a handful of small files.
+    """
+    return within(_host_memory(), cgroup.folders("memory"))
+
+
+def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None, int | None]:
+    """The same by given facts.
+
+    Args:
+        host: ``MemTotal`` and ``MemAvailable`` in bytes, as far as they are known.
+        folders: of the control groups that may hold limits.
+
+    Source: kernel documentation, admin-guide/cgroup-v2 ("memory.max") and cgroup-v1/memory ("memory.limit_in_bytes").
+    """
+    limit, available = host.get("MemTotal"), host.get("MemAvailable")
+    for folder in folders:
+        bound = _number(folder, "memory.max", "memory.limit_in_bytes")
+        if bound is None or limit is None or bound >= limit:
+            continue  # no limit of its own; version 1 writes that as a huge number
+        used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0
+        free = max(0, bound - used + _reclaimable(folder))
+        limit, available = bound, min(free, available if available is not None else free)
+    return limit, available
+
+
+def _host_memory() -> dict[str, int]:
+    """Source: proc_meminfo(5); values are in KiB."""
+    values = {}
+    for line in proc.read(Path("/proc/meminfo")).splitlines()[:5]:
+        name, _, value = line.partition(":")
+        values[name] = int(value.split()[0]) * 1024
+    return values
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that the group would give up before anything is killed."""
+    values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
+    # Version 1 tells both, and what is in use there counts groups below this one.
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+def _number(folder: Path, *names: str) -> int | None:
+    for name in names:
+        text = proc.read(folder / name)
+        if text.isdigit():
+            return int(text)
+    return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from nblaunch import packages
 from nblaunch.events import WorkerState
-from nblaunch.host import available_memory
+from nblaunch.host import memory
 from nblaunch.wire import turns
 from nblaunch.wire.board import Slot
 
@@ -88,7 +88,7 @@ class Construction:
         self._takes_turns = self._has_turn = False
 
     def _is_tight(self) -> bool:
-        _, available = available_memory.limit_and_available()
+        _, available = memory.limit_and_available()
         return available is not None and available < self._num_workers * self._built * _GROWTH
 
     def _wait(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.backends.cpu import cpu_quota
-from nblaunch.host import available_memory, cgroup
+from nblaunch.host import cgroup, memory
 
 HOST = {"MemTotal": 16_000, "MemAvailable": 9_000}
 
@@ -85,9 +85,9 @@ def test_memory_is_bounded_by_the_tightest_limit(
     tmp_path: Path, files: dict[str, str], expected: tuple[int, int]
 ) -> None:
     root = tree(tmp_path, files)
-    assert available_memory.within(HOST, [root / "a", root]) == expected
+    assert memory.within(HOST, [root / "a", root]) == expected
 
 
 def test_a_host_that_tells_nothing_leaves_memory_unknown(tmp_path: Path) -> None:
     root = tree(tmp_path, {"memory.max": "4000", "memory.current": "1000"})
-    assert available_memory.within({}, [root]) == (None, None)
+    assert memory.within({}, [root]) == (None, None)

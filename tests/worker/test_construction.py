@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nblaunch.events import WorkerState
-from nblaunch.host import available_memory
+from nblaunch.host import memory
 from nblaunch.wire import turns
 from nblaunch.wire.board import Slot, create_memory_file, private_slot
 from nblaunch.worker import construction
@@ -33,7 +33,7 @@ class _Worker:
     def __init__(
         self, fd: int, monkeypatch: pytest.MonkeyPatch, available: int | None, moves: bool = True
     ) -> None:
-        monkeypatch.setattr(available_memory, "limit_and_available", lambda: (available, available))
+        monkeypatch.setattr(memory, "limit_and_available", lambda: (available, available))
         self.slot: Slot = private_slot()
         self.notes: list[str] = []
         self.construction = Construction(self.slot, fd, 4, moves, self.notes.append)

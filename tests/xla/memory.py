@@ -154,7 +154,7 @@ def run_one(variant: str) -> Report:
 
     from nblaunch import notebook_launcher
     from nblaunch.backends.xla import BACKEND
-    from nblaunch.host import available_memory, memory
+    from nblaunch.host import memory
 
     moved = mmap.mmap(-1, 4096)
     if "all at once" in variant or "plain" in variant:
@@ -163,7 +163,7 @@ def run_one(variant: str) -> Report:
         memory.tune_allocator = lambda: False
         memory.trim = lambda: None
     if "in turn" in variant:
-        available_memory.limit_and_available = lambda: (MIB, MIB)  # as on a host with no memory to spare
+        memory.limit_and_available = lambda: (MIB, MIB)  # as on a host with no memory to spare
     BACKEND.prepare_parent()
     args = (build(),) if variant.startswith("passed") else (None,)
     sampler = Sampler(moved)

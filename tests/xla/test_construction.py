@@ -12,10 +12,10 @@ pytestmark = pytest.mark.timeout(110)
 BUILD = """
 import mmap
 from nblaunch import context, one_at_a_time
-from nblaunch.host import available_memory
+from nblaunch.host import memory
 from nblaunch.worker import construction
 construction._FIRST_MARK_BYTES = 1 << 20
-real = available_memory.limit_and_available
+real = memory.limit_and_available
 times = memoryview(mmap.mmap(-1, 4096)).cast("d")
 
 def train(differs=False):
@@ -48,13 +48,13 @@ def building(shared: Kernel) -> Kernel:
 
 
 def test_big_models_are_built_one_after_the_other_where_memory_is_tight(building: Kernel) -> None:
-    building.run("available_memory.limit_and_available = lambda: (1 << 20, 1 << 20)")
+    building.run("memory.limit_and_available = lambda: (1 << 20, 1 << 20)")
     cell = building.run(
         "found = notebook_launcher(train, (True,), 4, return_all=True, dashboard='text')\n"
         "overlaps(4), len({tuple(weights) for weights, _ in found}), {total for _, total in found}",
         timeout_s=90,
     )
-    building.run("available_memory.limit_and_available = real")
+    building.run("memory.limit_and_available = real")
     # Weights differ by rank before: rank 0's are on all of them although they were sent after the move.
     assert cell.value == (0, 1, {4.0})
     assert "the workers build their models one after the other" in cell.stdout

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nblaunch import in_words
-from nblaunch.host import available_memory, cgroup, proc
+from nblaunch.host import cgroup, proc
+from nblaunch.host.memory import limit_and_available
 
 _SCARCE_SHARE = 0.05
 _OUT_OF_MEMORY = re.compile(
@@ -38,7 +39,7 @@ class MemoryFacts:
 
 def read_facts() -> MemoryFacts:
     """The facts now. Reads a handful of small files."""
-    limit, available = available_memory.limit_and_available()
+    limit, available = limit_and_available()
     shm_used, shm_size = _shm()
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
 
