@@ -5,13 +5,14 @@ All of it comes from NVML, the driver's library. No program is started: nvidia-s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from nblaunch import env
 from nblaunch.host import nvml
-from nblaunch.host.cuda_visible import Gpu, visible_devices
 from nblaunch.host.meter import DeviceMeter
+from nblaunch.host.nvml import Gpu
 
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
@@ -62,3 +63,40 @@ def lacks_p2p() -> str | None:
 def _driver_version() -> tuple[int, ...] | None:
     parts = (nvml.driver_version() or "").split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
+
+
+def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
+    """UUIDs of the devices that CUDA would show, in its order.
+
+    Args:
+        gpus: those of the host.
+        setting: ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs that may be abbreviated, separated by commas. The list ends
+            at the first entry that names no device, and a device that is named twice makes it empty. None: all.
+
+    Of a GPU that is partitioned CUDA shows one instance, and no other device where it shows an instance.
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
+    """
+    if setting is None:
+        chosen = [uuid for gpu in gpus if (uuid := gpu.shown) is not None]
+    else:
+        chosen = []
+        for entry in setting.split(","):
+            uuid = _named_device(gpus, entry.strip())
+            if uuid is None:
+                break
+            if uuid in chosen:
+                return []
+            chosen.append(uuid)
+    instances = [uuid for uuid in chosen if uuid.startswith("MIG-")]
+    return instances[:1] or chosen
+
+
+def _named_device(gpus: Sequence[Gpu], entry: str) -> str | None:
+    if entry.isdigit():
+        index = int(entry)
+        return gpus[index].shown if index < len(gpus) else None
+    if not entry.startswith(("GPU-", "MIG-")):
+        return None
+    known = [uuid for gpu in gpus for uuid in (gpu.uuid, *gpu.mig_uuids)]
+    matching = [uuid for uuid in known if uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None

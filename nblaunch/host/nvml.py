@@ -8,11 +8,35 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.host.cuda_visible import Gpu
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.packages import is_installed
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of this host.
+
+    Args:
+        uuid: its own.
+        mig_uuids: those of the MIG instances that it is partitioned into.
+        name: its model, as ``"Tesla T4"``.
+        is_partitioned: MIG is enabled on it, so that CUDA shows instances or nothing.
+    """
+
+    uuid: str
+    mig_uuids: tuple[str, ...] = field(default=())
+    name: str = field(default="", compare=False)
+    is_partitioned: bool = field(default=False, compare=False)
+
+    @property
+    def shown(self) -> str | None:
+        """The UUID of what CUDA shows of it; None for nothing."""
+        if self.mig_uuids:
+            return self.mig_uuids[0]
+        return None if self.is_partitioned else self.uuid
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:

@@ -13,9 +13,8 @@ import pynvml
 import pytest
 
 from nblaunch.host import gpus
-from nblaunch.host.cuda_visible import Gpu
 from nblaunch.host.meter import DeviceReading
-from nblaunch.host.nvml import descriptions
+from nblaunch.host.nvml import Gpu, descriptions
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))

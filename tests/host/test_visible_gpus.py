@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.host.cuda_visible import Gpu, visible_devices
+from nblaunch.host.gpus import visible_devices
+from nblaunch.host.nvml import Gpu
 
 TWO = (Gpu("GPU-aaaa1111"), Gpu("GPU-aabb2222"))
 EMPTY = Gpu("GPU-eeee5555", is_partitioned=True)
