@@ -19,10 +19,23 @@ _WITHOUT_P2P = "RTX 40"
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
 
 
-@cache
 def physical_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this host in the driver's order, whatever CUDA_VISIBLE_DEVICES says. Asked once per process."""
-    return nvml.list_gpus() or ()
+    """Return the GPUs of this host in the driver's order, whatever CUDA_VISIBLE_DEVICES says.
+
+    NVML is asked until it answers, which it may do once nvidia-ml-py has been installed from a cell.
+    """
+    try:
+        return _listed()
+    except LookupError:
+        return ()
+
+
+@cache
+def _listed() -> tuple[Gpu, ...]:
+    found = nvml.list_gpus()
+    if found is None:
+        raise LookupError("NVML does not answer")  # which the cache does not keep
+    return found
 
 
 def uncounted() -> str | None:

@@ -31,5 +31,5 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def _forget_host() -> None:
-    gpus.physical_gpus.cache_clear()
+    gpus._listed.cache_clear()
     gpus._driver_version.cache_clear()

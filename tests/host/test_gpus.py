@@ -57,9 +57,13 @@ def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch
     (tmp_path / "nvidia0").touch()
     assert gpus.uncounted() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpus.physical_gpus.cache_clear()
+    gpus._listed.cache_clear()
     assert gpus.physical_gpus() == ()
     assert "pip install nvidia-ml-py" in str(gpus.uncounted())
+    monkeypatch.setitem(
+        sys.modules, "pynvml", FakeNvml([FakeGpu("GPU-aaaa1111")])
+    )  # it has been, from a cell
+    assert [gpu.uuid for gpu in gpus.physical_gpus()] == ["GPU-aaaa1111"]
 
 
 def test_gpus_are_described(nvml: NvmlMaker) -> None:
@@ -172,5 +176,5 @@ def test_hidden_cards_do_not_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_real_module_says_that_there_is_no_driver_or_lists_gpus() -> None:
-    gpus.physical_gpus.cache_clear()
+    gpus._listed.cache_clear()
     assert isinstance(gpus.physical_gpus(), tuple)
