@@ -5,12 +5,7 @@ from nblaunch.cli.config import (
 from nblaunch.errors import (
     DistributedOperationException as DistributedOperationException,
 )
-from nblaunch.training.checkpoints.model_files import (
-    load as load,
-    load_checkpoint_in_model as load_checkpoint_in_model,
-    save as save,
-)
-from nblaunch.training.checkpoints.names import (
+from nblaunch.training.checkpoints.files import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,
     PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME,
@@ -25,6 +20,11 @@ from nblaunch.training.checkpoints.names import (
     WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME as WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME,
+)
+from nblaunch.training.checkpoints.model_files import (
+    load as load,
+    load_checkpoint_in_model as load_checkpoint_in_model,
+    save as save,
 )
 from nblaunch.training.collectives.nested import (
     TensorInformation as TensorInformation,

@@ -44,6 +44,9 @@ class Backend(ABC):
     reduces_gradients = False
     """Whether :meth:`reduce_gradients` averages gradients over ranks, rather than a wrapper of the model."""
 
+    num_own_collectives = 0
+    """How many collectives this process has begun on its device, outside of torch's process groups."""
+
     shares_devices = False
     """Whether several workers may use one device, where a person asks for this backend by its name."""
 

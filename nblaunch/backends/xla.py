@@ -271,6 +271,7 @@ class XlaBackend(Backend):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if xla_library.kind() == "TPU":
+            self.num_own_collectives += 1
             xla_library.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

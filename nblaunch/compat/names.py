@@ -55,7 +55,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "cli.config": "write_basic_config",
         "errors": "DistributedOperationException",
         "training.checkpoints.model_files": "load load_checkpoint_in_model save",
-        "training.checkpoints.names": (
+        "training.checkpoints.files": (
             "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME "
             "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME "
             "SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import profiling, settings, strategies
-from nblaunch.training.checkpoints.checkpointer import Checkpointer
-from nblaunch.training.checkpoints.checkpointing import Checkpointing
+from nblaunch.training.checkpoints.checkpointer import Checkpointer, Checkpointing
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nblaunch.training.checkpoints.names import PROFILE_PATTERN_NAME
+from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.options import ProfileKwargs
 
 

@@ -37,6 +37,7 @@ class Session:
         attributes: what people set on ``PartialState()`` and the other views, by class.
         home: the context that it was opened in.
         has_begun: a backward pass was asked for.
+        rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
     """
 
     member: Member
@@ -52,6 +53,7 @@ class Session:
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     home: WorkerContext | None = field(default=None, compare=False, repr=False)
     has_begun: bool = False
+    rendezvous: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (

@@ -20,7 +20,7 @@ BROKEN = """
 import os, signal, subprocess, sys
 from nblaunch.cli import main, selfcheck_jobs, selfcheck_ranks
 from nblaunch.launch import weights
-from nblaunch.training.checkpoints.checkpointing import Checkpointing
+from nblaunch.training.checkpoints.checkpointer import Checkpointing
 from nblaunch.training.process import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -443,16 +444,98 @@ def test_damage_that_leaves_the_size_is_told_too(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path / "state")
         path = tmp_path / "state" / name
         path.write_bytes(b"\xff" * path.stat().st_size)
-        with pytest.raises(CheckpointError, match=rf"{name} can't be read; is it damaged\?"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name} has the checksum crc32:.*bytes have changed since"
+        ):
             accelerator.load_state(tmp_path / "state")
     contents = tmp_path / "state" / "nblaunch_checkpoint.json"
     text = contents.read_text()
     contents.write_text(text[:30])
     with pytest.raises(CheckpointError, match=r"is damaged: nblaunch_checkpoint\.json can't be read"):
         accelerator.load_state(tmp_path / "state")
-    contents.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(CheckpointError, match=r"written by a newer nblaunch \(format 2, known is 1\)"):
+    contents.write_text(text.replace('"version": 2', '"version": 3'))
+    with pytest.raises(CheckpointError, match=r"written by a newer nblaunch \(format 3, known is 2\)"):
         accelerator.load_state(tmp_path / "state")
+
+
+def _flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_any_file_is_told_before_anything_changes(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator, model, optimizer = _prepared(project_config=project)
+    accelerator.prepare(DataLoader(range(3)), torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.save_state()
+    folder = Path(accelerator.save_state())
+    _step(accelerator, model, optimizer)
+    before = _weights(model)
+    contents = files.contents_of(folder)
+    assert contents is not None
+    assert contents.checksums.keys() == contents.files.keys()
+    assert len(contents.files) == 6
+    for name, size in contents.files.items():
+        for bit in (0, 4 * size, 8 * size - 1):
+            _flip(folder / name, bit)
+            with pytest.raises(CheckpointError, match=f"{name} has the checksum crc32:") as caught:
+                accelerator.load_state()
+            assert f"Load an older one: load_state('{tmp_path}/checkpoints/checkpoint_0')" in str(
+                caught.value
+            )
+            _flip(folder / name, bit)
+    _assert_same(_weights(model), before)
+    accelerator.load_state()
+
+
+def test_a_flipped_bit_in_the_list_of_files_is_told(tmp_path: Path) -> None:
+    accelerator, _, _ = _prepared()
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    path = folder / "nblaunch_checkpoint.json"
+    for bit in range(0, 8 * path.stat().st_size, 13):
+        _flip(path, bit)
+        with pytest.raises(
+            CheckpointError, match=f"checkpoint {folder} is damaged|was written by a newer nblaunch"
+        ):
+            files.contents_of(folder)
+        _flip(path, bit)
+    files.contents_of(folder)
+
+
+def test_checkpoints_without_checksums_are_read(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared()
+    accelerator.save_state(tmp_path / "state")
+    before = _weights(model)
+    path = tmp_path / "state" / "nblaunch_checkpoint.json"
+    values = json.loads(path.read_text())
+    del values["checksum"], values["checksums"]
+    path.write_text(json.dumps({**values, "version": 1}))
+    _step(accelerator, model, optimizer)
+    accelerator.load_state(tmp_path / "state")
+    _assert_same(_weights(model), before)
+
+
+def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 7)
+    data = bytes(range(100))
+    sizes = {"a": 0, "b": 100, "c": 7, "d": 8}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(data[:size])
+    contents = files.Contents(2, files=sizes, checksums=files.checksums(tmp_path, sizes))
+    assert contents.checksums == {
+        name: f"crc32:{zlib.crc32(data[:size]):08x}" for name, size in sizes.items()
+    }
+    for name in sizes:
+        if sizes[name]:
+            _flip(tmp_path / name, 0)
+    found = ""
+    for rank in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            files.check_bytes(tmp_path, contents, rank, 2)
+        found += str(caught.value)
+    assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
 
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
@@ -652,7 +735,6 @@ def test_a_folder_that_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> Non
 
 def _save_on_main(folder: str) -> list[str]:
     accelerator, model, optimizer = _prepared()
-    accelerator._checkpointer.saver._patience_s = 1.0
     found = []
     for number in range(2):
         _step(accelerator, model, optimizer)

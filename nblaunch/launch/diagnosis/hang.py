@@ -21,6 +21,7 @@ _COLLECTIVE_FILES = (
     "/nblaunch/training/collectives.py",
     "/torch_xla/core/xla_model.py",
 )
+_RENDEZVOUS = "/nblaunch/training/checkpoints/rendezvous.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
 _STAGES = (
@@ -129,6 +130,8 @@ def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], 
 
 def _collective_in(inner: Sequence[StackFrame]) -> str:
     """The name of the collective among library frames: the outermost one, which is what the user called."""
+    if any(frame.filename.endswith(_RENDEZVOUS) for frame in inner):
+        return inner[-1].name  # save_state, or what waits for an asynchronous one
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):
             return "the data loader"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from nblaunch import context, in_words
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints.names import (
+from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,

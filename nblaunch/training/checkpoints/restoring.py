@@ -11,9 +11,9 @@ from typing import Any
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training import advice
-from nblaunch.training.checkpoints import files, model_files, rng_states, safe_save
+from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Contents
-from nblaunch.training.checkpoints.training_state import TrainingState
+from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
 from nblaunch.training.strategies import PLUGINS
@@ -53,6 +53,8 @@ class Restorer:
         folder = self._agree(lambda: self._find(input_dir))
         contents = self._agree(lambda: self._checked(folder, any_world_size))
         if contents is not None:
+            # Each rank reads a share of the files, which it then finds in the file system's cache.
+            self._agree(lambda: files.check_bytes(folder, contents, self._state.rank, self._state.world_size))
             for model, order in zip(self._state.preparer.models, contents.gradient_orders, strict=False):
                 self._state.strategy.set_gradient_order(model, order)
         if not self._load_models(folder, place, strict):
@@ -175,7 +177,7 @@ class Restorer:
         state = files.read_object(path, **{**reading, "map_location": "cpu"})
         self._state.session.gradients.step = state.get("step", 0)
         if is_same_size and path.name == files.random_states(self._state.rank):
-            rng_states.restore(state, self._state.session.member.backend)
+            restore_random_states(state, self._state.session.member.backend)
 
 
 def _check_custom(folder: Path, saved: int, here: int) -> None:

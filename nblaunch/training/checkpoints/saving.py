@@ -1,29 +1,41 @@
 """The work behind ``save_state``: ranks meet, the main process writes a folder aside, and gives it its name.
 
-    hooks ─ state dicts ─ random states of every rank ──> Snapshot ── written aside by the main process ── renamed
+    all ranks     meet; the main process makes the folder
+    main process  hooks, states ──> Snapshot ── written aside, committed by a rename
+    others        hooks, parts of weights, random states ──> files of their own in the same folder
 
-How files are made safe is ``safe_save.py``'s, how ranks find each other ``meeting.py``'s business.
+How files are made safe is the business of ``safe_save``, how ranks meet that of ``rendezvous``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nblaunch import context
+import torch.distributed as dist
+
+from nblaunch import context, in_words
 from nblaunch.errors import CheckpointError
 from nblaunch.events import Note
 from nblaunch.training import advice
-from nblaunch.training.checkpoints import files, safe_save
-from nblaunch.training.checkpoints.cpu_copies import CpuCopies
+from nblaunch.training.checkpoints import files, rendezvous, safe_save
 from nblaunch.training.checkpoints.files import Contents
-from nblaunch.training.checkpoints.meeting import PATIENCE_S, SHORT_PATIENCE_S, Meeting
+from nblaunch.training.checkpoints.rendezvous import Coordinator, Outcome, Participant, Report
 from nblaunch.training.checkpoints.safe_save import Staging
-from nblaunch.training.checkpoints.snapshot import Snapshot, collect, contribute
-from nblaunch.training.checkpoints.training_state import TrainingState
+from nblaunch.training.checkpoints.snapshot import (
+    CpuCopies,
+    Snapshot,
+    TrainingState,
+    collect,
+    contribute,
+    write_own_files,
+)
+from nblaunch.training.joining import is_distributed
 
 
 class Saver:
@@ -36,26 +48,27 @@ class Saver:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._project = state.project
-        self._pending: Meeting | None = None
+        self._pending = 0  # the round whose outcome this rank has not looked at
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
         self._copies = CpuCopies()
-        self._patience_s = PATIENCE_S
         self._is_warned = False
+        self._meet()  # from now on, rank 0 can ask where this rank is
 
-    def save(self, output_dir: Any, safe_serialization: bool, asynchronous: bool) -> str:
+    def save(
+        self, output_dir: Any, safe_serialization: bool, asynchronous: bool, main_process_only: bool
+    ) -> str:
         """See ``Accelerator.save_state``."""
         self.wait()
         self._warn_of_open_window()
         target = self._new_target(output_dir)
-        meeting = Meeting(f"save/{target}", self._state.rank, self._state.world_size)
+        if main_process_only:
+            self._refuse_to_save_alone()
         if self._state.rank == 0:
-            self._save_as_main(target, meeting, safe_serialization, asynchronous)
-        else:
-            self._save_as_other(meeting)
-            self._pending = meeting
-            if not asynchronous:
-                self.wait()
+            coordinator = None if main_process_only else self._meet()
+            self._save_as_main(target, coordinator, safe_serialization, asynchronous)
+        elif not main_process_only:
+            target = self._save_as_other(asynchronous)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration += 1
         return str(target)
@@ -72,18 +85,41 @@ class Saver:
 
         Raises:
             CheckpointError: it could not be.
+            ValueError: it could not be begun: the caller's mistake.
         """
-        meeting, self._pending = self._pending, None
+        number, self._pending = self._pending, 0
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
             error, self._thread_error = self._thread_error, None
             if error is not None:
                 raise error
-        elif meeting is not None:
-            problem = meeting.read("verdict")
-            if problem is not None:
-                raise CheckpointError(problem)
+        elif number:
+            self._state.session.rendezvous.outcome(number).check()
+
+    def _meet(self) -> Any:
+        """This rank's side of the rendezvous of its process group; None for a lone process."""
+        state, session = self._state, self._state.session
+        if state.world_size == 1 or not is_distributed():
+            return None
+        if session.rendezvous is None or not session.rendezvous.is_current():
+            # The store has no public name; torch's own modules take it so, since 1.13 at least.
+            store = dist.distributed_c10d._get_default_store()
+            collectives = partial(rendezvous.collectives_begun, session.member.backend)
+            session.rendezvous = (
+                Coordinator(store, state.world_size, collectives)
+                if state.rank == 0
+                else Participant(store, state.rank, collectives)
+            )
+        return session.rendezvous
+
+    def _refuse_to_save_alone(self) -> None:
+        strategy = self._state.strategy
+        if strategy.holds_parts and self._state.world_size > 1:
+            raise ValueError(
+                f"main_process_only=True, but with {strategy.name} every rank holds a part of the weights; call "
+                "save_state on all ranks, without it"
+            )
 
     def _new_target(self, output_dir: Any) -> Path:
         if self._project.automatic_checkpoint_naming:
@@ -104,89 +140,66 @@ class Saver:
             target.parent.mkdir(parents=True, exist_ok=True)
             safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)
         staging = Staging(target)
-        staging.create()
+        try:
+            staging.create()
+        except OSError as error:  # a full disk, or one without inodes
+            raise CheckpointError(_not_saved(target, 0, error)) from error
         return staging
 
-    def _save_as_main(self, target: Path, meeting: Meeting, safe: bool, asynchronous: bool) -> None:
+    # --- the main process ----------------------------------------------------------------------------------------
+
+    def _save_as_main(
+        self, target: Path, coordinator: Coordinator | None, safe: bool, asynchronous: bool
+    ) -> None:
+        passed = coordinator.open() if coordinator is not None else []
+        staging = None
         try:
+            self._judge_absence(passed)
             staging = self._open(target)
-        except Exception as error:
-            meeting.post("folder", error)
-            raise
-        meeting.post("folder", staging.folder)
-        try:
-            self._require_all(meeting)
+            if coordinator is not None:
+                coordinator.begin(str(staging.folder), str(target), self._project.iteration)
             snapshot = collect(self._state, staging.folder, safe)
-            for rank, random_states in self._random_states_of_others(meeting, target).items():
-                snapshot.objects[files.random_states(rank)] = random_states
+            if coordinator is not None:
+                snapshot.checksums = _checksums_in(coordinator.reports())
             if asynchronous:
                 snapshot.detach(self._copies)
         except BaseException as error:
-            meeting.post(
-                "verdict", _not_saved(target, 0, error)
-            )  # before the folder goes: others may look for it
-            staging.discard()
+            _give_up(coordinator, staging, target, error)
             raise
         if not asynchronous:
-            self._write(staging, snapshot, meeting)
+            self._write(staging, snapshot, coordinator)
             return
         self._thread = threading.Thread(
             target=self._write_in_thread,
-            args=(staging, snapshot, meeting),
+            args=(staging, snapshot, coordinator),
             name=f"nblaunch-save-{target.name}",
         )
         self._thread.start()
 
-    def _save_as_other(self, meeting: Meeting) -> None:
-        meeting.post(f"here/{self._state.rank}", True)
-        folder = meeting.read("folder")
-        if isinstance(folder, Exception):
-            raise folder
-        try:
-            if not folder.is_dir():
-                raise CheckpointError(
-                    f"{folder.absolute()}, which rank 0 made, is not there; the folder must be one that all machines "
-                    "share"
-                )
-            answer = None, contribute(self._state, folder)
-        except BaseException as error:
-            if meeting.has("verdict"):  # the main process has given up, and the folder is gone
-                raise CheckpointError(meeting.read("verdict")) from error
-            meeting.post(f"state/{self._state.rank}", (f"{type(error).__name__}: {error}", b""))
-            raise
-        meeting.post(f"state/{self._state.rank}", answer)
-
-    def _require_all(self, meeting: Meeting) -> None:
-        """Where every rank has a part of the state, none can save it alone."""
+    def _judge_absence(self, passed: Sequence[int]) -> None:
+        """Where every rank has a part of the state, none can be missing; else their random states are."""
+        if not passed:
+            return
+        who = (
+            "on the main process alone"
+            if len(passed) == self._state.world_size - 1
+            else f"without {in_words.ranks(passed)}"
+        )
         strategy = self._state.strategy
-        if strategy.holds_parts and self._state.world_size > 1 and not meeting.arrivals(PATIENCE_S):
+        if strategy.holds_parts:
             raise CheckpointError(
-                f"save_state was called on the main process alone, but with {strategy.name} every rank holds a part "
-                "of the weights; call it on all ranks, not under `if accelerator.is_main_process`"
+                f"save_state was called {who}, but with {strategy.name} every rank holds a part of the weights; call "
+                "it on all ranks, not under `if accelerator.is_main_process`"
+            )
+        if not self._is_warned:
+            self._is_warned = True
+            advice.warn(
+                f"save_state was called {who}: the other ranks have gone on to another collective, or ended. Their "
+                "random states are not in the checkpoint. Call it on all ranks to continue training exactly, or with "
+                "main_process_only=True"
             )
 
-    def _random_states_of_others(self, meeting: Meeting, target: Path) -> dict[int, bytes]:
-        """Random states by rank. None come where only the main process saves, which many scripts have it do."""
-        states: dict[int, bytes] = {}
-        came = meeting.arrivals(self._patience_s)
-        if not came and self._state.world_size > 1:
-            if not self._is_warned:
-                self._is_warned = True
-                advice.warn(
-                    "save_state was called on the main process alone; the other ranks' random states are not in the "
-                    "checkpoint. Call it on all ranks to continue training exactly."
-                )
-            self._patience_s = min(self._patience_s, SHORT_PATIENCE_S)
-        for rank in came:
-            problem, states[rank] = meeting.read(f"state/{rank}")
-            meeting.forget(f"state/{rank}")
-            if problem is not None:
-                raise CheckpointError(
-                    f"checkpoint {target} was not saved; nothing was changed. Rank {rank}: {problem}"
-                )
-        return states
-
-    def _write(self, staging: Staging, snapshot: Snapshot, meeting: Meeting) -> None:
+    def _write(self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None) -> None:
         """Write, commit, and only then remove what is too many."""
         target = staging.target
         try:
@@ -196,18 +209,61 @@ class Saver:
             contents = snapshot.write(staging.folder)
             staging.commit(before.files.keys() - contents.files.keys() if before is not None else ())
         except BaseException as error:
-            staging.discard()
-            meeting.post("verdict", _not_saved(target, 0, error))
+            _give_up(coordinator, staging, target, error)
             if not isinstance(error, Exception):
                 raise
-            raise CheckpointError(_not_saved(target, self._state.rank, error)) from error
-        meeting.post("verdict", None)
+            raise CheckpointError(_not_saved(target, 0, error)) from error
+        if coordinator is not None:
+            coordinator.close()
         self._remove_oldest(target)
 
-    def _write_in_thread(self, staging: Staging, snapshot: Snapshot, meeting: Meeting) -> None:
+    # --- the others ----------------------------------------------------------------------------------------------
+
+    def _save_as_other(self, asynchronous: bool) -> Path:
+        """Write this rank's files to the folder of rank 0's choice; returns where the checkpoint will be."""
+        participant: Participant | None = self._meet()
+        if participant is None:
+            raise CheckpointError(
+                f"rank {self._state.rank} has left the process group, and can't save any more; call save_state before "
+                "end_training"
+            )
+        round = participant.arrive()
+        if not round.folder:
+            participant.outcome(round.number).check()
         try:
-            self._write(staging, snapshot, meeting)
-        except BaseException as error:  # raised where somebody waits for it
+            checksums = self._contribute(Path(round.folder), Path(round.target))
+        except BaseException as error:
+            failure = participant.failure_of(round.number)
+            if failure is not None:  # the main process has given up, and the folder is gone
+                raise CheckpointError(failure) from error
+            problem = _not_saved(Path(round.target), self._state.rank, error)
+            participant.report(round.number, problem=problem)
+            raise
+        participant.report(round.number, checksums=checksums)
+        self._pending = round.number
+        self._project.iteration = round.iteration
+        if not asynchronous:
+            self.wait()
+        return Path(round.target)
+
+    def _contribute(self, folder: Path, target: Path) -> dict[str, str]:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
+                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
+            )
+        contribute(self._state, folder)
+        try:
+            return write_own_files(self._state, folder)
+        except OSError as error:  # a full disk
+            raise CheckpointError(_not_saved(target, self._state.rank, error)) from error
+
+    # --- in a thread, and afterwards -----------------------------------------------------------------------------
+
+    def _write_in_thread(self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None) -> None:
+        try:
+            self._write(staging, snapshot, coordinator)
+        except BaseException as error:  # raised by the next call that waits for it
             self._thread_error = error
             context.current().emit(Note(rank=self._state.rank, time_s=time.time(), text=str(error)))
 
@@ -229,6 +285,40 @@ class Saver:
                 f"of {gradients.num_steps}): accumulated gradients are not saved. Save where "
                 "accelerator.sync_gradients is True to continue training exactly."
             )
+
+
+def _give_up(
+    coordinator: Coordinator | None, staging: Staging | None, target: Path, error: BaseException
+) -> None:
+    """Publish why the checkpoint is not saved, and remove what is written of it."""
+    is_of_caller = (
+        isinstance(error, ValueError) and staging is None
+    )  # the folder is none; all ranks have named it
+    outcome = (
+        Outcome("ValueError", str(error))
+        if is_of_caller
+        else Outcome("CheckpointError", _not_saved(target, 0, error))
+    )
+    try:
+        if coordinator is not None:
+            coordinator.announce(outcome)  # before the folder goes: others may be looking for it
+    finally:
+        if staging is not None:
+            staging.discard()
+    if coordinator is not None and isinstance(error, Exception):
+        coordinator.wait_until_known()
+
+
+def _checksums_in(reports: Mapping[int, Report]) -> dict[str, str]:
+    """Checksums of all files that other ranks have written.
+
+    Raises:
+        CheckpointError: a rank could not write its own.
+    """
+    for _, report in sorted(reports.items()):
+        if report.problem:
+            raise CheckpointError(report.problem)
+    return {name: value for report in reports.values() for name, value in report.checksums.items()}
 
 
 def _not_saved(target: Path, rank: int, error: BaseException) -> str:

@@ -1,21 +1,90 @@
-"""A snapshot of a job's state: what one checkpoint is made of, from the live objects to the files of its folder."""
+"""A snapshot of a job's state: what one checkpoint is made of, from the live objects to the files of its folder.
+
+    TrainingState      the live objects of one process
+    Snapshot           their states, those of CpuCopies if training goes on meanwhile
+    folder             their files; other ranks than the first write theirs by themselves
+
+States are kept as plain numbers and tensors, so that reading a checkpoint executes nothing that it contains.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from nblaunch.training.checkpoints import files, model_files, names, rng_states, safe_save
-from nblaunch.training.checkpoints.cpu_copies import CpuCopies
+from nblaunch.backends.base import Backend
+from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Contents
-from nblaunch.training.checkpoints.training_state import TrainingState
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
+from nblaunch.training.options import ProjectConfiguration
+from nblaunch.training.prepare import Preparer
+from nblaunch.training.session import Session
+from nblaunch.training.strategies import Strategy
+
+Hooks = OrderedDict[int, Callable[..., Any]]
+
+
+class TrainingState:
+    """One process's share of a job's state.
+
+    Args:
+        session: its session.
+        preparer: has the prepared objects.
+        project: says where checkpoints go, and how many are kept.
+
+    Attributes:
+        custom: the registered objects.
+        save_hooks: called before weights are written, by the numbers of their handles.
+        load_hooks: called before weights are read, likewise.
+    """
+
+    def __init__(self, session: Session, preparer: Preparer, project: ProjectConfiguration) -> None:
+        self.session = session
+        self.preparer = preparer
+        self.project = project
+        self.custom: list[Any] = []
+        self.save_hooks: Hooks = OrderedDict()
+        self.load_hooks: Hooks = OrderedDict()
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.session.member.topology.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of the job."""
+        return self.session.member.topology.world_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models lie on the ranks."""
+        return self.preparer.strategy
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Of fp16; None otherwise."""
+        return self.session.precision.scaler if self.session.precision is not None else None
+
+
+def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook; the handle removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+# --- one checkpoint ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -27,25 +96,30 @@ class Snapshot:
         weights: state dict of every model that no hook took over.
         objects: state dicts, or their bytes, by file name.
         safe_serialization: weights in safetensors' format.
+        checksums: of files that other ranks have written and summed up.
     """
 
     contents: Contents
     weights: list[Mapping[str, Any]] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     safe_serialization: bool = True
+    checksums: dict[str, str] = field(default_factory=dict)
 
     def detach(self, copies: CpuCopies) -> None:
         """Copy everything to memory that training does not write to."""
         self.weights, self.objects = copies.take((self.weights, self.objects))
 
     def write(self, folder: Path) -> Contents:
-        """Write all files to ``folder``; returns the contents with their sizes."""
-        name = names.SAFE_WEIGHTS_NAME if self.safe_serialization else names.WEIGHTS_NAME
+        """Write all files to ``folder``; returns the contents with their sizes and checksums."""
+        name = files.SAFE_WEIGHTS_NAME if self.safe_serialization else files.WEIGHTS_NAME
         for index, weights in enumerate(self.weights):
             model_files.write_weights(weights, folder / files.numbered(name, index), self.safe_serialization)
         for name, state in self.objects.items():
             files.write_object(state, folder / name)
-        contents = replace(self.contents, models=len(self.weights), files=safe_save.files_below(folder))
+        found = safe_save.files_below(folder)
+        known = {name: value for name, value in self.checksums.items() if name in found}
+        known |= files.checksums(folder, found.keys() - known.keys())
+        contents = replace(self.contents, models=len(self.weights), files=found, checksums=known)
         contents.write(folder)
         return contents
 
@@ -83,11 +157,19 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
     return snapshot
 
 
-def contribute(state: TrainingState, folder: Path) -> bytes:
-    """What another rank than the main process saves: files in ``folder``, and its random states, returned."""
+def contribute(state: TrainingState, folder: Path) -> None:
+    """Do another rank's part of :func:`collect`: write its parts of models and optimizers, call the hooks."""
     has_parts = state.strategy.holds_parts
     _run_hooks(state, folder, _models_and_optimizers(state, folder)[0] if has_parts else None)
-    return _random_states(state)
+
+
+def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
+    """Write another rank's random states; returns the checksums of all files that are known to be this rank's."""
+    strategy = state.strategy
+    path = folder / files.random_states(state.rank)
+    files.write_object(_random_states(state), path)
+    own = [path, *(strategy.own_files(folder, state.rank) if strategy.holds_parts else ())]
+    return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
 
 
 def _models_and_optimizers(
@@ -117,7 +199,7 @@ def _run_hooks(
 
 
 def _random_states(state: TrainingState) -> bytes:
-    generators = rng_states.capture(state.session.member.backend)
+    generators = capture_random_states(state.session.member.backend)
     return _as_bytes({**generators, "step": state.session.gradients.step})
 
 
@@ -125,3 +207,84 @@ def _as_bytes(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+# --- random generators ------------------------------------------------------------------------------------------------
+
+
+def capture_random_states(backend: Backend) -> dict[str, Any]:
+    """The state of all generators of this process."""
+    state: dict[str, Any] = {
+        "random_state": random.getstate(),
+        "torch_manual_seed": torch.get_rng_state(),
+        "device": dict(backend.rng_state()),
+    }
+    # A library that this process has not imported has drawn nothing.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy_random_seed"] = (str(kind), torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def restore_random_states(state: Mapping[str, Any], backend: Backend) -> None:
+    """Put back what :func:`capture_random_states` returned. Parts that ``state`` has not are left as they are."""
+    if "random_state" in state:
+        version, words, gauss = state["random_state"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy_random_seed" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy_random_seed"]
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype="uint32"), *rest))
+    if "torch_manual_seed" in state:
+        torch.set_rng_state(state["torch_manual_seed"].cpu())
+    if state.get("device"):
+        backend.set_rng_state(state["device"])
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class CpuCopies:
+    """Copies nested state dicts, into the same memory every time.
+
+    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and only
+    one state can be held at a time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def take(self, state: Any) -> Any:
+        """``state`` with a copy of every tensor; what was taken before is overwritten.
+
+        Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
+        """
+        before, self._kept = self._kept, {}
+        return self._copy(state, (), before, {})
+
+    def _copy(
+        self,
+        state: Any,
+        path: tuple[Any, ...],
+        before: Mapping[tuple[Any, ...], torch.Tensor],
+        seen: dict[Any, Any],
+    ) -> Any:
+        if isinstance(state, torch.Tensor):
+            view, _ = model_files.view_of(state)
+            copy = seen.get(view) if view is not None else None
+            if copy is None:
+                copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
+            return copy
+        if isinstance(state, Mapping):
+            return {key: self._copy(value, (*path, key), before, seen) for key, value in state.items()}
+        if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
+            return type(state)(self._copy(item, (*path, i), before, seen) for i, item in enumerate(state))
+        return state
+
+
+def _copy_into(kept: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        return tensor.to("cpu", copy=True)
+    return kept.copy_(tensor)

@@ -200,6 +200,8 @@ def _pickled(value: Any) -> torch.Tensor:
 
 
 def _unpickled(row: torch.Tensor) -> Any:
+    # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over a connection of
+    # the process group that was made when the rank joined; they never lie in the store, where others could put them.
     return sealing.load(bytes(row.numpy()), context.current().key)
 
 

@@ -160,7 +160,9 @@ class DataLoaderDispatcher(PreparedLoader):
             device = self.device
             whole = nested.map_leaves(
                 lambda leaf: leaf.empty(device) if isinstance(leaf, TensorInformation) else leaf,  # noqa: B023
-                pickle.loads(described),
+                pickle.loads(
+                    described
+                ),  # from rank 0 over the process group, as in gather_object: not by the store
             )
             nested.map_tensors(operations.broadcast_alike, whole)
             yield whole, num_rows, bool(is_last)

@@ -127,6 +127,10 @@ class Strategy(ABC):
         """Write this rank's parts of all models and optimizers to ``folder``; False: they are to be saved whole."""
         return False
 
+    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
+        """The files in ``folder`` that :meth:`save_parts` has written on ``rank``, as far as their names tell."""
+        return ()
+
     def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Load what :meth:`save_parts` wrote, over any number of ranks; False: ``folder`` has states as a whole."""
         return False

@@ -128,6 +128,15 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
             ],
             "backward",
         ),
+        (
+            [
+                ("/usr/lib/python3.11/threading.py", 9, "wait"),
+                ("/site/nblaunch/training/checkpoints/rendezvous.py", 9, "arrive"),
+                ("/site/nblaunch/training/checkpoints/saving.py", 9, "save"),
+                ("/site/nblaunch/training/checkpoints/checkpointer.py", 9, "save_state"),
+            ],
+            "save_state",
+        ),
         ([("/usr/lib/python3.11/threading.py", 9, "wait")], ""),
         ([], ""),
     ],

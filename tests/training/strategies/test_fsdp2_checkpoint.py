@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
 from nblaunch.errors import CheckpointError
-from nblaunch.training.checkpoints import saving
+from nblaunch.training.checkpoints import files
 from nblaunch.training.collectives import dtensor
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
@@ -79,10 +79,19 @@ def test_parts_have_the_names_that_people_know(tmp_path: Path) -> None:
         assert {f"{name}/.metadata", f"{name}/__0_0.distcp", f"{name}/__1_0.distcp"} <= found
     assert not {"model.safetensors", "optimizer.bin"} & found
     assert {"sampler.bin", "random_states_0.pkl", "random_states_1.pkl"} <= found
+    contents = files.contents_of(tmp_path / "state")
+    assert contents is not None
+    assert contents.checksums == files.checksums(tmp_path / "state", contents.files)
+    damaged = tmp_path / "state" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    for message in ranks.run(_load_elsewhere, 2, str(tmp_path / "state"), "SHARDED_STATE_DICT"):
+        assert "pytorch_model_fsdp_0/__1_0.distcp has the checksum" in message
 
 
-def _load_elsewhere(folder: str) -> str:
-    accelerator, *_ = _prepare(None)
+def _load_elsewhere(folder: str, kind: str | None = None) -> str:
+    accelerator, *_ = _prepare(kind)
     try:
         accelerator.load_state(folder)
     except CheckpointError as error:
@@ -222,7 +231,6 @@ def _save_on_main(folder: str) -> str:
     accelerator, *_ = _prepare("SHARDED_STATE_DICT")
     if not accelerator.is_main_process:
         return ""
-    saving.PATIENCE_S = 0.2
     try:
         accelerator.save_state(folder)
     except CheckpointError as error:

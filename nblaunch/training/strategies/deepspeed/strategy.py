@@ -272,6 +272,9 @@ class DeepSpeedStrategy(Strategy):
         checkpoint.save(folder, models, self.session.member)
         return True
 
+    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
+        return checkpoint.of_rank(folder, rank)
+
     def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.load(folder, models, self.session.member)
         return True

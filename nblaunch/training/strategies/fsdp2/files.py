@@ -41,6 +41,11 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
         _write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
 
 
+def of_rank(folder: Path, rank: int) -> list[Path]:
+    """The files that :func:`save` has written on ``rank``; ``.metadata`` is written by rank 0."""
+    return sorted(folder.glob(f"*/__{rank}_*.distcp"))
+
+
 def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
     """Load this rank's parts; all ranks call it, unless one ``is_alone``.
 

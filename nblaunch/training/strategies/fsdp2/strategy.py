@@ -210,6 +210,9 @@ class Fsdp2Strategy(Strategy):
             files.save(folder, models, optimizers, is_alone=not self.holds_parts)
         return self.plugin.saves_parts
 
+    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
+        return files.of_rank(folder, rank)
+
     def load_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if not files.are_in(folder):
             return False

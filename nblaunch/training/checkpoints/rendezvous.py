@@ -1,0 +1,442 @@
+"""Where ranks meet to save a checkpoint: a collective without a deadline, through the store of their process group.
+
+    rank 0    opens a round ── who comes? ── decides: who is present, which folder ──> reports ── writes ── outcome
+    others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
+
+Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
+has not: it waits there for rank 0, so it can't come to this round. That is how ``if accelerator.is_main_process:
+save_state()`` is recognised, without a clock. A rank that has left the process group has passed as well. The counts are
+those of torch's process groups (the sequence numbers of its flight recorder), so they cover the collectives of wrappers
+such as DistributedDataParallel and those that scripts call themselves. Point-to-point messages over gloo are counted,
+too (torch 2.13); where only some ranks exchange them, ``main_process_only=True`` is the way to save on rank 0 alone.
+
+In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. What travels is JSON
+of a fixed shape: anyone who reaches the store may write there, so nothing of it is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing.util import Finalize
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nblaunch.backends.base import Backend
+from nblaunch.errors import CheckpointError
+from nblaunch.training.joining import is_distributed
+from nblaunch.training.waiting import waiting
+
+_PREFIX = "nblaunch/saves"
+_BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
+_IDLE_S = 0.2  # pause while nothing is: how late a rank in a collective notices that rank 0 saves
+_STOP_S = 5.0  # for the last message of a process that ends
+
+Message = TypeVar("Message", "Round", "Whereabouts", "Report", "Outcome")
+Collectives = Callable[[], dict[str, int]]
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One save, as rank 0 announces it.
+
+    Args:
+        number: counts the saves of the process group, from 1.
+        is_decided: who takes part is settled.
+        present: the other ranks that take part.
+        folder: where they write to; empty if the save has failed, see its :class:`Outcome`.
+        target: the checkpoint's folder at last.
+        iteration: the number in its automatic name.
+    """
+
+    number: int
+    is_decided: bool = False
+    present: list[int] = field(default_factory=list)
+    folder: str = ""
+    target: str = ""
+    iteration: int = 0
+
+    example: ClassVar[dict[str, Any]] = {
+        "number": 1, "is_decided": True, "present": [1], "folder": "", "target": "", "iteration": 0,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a rank is.
+
+    Args:
+        number: the round that this answers.
+        is_present: it has come to ``save_state``.
+        has_left: it has left the process group, or its process ends.
+        num_read: the last round whose outcome it has read.
+        collectives: how many collectives it has begun, by process group.
+    """
+
+    number: int
+    is_present: bool
+    has_left: bool
+    num_read: int
+    collectives: dict[str, int]
+
+    example: ClassVar[dict[str, Any]] = {
+        "number": 1, "is_present": True, "has_left": True, "num_read": 1, "collectives": {"": 1},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has contributed to a round: the checksums of its files, or the problem that it had."""
+
+    number: int
+    problem: str = ""
+    checksums: dict[str, str] = field(default_factory=dict)
+
+    example: ClassVar[dict[str, Any]] = {"number": 1, "problem": "", "checksums": {"": ""}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round ended; an empty ``error_type``: the checkpoint is written."""
+
+    error_type: str = ""
+    error: str = ""
+
+    example: ClassVar[dict[str, Any]] = {"error_type": "", "error": ""}
+
+    def check(self) -> None:
+        """Raise what rank 0 has raised: a ValueError for what the caller did wrong, else a CheckpointError."""
+        if self.error_type:
+            raise (ValueError if self.error_type == "ValueError" else CheckpointError)(self.error)
+
+
+class _Mail:
+    """Messages of this module in a store, through a connection of their own where the store can give one."""
+
+    def __init__(self, store: Any) -> None:
+        # Other threads may wait inside the store for what only rank 0 can do, and hold a shared connection (NCCL's
+        # start does). Stores of torch 2.5 to 2.7 have no clone.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store = dist.PrefixStore(_PREFIX, own)
+
+    def post(self, key: str, message: Round | Whereabouts | Report | Outcome) -> None:
+        self._store.set(key, json.dumps(asdict(message)))
+
+    def read(self, key: str, kind: type[Message]) -> Message | None:
+        """The message under ``key``; None before there is one.
+
+        Raises:
+            CheckpointError: there is something else.
+        """
+        if not self._store.check([key]):
+            return None
+        text = self._store.get(key)
+        try:
+            values = json.loads(text)
+            if _has_shape(values, kind.example, is_record=True):
+                return kind(**values)
+        except (ValueError, RecursionError):
+            pass
+        raise CheckpointError(
+            f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written there. Another "
+            "program writes to the store; was it given this job's address?"
+        )
+
+
+def _has_shape(value: Any, example: Any, is_record: bool = False) -> bool:
+    if type(value) is not type(example):
+        return False
+    if isinstance(example, dict):
+        if is_record:
+            return value.keys() == example.keys() and all(_has_shape(value[k], example[k]) for k in example)
+        return all(_has_shape(item, next(iter(example.values()))) for item in value.values())
+    return not isinstance(example, list) or all(_has_shape(item, example[0]) for item in value)
+
+
+class _Side:
+    """What both sides have: their messages, and the process group that they belong to."""
+
+    def __init__(self, store: Any) -> None:
+        self._mail = _Mail(store)
+        self._group = weakref.ref(dist.group.WORLD)
+
+    def is_current(self) -> bool:
+        """Whether this process is still in that group."""
+        return is_distributed() and self._group() is dist.group.WORLD
+
+
+# --- rank 0 -----------------------------------------------------------------------------------------------------------
+
+
+class Coordinator(_Side):
+    """Rank 0's side, one round after the other.
+
+    Args:
+        store: of the process group.
+        world_size: ranks in it.
+        collectives: counts those that this rank has begun, see :func:`collectives_begun`.
+    """
+
+    def __init__(self, store: Any, world_size: int, collectives: Collectives) -> None:
+        super().__init__(store)
+        self._held: Any = None
+        self._others = range(1, world_size)
+        self._collectives = collectives
+        self._number = 0
+        self._is_decided = False
+        self.present: list[int] = []
+
+    def open(self) -> list[int]:
+        """Open a round and wait for the other ranks; returns those that have passed. ``present`` has the others."""
+        self._held = (
+            dist.distributed_c10d._get_default_store()
+        )  # it may live here, and would end with the group
+        before = self._mail.read("round", Round)
+        self._number = before.number + 1 if before is not None else 1
+        self._is_decided, self.present = False, []
+        own = self._collectives()
+        self._mail.post("round", Round(self._number))
+        pending, passed = list(self._others), []
+        pause = _Pause()
+        with waiting():
+            while pending:
+                for rank in list(pending):
+                    found = self._mail.read(f"rank/{rank}", Whereabouts)
+                    if found is None or not (found.has_left or found.number == self._number):
+                        continue
+                    if found.is_present:
+                        self.present.append(rank)
+                    elif found.has_left or _has_passed(found.collectives, own):
+                        passed.append(rank)
+                    else:
+                        continue
+                    pending.remove(rank)
+                pause.sleep()
+        self.present.sort()
+        return sorted(passed)
+
+    def begin(self, folder: str, target: str, iteration: int) -> None:
+        """Let the present ranks write to ``folder``."""
+        self._is_decided = True
+        self._mail.post("round", Round(self._number, True, self.present, folder, target, iteration))
+
+    def reports(self) -> dict[int, Report]:
+        """What the present ranks have done, by rank; waits for it."""
+        found: dict[int, Report] = {}
+        pause = _Pause()
+        with waiting():
+            while len(found) < len(self.present):
+                for rank in set(self.present) - found.keys():
+                    report = self._mail.read(f"report/{rank}", Report)
+                    if report is not None and report.number == self._number:
+                        found[rank] = report
+                pause.sleep()
+        return found
+
+    def close(self) -> None:
+        """Publish that the checkpoint is written, and wait until the present ranks know."""
+        self.announce(Outcome())
+        self.wait_until_known()
+
+    def wait_until_known(self) -> None:
+        """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""
+        pause = _Pause()
+        while not all(self._is_through(rank) for rank in self.present):
+            pause.sleep()
+        self._held = None
+
+    def announce(self, outcome: Outcome) -> None:
+        """Publish the outcome."""
+        self._mail.post(f"outcome/{self._number}", outcome)
+        if not self._is_decided:
+            self._is_decided = True
+            self._mail.post("round", Round(self._number, True, self.present))
+
+    def _is_through(self, rank: int) -> bool:
+        found = self._mail.read(f"rank/{rank}", Whereabouts)
+        return found is not None and (found.has_left or found.num_read >= self._number)
+
+
+def _has_passed(theirs: Mapping[str, int], own: Mapping[str, int]) -> bool:
+    return any(count > own[group] for group, count in theirs.items() if group in own)
+
+
+class _Pause:
+    """Pauses between looks at the store, short ones first; one long wait would hold an interrupt back."""
+
+    def __init__(self) -> None:
+        self.next_s = _BUSY_S[0]
+
+    def sleep(self) -> None:
+        time.sleep(self.next_s)
+        self.lengthen()
+
+    def lengthen(self) -> None:
+        self.next_s = min(2 * self.next_s, _BUSY_S[1])
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+class Participant(_Side):
+    """Another rank's side, and the thread that answers rank 0 meanwhile; it ends with the process group.
+
+    Args:
+        store: of the process group.
+        rank: of this process.
+        collectives: counts those that this rank has begun.
+    """
+
+    def __init__(self, store: Any, rank: int, collectives: Collectives) -> None:
+        super().__init__(store)
+        self._rank = rank
+        self._collectives = collectives
+        self._changed = threading.Condition()  # guards what follows
+        self._is_present = False
+        self._round: Round | None = None
+        self._handled = 0
+        self._awaited = 0
+        self._num_read = 0
+        self._outcomes: dict[int, Outcome] = {}
+        self._lost: Exception | None = None
+        self._is_stopping = False
+        self._has_ended = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nblaunch-saves", daemon=True)
+        self._thread.start()
+        # Not atexit, which a process of multiprocessing leaves out. It does nothing in forked children.
+        self._finalizer = Finalize(None, self.leave, exitpriority=10)
+
+    def arrive(self) -> Round:
+        """Come to a round, and wait until rank 0 has decided on it."""
+        try:
+            with waiting(), self._changed:
+                self._is_present, self._round = True, None
+                self._wake.set()
+                while self._round is None:
+                    self._check_lost()
+                    self._changed.wait()
+                return self._round
+        finally:
+            self._is_present = False
+
+    def report(self, number: int, problem: str = "", checksums: Mapping[str, str] | None = None) -> None:
+        """Let rank 0 know what this rank has done for round ``number``."""
+        self._mail.post(f"report/{self._rank}", Report(number, problem, dict(checksums or {})))
+
+    def outcome(self, number: int) -> Outcome:
+        """How round ``number``, in which this rank was present, has ended; waits for it."""
+        with waiting(), self._changed:
+            while number not in self._outcomes:
+                self._check_lost()
+                self._changed.wait()
+            return self._outcomes.pop(number)
+
+    def failure_of(self, number: int) -> str | None:
+        """Why rank 0 has given up round ``number``; None where it has not, so far."""
+        found = self._mail.read(f"outcome/{number}", Outcome)
+        return found.error if found is not None and found.error_type else None
+
+    def leave(self) -> None:
+        """Let rank 0 know that this rank comes no more."""
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join(_STOP_S)
+
+    def _check_lost(self) -> None:
+        if self._lost is not None:
+            if isinstance(self._lost, CheckpointError):
+                raise self._lost
+            raise CheckpointError(
+                f"rank {self._rank} waits in save_state, but the job's store is gone ({self._lost}). Has rank 0, or "
+                "the launcher, ended before? Every rank that is to save must call save_state as often as rank 0"
+            ) from self._lost
+        if self._has_ended:
+            raise CheckpointError(f"rank {self._rank} can't save: it has left the process group")
+
+    def _run(self) -> None:
+        try:
+            self._answer()
+        except Exception as error:  # raised where a message is awaited
+            self._lost = error
+        finally:
+            with suppress(RuntimeError):  # the store may have gone with its host
+                self._post(self._handled, {}, has_left=True)
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _answer(self) -> None:
+        pause = _Pause()
+        while self.is_current() and not self._is_stopping:
+            is_busy = self._look(self._collectives())
+            if self._wake.wait(pause.next_s if is_busy else _IDLE_S) or not is_busy:
+                self._wake.clear()
+                pause = _Pause()
+            else:
+                pause.lengthen()
+
+    def _look(self, collectives: dict[str, int]) -> bool:
+        """Answer rank 0; returns whether something is awaited."""
+        current = self._mail.read("round", Round)
+        is_busy = self._is_present
+        if current is not None and current.number > self._handled:
+            if current.is_decided:
+                self._take_decision(current)
+            else:
+                is_busy = True
+                self._post(current.number, collectives)
+        if self._awaited:
+            found = self._mail.read(f"outcome/{self._awaited}", Outcome)
+            if found is None:
+                return True
+            with self._changed:
+                self._outcomes[self._awaited] = found
+                self._num_read, self._awaited = self._awaited, 0
+                self._changed.notify_all()
+            self._post(self._num_read, collectives)
+        return is_busy
+
+    def _take_decision(self, current: Round) -> None:
+        with self._changed:
+            self._handled = current.number
+            if self._rank in current.present:
+                self._is_present, self._round, self._awaited = False, current, current.number
+                self._changed.notify_all()
+
+    def _post(self, number: int, collectives: dict[str, int], has_left: bool = False) -> None:
+        # Whether it is present was true before its collectives were counted, if not for the last time.
+        with self._changed:
+            is_present = self._is_present
+        found = Whereabouts(number, is_present, has_left, self._num_read, collectives)
+        self._mail.post(f"rank/{self._rank}", found)
+
+
+def collectives_begun(backend: Backend) -> dict[str, int]:
+    """How many collectives this rank has begun in each process group that rank 0 is in.
+
+    Collectives that a device runs outside of torch's process groups are counted by its backend.
+    """
+    counts = {"device": backend.num_own_collectives}
+    # Neither the list of groups nor their counts have public names; torch's flight recorder reads them so.
+    groups: Collection[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
+    for group, name in groups:
+        try:
+            if 0 not in dist.get_process_group_ranks(group):
+                continue
+            for device in sorted(str(kind) for kind in group._device_types):
+                part = group._get_backend(torch.device(device))
+                counts[f"{name}/{device}"] = part._get_sequence_number_for_group()
+        except (RuntimeError, KeyError):  # it counts nothing, or has just been destroyed
+            continue
+    return counts

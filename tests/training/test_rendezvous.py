@@ -1,0 +1,343 @@
+"""Saving is a collective: late ranks are waited for, absent ones recognised, and nothing foreign is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nblaunch import (
+    Accelerator,
+    CheckpointError,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
+from nblaunch.training.checkpoints import files, rendezvous
+from nblaunch.training.checkpoints.rendezvous import Outcome, Report, Round, Whereabouts
+from tests.training import ranks
+
+KINDS = {
+    "ddp": dict,
+    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")},
+    "stateful": lambda: {"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=True)},
+}  # fmt: skip
+
+
+def _prepare(kind: str = "ddp") -> tuple[Accelerator, Any, Any, Any]:
+    accelerator = Accelerator(**KINDS[kind]())
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(torch.ones(8, 3), batch_size=2))
+
+
+def _step(accelerator: Accelerator, model: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _wait_until_asked(accelerator: Accelerator, number: int) -> None:
+    """Be so late that rank 0 has asked where this rank is, and knows that it has not come."""
+    mail = accelerator._session.rendezvous._mail
+    while True:
+        found = mail.read(f"rank/{accelerator.process_index}", Whereabouts)
+        if found is not None and found.number == number:
+            return
+        time.sleep(0.005)
+
+
+def _save_late(folder: str, kind: str) -> list[set[str]]:
+    accelerator, model, optimizer, loader = _prepare(kind)
+    for number, batch in enumerate(loader, 1):
+        _step(accelerator, model, optimizer, batch)
+        if accelerator.process_index == 1:
+            _wait_until_asked(accelerator, number)
+        accelerator.save_state(f"{folder}_{number}", asynchronous=number == 2)
+    accelerator.wait_for_checkpoint()
+    accelerator.load_state(f"{folder}_2")
+    return [set(files.contents_of(Path(f"{folder}_{number}")).files) for number in (1, 2)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank_is_waited_for(tmp_path: Path, kind: str) -> None:
+    for checkpoints in ranks.run(_save_late, 2, str(tmp_path / "state"), kind):
+        for found in checkpoints:
+            assert {"random_states_0.pkl", "random_states_1.pkl"} <= found
+            assert (kind == "fsdp2") == ("pytorch_model_fsdp_0/__1_0.distcp" in found)
+            assert kind != "stateful" or "dl_state_dict.bin" in found
+
+
+# --- ranks that never come -------------------------------------------------------------------------------------------
+
+
+def _save_without_some(folder: str) -> list[str]:
+    accelerator, model, optimizer, _ = _prepare()
+    rank = accelerator.process_index
+
+    def save(name: str, is_here: bool, asynchronous: bool = False) -> None:
+        if is_here:
+            accelerator.save_state(f"{folder}_{name}", asynchronous=asynchronous)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save("backward", rank == 0, asynchronous=True)
+        _step(accelerator, model, optimizer, torch.ones(1, 3))
+        save("barrier", rank == 0)
+        dist.barrier()  # torch's own, which no code of ours sees
+        save("two", rank != 1)
+        accelerator.wait_for_everyone()
+        save("backward", True)  # the same folder again, by all
+        save("ended", rank == 0)
+    return [str(one.message) for one in caught if "save_state" in str(one.message)]
+
+
+def test_ranks_that_went_on_to_a_collective_or_ended_are_not_waited_for(tmp_path: Path) -> None:
+    (warned, *others) = ranks.run(_save_without_some, 3, str(tmp_path / "state"))
+    assert len(warned) == 1
+    assert "save_state was called on the main process alone" in warned[0]
+    assert others == [[], []]
+    found = {
+        path.name: sorted(name[14] for name in os.listdir(path) if name.startswith("random_states"))
+        for path in tmp_path.iterdir()
+    }
+    assert found == {
+        "state_backward": ["0", "1", "2"],
+        "state_barrier": ["0"],
+        "state_two": ["0", "2"],
+        "state_ended": ["0"],
+    }
+
+
+def _save_parts_alone(folder: str) -> str:
+    accelerator, model, optimizer, _ = _prepare("fsdp2")
+    message = ""
+    if accelerator.is_main_process:
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.save_state(folder)
+        message = str(caught.value)
+    _step(accelerator, model, optimizer, torch.ones(1, 3))
+    with pytest.raises(ValueError, match="with fsdp2 every rank holds a part of the weights"):
+        accelerator.save_state(folder, main_process_only=True)
+    accelerator.save_state(folder)
+    return message
+
+
+def test_parts_are_never_saved_without_a_rank_and_training_goes_on(tmp_path: Path) -> None:
+    message, _ = ranks.run(_save_parts_alone, 2, str(tmp_path / "state"))
+    assert message.startswith(
+        "save_state was called on the main process alone, but with fsdp2 every rank holds"
+    )
+    assert (tmp_path / "state" / "pytorch_model_fsdp_0" / "__1_0.distcp").is_file()
+
+
+def _save_on_main_only(folder: str) -> list[str]:
+    accelerator, *_ = _prepare()
+    for name in ("a", "b"):
+        if name == "b" or accelerator.is_main_process:
+            accelerator.save_state(f"{folder}_{name}", main_process_only=True)
+        while not Path(
+            f"{folder}_{name}"
+        ).is_dir():  # rank 0 must not wait for one that waits for its checkpoint
+            time.sleep(0.005)
+    return sorted(os.listdir(f"{folder}_b"))
+
+
+def test_the_main_process_waits_for_none_where_it_is_asked_not_to(tmp_path: Path) -> None:
+    for found in ranks.run(_save_on_main_only, 2, str(tmp_path / "state")):
+        assert "random_states_0.pkl" in found
+        assert "random_states_1.pkl" not in found
+
+
+def _save_where_the_main_process_does(folder: str) -> str:
+    accelerator = Accelerator()
+    return accelerator.save_state(f"{folder}_of_rank_{accelerator.process_index}")
+
+
+def test_the_folder_is_that_of_the_main_process(tmp_path: Path) -> None:
+    expected = str(tmp_path / "state_of_rank_0")
+    assert ranks.run(_save_where_the_main_process_does, 2, str(tmp_path / "state")) == [expected, expected]
+
+
+def _save_afterwards(folder: str) -> str:
+    accelerator = Accelerator()
+    accelerator.end_training()
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_has_left_says_so(tmp_path: Path) -> None:
+    first, second = ranks.run(_save_afterwards, 2, str(tmp_path / "state"))
+    assert first == "saved"
+    assert second.startswith("rank 1 has left the process group, and can't save any more")
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _fill_disk(folder: str, asynchronous: bool) -> tuple[str, bool]:
+    accelerator, *_ = _prepare()
+    accelerator.save_state(folder)
+    write = files.write_object
+    if accelerator.process_index == 1:
+        files.write_object = _disk_full
+    try:
+        accelerator.save_state(folder, asynchronous=asynchronous)
+        accelerator.wait_for_checkpoint()
+    except CheckpointError as error:
+        message = str(error)
+    files.write_object = write
+    accelerator.load_state(folder)
+    accelerator.save_state(folder)
+    return message, Path(folder, "random_states_1.pkl").is_file()
+
+
+def _disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_of_another_rank_leaves_the_old_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    reason = f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 1: OSError: [Errno 28] No space"
+    for message, is_whole in ranks.run(_fill_disk, 2, str(tmp_path / "state"), asynchronous):
+        assert message.startswith(reason)
+        assert is_whole
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_a_disk_without_inodes_is_said_to_be_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", _disk_full)
+    with pytest.raises(
+        CheckpointError, match=r"was not saved; nothing was changed. Rank 0: OSError: \[Errno 28\]"
+    ):
+        Accelerator().save_state(tmp_path / "state")
+
+
+def _outlive_the_store(folder: str, port: int) -> int:
+    """Rank 0 hosts the store, and ends as soon as it can."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    init = InitProcessGroupKwargs(init_method=f"tcp://127.0.0.1:{port}")
+    accelerator = Accelerator(kwargs_handlers=[init])
+    accelerator.save_state(f"{folder}_0")
+    accelerator.save_state(f"{folder}_1", asynchronous=True)
+    if not accelerator.is_main_process:
+        store = dist.distributed_c10d._get_default_store()
+        while not _is_gone(store):
+            time.sleep(0.005)
+        accelerator.wait_for_checkpoint()
+        with pytest.raises(CheckpointError, match="rank 1 waits in save_state, but the job's store is gone"):
+            accelerator.save_state(f"{folder}_2")
+    return len(files.contents_of(Path(f"{folder}_1")).files) if not accelerator.is_main_process else 0  # type: ignore[union-attr]
+
+
+def _is_gone(store: Any) -> bool:
+    try:
+        store.check(["any"])
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_the_outcome_is_known_before_the_host_of_the_store_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert ranks.run(_outlive_the_store, 2, str(tmp_path / "state"), port) == [0, 2]
+
+
+# --- what comes from the store ----------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """What is executed when it is unpickled: it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+_ATTACK = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
+found = []
+while not any(key.endswith(("round", "folder")) for key in found):
+    found = [key for key in store.list_keys() if "nblaunch" in key]
+    time.sleep(0.01)
+for key in found:
+    store.set(key, bytes.fromhex(sys.argv[2]))
+"""
+
+
+def _save_under_attack(folder: str, payload: bytes) -> str:
+    accelerator = Accelerator()
+    if accelerator.process_index == 1:
+        port = os.environ["MASTER_PORT"]
+        subprocess.run([sys.executable, "-c", _ATTACK, port, payload.hex()], check=True, timeout=50)
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: Path) -> None:
+    """The attacker has no part in the job: it connects to the loopback port of the store, as any user can."""
+    payload = pickle.dumps(Malicious(str(tmp_path / "executed")))
+    _, message = ranks.run(_save_under_attack, 2, str(tmp_path / "state"), payload)
+    assert not (tmp_path / "executed").exists()
+    assert "that no rank has written there" in message
+    pickle.loads(payload)
+    assert (tmp_path / "executed").exists(), "the attack itself works"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Round(3, True, [1, 2], "a\udc80b", "c", 4),
+        Whereabouts(3, True, False, 2, {"0/cpu": 7}),
+        Report(3, "a problem", {"a/b.bin": "crc32:00000000"}),
+        Outcome("ValueError", "ünlucky"),
+    ],
+)
+def test_messages(message: Any) -> None:
+    store = dist.HashStore()
+    mail = rendezvous._Mail(store)
+    assert mail.read("key", type(message)) is None
+    mail.post("key", message)
+    assert mail.read("key", type(message)) == message
+    values = json.loads(dist.PrefixStore("nblaunch/saves", store).get("key"))
+    wrong: list[Any] = [[], 1, {}, {**values, "more": 1}]
+    wrong += [{key: item for key, item in values.items() if key != name} for name in values]
+    wrong += [{**values, name: other} for name in values for other in (None, 1.5, [[]], {"": None}, [None])]
+    for other in ["", "{", b"\xff", pickle.dumps(message), "[" * 100_000, *map(json.dumps, wrong)]:
+        dist.PrefixStore("nblaunch/saves", store).set("key", other)
+        with pytest.raises(
+            CheckpointError, match=r"bytes under nblaunch/saves/key that no rank has written there"
+        ):
+            mail.read("key", type(message))
+
+
+def test_a_lone_process_has_no_thread_for_it() -> None:
+    Accelerator()
+    assert "nblaunch-saves" not in {thread.name for thread in threading.enumerate()}
