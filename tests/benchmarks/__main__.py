@@ -22,6 +22,7 @@ TITLES = {
     "lotteries": "Lotteries",
     "background": "Background jobs",
     "questions": "Questions",
+    "displays": "Displays",
 }
 
 
