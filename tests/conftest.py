@@ -26,16 +26,26 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Keep together, in one of several test processes, what shares kernels: a module's tests."""
+    """Keep together, in one of several test processes, what must not run side by side: see :func:`_group`."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            # Two machines without network namespaces of their own meet at fixed ports of the loopback.
-            return "tests/nodes" if module.startswith("tests/nodes/") else module
+            return _group(nodeid)
 
-    return ByModule(config, log)
+    return ByGroup(config, log)
+
+
+def _group(nodeid: str) -> str:
+    """The tests of a module share kernels, with three exceptions."""
+    module = nodeid.partition("::")[0]
+    if module.startswith("tests/nodes/"):
+        return "tests/nodes"  # without network namespaces, two machines meet at fixed ports of the loopback
+    if module.startswith("tests/browser/"):
+        return "tests/browser"  # a Chromium and a server at a time
+    if module == "tests/notebooks/test_notebooks.py":
+        return nodeid.rpartition("-")[2]  # share nothing, and take long; one notebook runs once at a time
+    return module
 
 
 @pytest.fixture(autouse=True)
