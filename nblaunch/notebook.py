@@ -107,9 +107,13 @@ def notebook_launcher(
             ``"auto"``: widgets where a person can see them, else HTML in a notebook, else text.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
-        hang_timeout_s: seconds without any progress of some rank (no step, output or processor time) after which every
-            rank's position is shown; None = never.
-        on_hang: ``"report"`` that, or ``"stop"`` the job as well.
+        hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress
+            is counted: steps of optimizers, batches of prepared loaders, collectives and backward of the
+            ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and bars of tqdm that advance. Output and
+            processor time are no progress. A collective that is waited in for so long while no rank makes progress, or
+            one line that a rank stays in since its last step, is a hang; other work without progress is reported as
+            what may be one.
+        on_hang: ``"report"`` that, or ``"stop"`` the job as well, where it is a hang for certain.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
 

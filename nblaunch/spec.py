@@ -65,7 +65,7 @@ class LaunchSpec:
         spans_devices: one process drives all devices (XLA), rather than a process each.
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for the jobs' logs; None = see ``NBLAUNCH_LOG_DIR``.
-        hang_timeout_s: seconds without any progress of some rank after which stacks are collected; None = never.
+        hang_timeout_s: seconds without progress (steps, collectives, bars) after which stacks are shown; None = never.
         on_hang: ``"report"`` it, or ``"stop"`` the job as well.
         accelerator: further defaults of an ``Accelerator()`` in a worker by its arguments' names, as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SESSION = 3  # its place among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
@@ -18,10 +20,30 @@ def read(path: Path) -> str:
         return ""
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Processor time that the process and its threads have used. Source: proc_pid_stat(5), utime and stime."""
-    fields = _stat_fields(pid)
+def main_thread_cpu_seconds(pid: int) -> float | None:
+    """Processor time of a process's first thread. Source: proc_pid_stat(5), utime and stime."""
+    return _cpu_seconds(_stat_fields(pid, str(pid)))
+
+
+def session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """Session leader -> processor time of the processes of its session that run. Reads a file per process there is."""
+    seconds = dict.fromkeys(pids, 0.0)
+    for pid in _all_pids():
+        fields = _stat_fields(pid)
+        if len(fields) > _SESSION and (session := int(fields[_SESSION])) in seconds:
+            seconds[session] += _cpu_seconds(fields) or 0.0
+    return seconds
+
+
+def _cpu_seconds(fields: list[str]) -> float | None:
     return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else None
+
+
+def _all_pids() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:  # there is no /proc
+        return []
 
 
 def own_bytes(pid: int) -> int | None:

@@ -22,13 +22,14 @@ from pathlib import Path
 
 from nblaunch import in_words
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Note, Started, WeightsSent
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc
 from nblaunch.launch.common_stop import CommonStop, answers_of
-from nblaunch.launch.diagnosis.hang import describe_hang
+from nblaunch.launch.diagnosis.hang import Position, describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.stackdump import StackDump
+from nblaunch.launch.diagnosis.watchdog import Finding
 from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
 from nblaunch.launch.node_link import NodeLink
@@ -109,11 +110,12 @@ class Supervisor:
         self._nodes = nodes
         self._inspector = Inspector(hang_timeout_s)
         self._memory_watch = MemoryWatch()
-        self._dumps: list[tuple[StackDump, Callable[[list[str]], None]]] = []
+        self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: StopAgreement | CommonStop | None = None
         self._termination: Termination | None = None
         self._started: set[int] = set()
-        self._said = dict.fromkeys(receivers, 0)
+        self._num_outputs = dict.fromkeys(receivers, 0)
+        self._num_metrics = dict.fromkeys(receivers, 0)
         self._alive = set(receivers)
         self._ladder: StopLadder | None = None
         self._killed_s: dict[int, float] = {}
@@ -209,8 +211,9 @@ class Supervisor:
             elif isinstance(event, Failed) and event.rank not in self.report.finished:
                 self.report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()
+            counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
+            counts[rank] += 1
             self._tell(event)
-        self._said[rank] += len(events)
         return is_closed
 
     def _host_store(self, rendezvous: RendezvousHost) -> None:
@@ -317,34 +320,49 @@ class Supervisor:
             dump.poll()
             if dump.is_done:
                 self._dumps.remove((dump, answer))
-                answer(self._where_ranks_are(dump))
+                answer(dump)
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self.report.finished.keys(), time.monotonic())
             self.report.stopped_early = self._agreement.is_settled
 
-    def _dump_stacks(self, answer: Callable[[list[str]], None]) -> None:
+    def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
         self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))
 
-    def _answer(self, query: Future[str], lines: list[str]) -> None:
-        self._requests.answer(query, "\n".join(lines))
+    def _answer(self, query: Future[str], dump: StackDump) -> None:
+        self._requests.answer(query, "\n".join(self._describe(dump.positions())))
 
     def _answering(self) -> dict[int, int]:
         """Rank -> process of the ranks whose function runs, or whose weights are on their way."""
         running = (self._alive & self._started) - self.report.delivered - self.report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
-    def _where_ranks_are(self, dump: StackDump) -> list[str]:
+    def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
         steps = {sample.rank: sample.step for sample in self._board.sample()}
-        return describe_hang(dump.positions(), steps, gone=sorted(self.report.delivered))
+        return describe_hang(positions, steps, gone=sorted(self.report.delivered), busy=busy)
 
-    def _on_hang(self, lines: list[str]) -> None:
-        timeout_s = self._inspector.hang_timeout_s
-        text = "\n".join([f"no progress for {timeout_s:g} s:", *(f"    {line}" for line in lines)])
+    def _judge(self, dump: StackDump) -> None:
+        """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
+        positions = dump.positions()
+        finding = self._inspector.judge(time.monotonic(), self._answering(), positions)
+        if finding is None:
+            return
+        lines = self._describe(positions, finding.busy)
+        text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
         self._tell(Note.of_job(text, "hang"))
-        if self._stops_on_hang and self._ladder is None:
+        if finding.hung and self._stops_on_hang and self._ladder is None:
             # Where every function has returned there is a result, and weights alone are late.
             self.report.hang = tuple(lines) if self._alive - self.report.finished.keys() else ()
             self._begin_stop_after_failure()
+
+    def _headline(self, finding: Finding) -> str:
+        timeout_s = self._inspector.hang_timeout_s
+        if finding.hung:
+            return f"no progress for {timeout_s:g} s:"
+        have = "has" if len(finding.suspected) == 1 else "have"
+        return (
+            f"{in_words.ranks(finding.suspected)} {have} shown no step, collective or bar for {timeout_s:g} s. This "
+            "may be a hang, or work without steps (tqdm or accelerator.progress around it would show that it moves):"
+        )
 
     # --- what is looked at by the clock --------------------------------------------------------------------------
 
@@ -360,15 +378,17 @@ class Supervisor:
         self._next_tick = time.monotonic() + TICK_S
         for rank, tail in self._tails.items():
             events = tail.read()
-            self._said[rank] += len(events)
+            self._num_outputs[rank] += len(events)
             for event in events:
                 self._tell(event)
         samples = self._sample()
         self._show(samples)
         for event in self._memory_watch.look(self._answering()):
             self._tell(event)
-        if self._inspector.look(time.monotonic(), self._answering(), samples, self._said):
-            self._dump_stacks(self._on_hang)
+        if self._inspector.look(
+            time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
+        ):
+            self._dump_stacks(self._judge)
         self._check_lingering()
 
     def _sample(self) -> list[Sample]:

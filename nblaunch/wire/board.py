@@ -28,7 +28,7 @@ _HAS_LOSS = 7
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stopping.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
-_OWN_STEPS = 19
+_OWN_STEPS, _UPDATES, _MARKS = 19, 20, 21
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Sample:
         device_limit_bytes: all that the device has; 0 where that is not known.
         own_time_s: seconds that the rank has computed by itself, between one backward and the next.
         own_steps: how often.
+        num_updates: steps of any optimizer.
+        num_marks: other signs of progress: collectives, bars that advanced.
+        num_checks: looks at ``accelerator.should_stop``.
     """
 
     rank: int
@@ -68,6 +71,9 @@ class Sample:
     device_limit_bytes: int = 0
     own_time_s: float = 0.0
     own_steps: int = 0
+    num_updates: int = 0
+    num_marks: int = 0
+    num_checks: int = 0
 
 
 class Slot:
@@ -127,6 +133,14 @@ class Slot:
         """From one backward to the next, without waiting for other ranks."""
         self._doubles[_OWN_TIME] += seconds
         self._ints[_OWN_STEPS] += 1
+
+    def count_update(self) -> None:
+        """An optimizer has stepped."""
+        self._ints[_UPDATES] += 1
+
+    def mark(self) -> None:
+        """Something else has gone on that is no step: a collective has ended, a bar has advanced."""
+        self._ints[_MARKS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
         """Bytes of the device: taken now, the most so far, all there are (0 where that is not known)."""
@@ -201,6 +215,9 @@ class Slot:
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
             own_time_s=self._doubles[_OWN_TIME],
             own_steps=ints[_OWN_STEPS],
+            num_updates=ints[_UPDATES],
+            num_marks=ints[_MARKS],
+            num_checks=ints[_CHECKS],
         )
 
     def release(self) -> None:

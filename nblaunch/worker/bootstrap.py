@@ -42,7 +42,7 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.turns import turn
-from nblaunch.worker import guard, inherited, shell, stdio
+from nblaunch.worker import guard, inherited, progress, shell, stdio
 from nblaunch.worker.construction import Construction
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import tell_failure
@@ -125,6 +125,7 @@ class _Worker:
         guard.be_first_to_go()
         guard.watch_faults(assignment.stacks_path)
         inherited.forget(kernel_streams)
+        progress.watch(self.slot)
         env.apply(assignment.environment)
         backend = backends.discover()[assignment.backend]
         backend.prepare_child(assignment.topology)

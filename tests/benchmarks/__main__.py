@@ -21,6 +21,7 @@ TITLES = {
     "gpu": "GPUs",
     "lotteries": "Lotteries",
     "background": "Background jobs",
+    "hangs": "Hangs",
     "questions": "Questions",
     "displays": "Displays",
 }

@@ -20,11 +20,13 @@ class Shape:
         name: of it.
         body: of the function.
         lines: what must be said, each as part of one line.
+        timeout_s: longer where ranks may need longer than others for their way to where they wait.
     """
 
     name: str
     body: str
     lines: tuple[str, ...]
+    timeout_s: float = TIMEOUT_S
 
 
 SHAPES = (
@@ -77,6 +79,7 @@ SHAPES = (
             "rank 1: waiting in barrier, ",
             "unequal numbers of batches (rank 0: 3, rank 1: 2, rank 2: 3)",
         ),
+        timeout_s=5.0,  # it imports the Accelerator
     ),
 )
 
@@ -98,7 +101,8 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
-        TRAIN.format(body=shape.body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        TRAIN.format(body=shape.body)
+        + LAUNCH.format(method=method, timeout_s=shape.timeout_s, on_hang="stop"),
         raises="JobHung",
     )
     assert cell.error is not None
@@ -121,11 +125,12 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, method: 
             "the report does not depend on how workers were started; stopping is tested for all methods"
         )
     cell = shared.submit(
-        TRAIN.format(body=shape.body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="report")
+        TRAIN.format(body=shape.body)
+        + LAUNCH.format(method=method, timeout_s=shape.timeout_s, on_hang="report")
     )
     cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
     assert not cell.is_done
-    assert f"no progress for {TIMEOUT_S:g} s" in _shown(cell)
+    assert f"no progress for {shape.timeout_s:g} s" in _shown(cell)
     for text in shape.lines:
         assert text in _shown(cell), cell.describe()
     shared.interrupt()
@@ -158,22 +163,133 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
     assert_as_before(shared)
 
 
+SPINNING = {
+    "a thread that calls sleep(0)": """
+    def spin():
+        while True:
+            time.sleep(0)
+    threading.Thread(target=spin, daemon=True).start()
+""",
+    "a monitor thread": """
+    def monitor():
+        while True:
+            until = time.thread_time() + 0.01
+            while time.thread_time() < until:
+                psutil.cpu_percent()
+            time.sleep(0.24)
+    threading.Thread(target=monitor, daemon=True).start()
+""",
+    "a thread that prints": """
+    def talk():
+        while True:
+            print("still here")
+            time.sleep(0.3)
+    threading.Thread(target=talk, daemon=True).start()
+""",
+}
+DIFFERENT = "    dist.barrier() if rank() == 1 else dist.all_reduce(torch.ones(2))"
+C_LOOP = "    import collections, itertools; collections.deque(itertools.repeat(None), maxlen=0)"
+
+
 @pytest.mark.timeout(60)
-def test_ranks_that_compute_or_step_do_not_hang(shared: Kernel, method: str) -> None:
+@pytest.mark.parametrize("kind", SPINNING)
+def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, method: str, kind: str) -> None:
+    if method != "fork":
+        pytest.skip("what is seen of a rank does not depend on how it was started")
+    cell = shared.run(
+        TRAIN.format(body=SPINNING[kind] + DIFFERENT)
+        + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        raises="JobHung",
+    )
+    assert cell.error is not None
+    assert "ranks 0, 2: waiting in all_reduce, " in cell.error.value, cell.describe()
+    assert "The ranks are in different collectives" in cell.error.value
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("in_collective", [(), (0, 2)], ids=["all of them", "one, and the others wait"])
+def test_ranks_in_a_c_loop_after_their_last_step_hang(
+    shared: Kernel, method: str, in_collective: tuple[int, ...]
+) -> None:
+    if method != "fork":
+        pytest.skip("what is seen of a rank does not depend on how it was started")
+    body = f"""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    torch.optim.SGD([weight], lr=0.1).step()
+    if rank() in {in_collective}:
+        dist.all_reduce(torch.ones(2))
+"""
+    cell = shared.run(
+        TRAIN.format(body=body + C_LOOP) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        raises="JobHung",
+    )
+    assert cell.error is not None
+    ranks = "rank 1" if in_collective else "ranks 0-2"
+    assert f"{ranks}: Cell In[" in cell.error.value, cell.describe()
+    assert "in train: import collections, itertools; collections.deque(" in cell.error.value
+    assert "(computing)" in cell.error.value
+    if in_collective:
+        assert "ranks 0, 2 wait for rank 1, which has not entered the collective." in cell.error.value
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "body",
+    [C_LOOP, "    while True:\n        time.sleep(0.3)\n        print('still here')"],
+    ids=["a C loop", "printing"],
+)
+def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, method: str, body: str) -> None:
+    if method != "fork":
+        pytest.skip("what is seen of a rank does not depend on how it was started")
+    cell = shared.submit(
+        TRAIN.format(body=body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop")
+    )
+    cell.wait_for(lambda cell: "ranks 0-2 have shown no step" in _shown(cell), 30, "the suspicion")
+    cell.wait_for(lambda cell: "ranks 0-2: Cell In[" in _shown(cell), 5, "the stacks")
+    assert "no progress" not in _shown(cell)
+    assert not cell.is_done
+    shared.interrupt()
+    assert cell.wait(20).error is not None
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_work_do_not_hang(shared: Kernel, method: str) -> None:
+    """Slow steps, a long evaluation, a checkpoint, a bar: each part longer than the timeout, each step shorter."""
     cell = shared.run(
         f"""
-def train():
-    dist.init_process_group()
-    deadline = time.monotonic() + 2.5
-    if rank() == 0:
-        while time.monotonic() < deadline:       # uses its processor, says nothing
-            sum(range(1000))
-    elif rank() == 1:
-        while time.monotonic() < deadline:       # sleeps, but talks
-            time.sleep(0.2)
-            print("still here")
+def train(folder):
+    import tqdm
+    from nblaunch import Accelerator
+    deadline = time.monotonic() + {1.5 * TIMEOUT_S}
+    while time.monotonic() < deadline:                      # long preparation without a step
+        sum(range(1000))
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):                                      # steps of a plain optimizer
+        time.sleep({0.4 * TIMEOUT_S})
+        optimizer.step()
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(16.0)), batch_size=2)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    if accelerator.is_main_process:                         # rank 0 evaluates, rank 1 waits
+        for _ in batches:
+            time.sleep({0.2 * TIMEOUT_S})
+    accelerator.wait_for_everyone()
+    accelerator.save_state(folder)
+    for _ in tqdm.tqdm(range(4), mininterval=0):
+        time.sleep({0.4 * TIMEOUT_S})
+    accelerator.wait_for_everyone()
     return True
-notebook_launcher(train, num_processes=2, start_method={method!r}, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    done = notebook_launcher(
+        train, (folder,), num_processes=2, start_method={method!r}, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
+done
 """
     )
     assert cell.result == "True"

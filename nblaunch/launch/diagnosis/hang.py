@@ -1,20 +1,13 @@
-"""Seeing that a job hangs, and saying where. Pure functions and plain state; nothing here signals or waits.
-
-A rank that waits in a collective uses no processor time, takes no step, prints nothing and says nothing. When one has
-been that quiet for the whole timeout, the stacks of all ranks tell who waits for whom.
-"""
+"""Where ranks are and who waits for whom, read from their stacks. Pure functions: nothing here signals or waits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nblaunch import in_words
 from nblaunch.launch.diagnosis import stacks
 from nblaunch.launch.diagnosis.stacks import StackFrame, ThreadStack
-
-_IDLE_SHARE = 0.02
-"""Share of one core below which a rank counts as idle: threads that only wake to look around use less."""
 
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -23,6 +16,18 @@ _COLLECTIVE_FILES = (
 )
 _RENDEZVOUS = "/nblaunch/training/checkpoints/rendezvous.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
+_DATA_LOADER = "the data loader"
+_LONG_WORK_FILES = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+    "/torch/serialization.py",
+    "/torch/distributed/checkpoint/",
+    "/safetensors/",
+    "/nblaunch/training/checkpoints/",
+)
+"""Compiling, writing and reading: one call of these may take any time, and says nothing meanwhile."""
+
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
 _STAGES = (
     ("nblaunch/wire/outbox.py", "put_value", "what it returned is being pickled"),
@@ -34,59 +39,25 @@ _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What can be seen of a rank from outside: ``progress`` changes with every step, event or printed byte.
-
-    ``cpu_s`` is its processor time in seconds; None where it can't be read.
-    """
-
-    progress: tuple[object, ...]
-    cpu_s: float | None
-
-
-class Watchdog:
-    """Notices a rank that has made no progress for ``timeout_s`` seconds; once for each standstill of each rank."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._last: dict[int, tuple[Mark, float]] = {}
-        self._reported: set[int] = set()
-
-    def observe(self, now_s: float, marks: Mapping[int, Mark]) -> bool:
-        """Take in the marks of the ranks that run; True if one of them has just been quiet for too long."""
-        for rank, mark in marks.items():
-            if rank not in self._last or self._has_moved(rank, mark, now_s):
-                self._last[rank] = (mark, now_s)
-                self._reported.discard(rank)
-        quiet = {rank for rank in marks if now_s - self._last[rank][1] >= self.timeout_s}
-        is_new = bool(quiet - self._reported)
-        self._reported |= quiet
-        return is_new
-
-    def _has_moved(self, rank: int, mark: Mark, now_s: float) -> bool:
-        """Whether it told of progress, or has computed more since than a rank does that only waits.
-
-        The work before a standstill must not hide it: once it amounts to enough, counting starts again.
-        """
-        since, since_s = self._last[rank]
-        if mark.progress != since.progress:
-            return True
-        if mark.cpu_s is None or since.cpu_s is None:
-            return False
-        return mark.cpu_s - since.cpu_s >= _IDLE_SHARE * max(self.timeout_s, now_s - since_s)
-
-
-@dataclass(frozen=True)
 class Position:
     """Where a rank is.
 
     Args:
         where: the user's innermost line, as ``Cell In[5], line 9 in train: while not ready``.
         waiting_in: the collective that it has entered, as ``all_reduce``; empty where it is in none.
+        is_long_work: it compiles, or writes or reads a checkpoint.
+        stack: of the thread that runs the function, innermost first.
     """
 
     where: str
     waiting_in: str = ""
+    is_long_work: bool = field(default=False, compare=False)
+    stack: tuple[StackFrame, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Whether it is other ranks that it waits for."""
+        return self.waiting_in not in ("", _DATA_LOADER)
 
     def __str__(self) -> str:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where
@@ -102,7 +73,11 @@ def position_of(text: str) -> Position | None:
         return None
     inner, user = _split_at_user(thread.frames)
     described = stacks.describe(user[:1]) or stacks.describe(thread.frames[:1]) or ["outside of the function"]
-    return Position(_stage(thread.frames) + described[0], _collective_in(inner))
+    waiting_in = _collective_in(inner)
+    is_long_work = not waiting_in and any(
+        part in frame.filename for part in _LONG_WORK_FILES for frame in inner
+    )
+    return Position(_stage(thread.frames) + described[0], waiting_in, is_long_work, thread.frames)
 
 
 def _stage(frames: Sequence[StackFrame]) -> str:
@@ -134,7 +109,7 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
         return inner[-1].name  # save_state, or what waits for an asynchronous one
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):
-            return "the data loader"
+            return _DATA_LOADER
         if any(part in frame.filename for part in _COLLECTIVE_FILES) and frame.name not in _WRAPPERS:
             return frame.name
         if frame.filename.endswith("/torch/autograd/graph.py"):
@@ -143,7 +118,10 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
 
 
 def describe_hang(
-    positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]
+    positions: Mapping[int, Position],
+    steps: Mapping[int, int],
+    gone: Sequence[int],
+    busy: Sequence[int] = (),
 ) -> list[str]:
     """Who is where, equal positions together, and what that looks like.
 
@@ -151,15 +129,20 @@ def describe_hang(
         positions: of the ranks that run.
         steps: rank -> batches that it has taken.
         gone: ranks that have returned already.
+        busy: ranks that are known to compute there.
     """
-    merged = stacks.merge({rank: str(position) for rank, position in positions.items()})
+    texts = {
+        rank: f"{position} (computing)" if rank in busy else str(position)
+        for rank, position in positions.items()
+    }
+    merged = stacks.merge(texts)
     lines = [f"{in_words.ranks(ranks)}: {text}" for text, ranks in merged.items()]
     reading = _reading(positions, steps, gone)
     return [*lines, reading] if reading else lines
 
 
 def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:
-    waiting = {rank: position for rank, position in positions.items() if position.waiting_in}
+    waiting = {rank: position for rank, position in positions.items() if position.waits_for_ranks}
     absent = [rank for rank in positions if rank not in waiting]
     if not waiting:
         return ""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nblaunch.events import WorkerState
 from nblaunch.host import proc
 from nblaunch.launch.diagnosis import memory
-from nblaunch.launch.diagnosis.hang import Mark, Watchdog
+from nblaunch.launch.diagnosis.hang import Position
 from nblaunch.launch.diagnosis.memory import MemoryFacts
+from nblaunch.launch.diagnosis.watchdog import Finding, Look, Progress, Watchdog
 from nblaunch.wire.board import Sample
 
 _INTERVAL_S = 0.25
+
+_WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
+"""States in which a rank is known to be at work, for as long as they last."""
 
 
 @dataclass
@@ -53,15 +58,21 @@ class Inspector:
         self._next_s = 0.0
 
     def look(
-        self, now_s: float, pids: Mapping[int, int], samples: Sequence[Sample], said: Mapping[int, int]
+        self,
+        now_s: float,
+        pids: Mapping[int, int],
+        samples: Sequence[Sample],
+        num_metrics: Mapping[int, int],
+        num_outputs: Mapping[int, int],
     ) -> bool:
-        """Look, if it is time; True if a rank has just been found to hang.
+        """Look, if it is time; True if the stacks of all ranks are wanted, for :meth:`judge`.
 
         Args:
             now_s: ``time.monotonic()``.
-            pids: rank -> process, of the ranks that run.
+            pids: rank -> process, of the ranks that run here.
             samples: the board.
-            said: rank -> how much it has told and printed so far.
+            num_metrics: rank -> how often it has logged values.
+            num_outputs: rank -> how much else it has shown and printed so far.
         """
         if now_s < self._next_s:
             return False
@@ -69,12 +80,33 @@ class Inspector:
         self.memory.add(pids)
         if self._watchdog is None:
             return False
-        marks = {
-            rank: Mark(_progress(samples[rank], said.get(rank, 0)), proc.cpu_seconds(pid))
-            for rank, pid in pids.items()
+        progress = {
+            sample.rank: _progress(
+                now_s, sample, num_metrics.get(sample.rank, 0), num_outputs.get(sample.rank, 0)
+            )
+            for sample in samples
         }
-        return self._watchdog.observe(now_s, marks)
+        return self._watchdog.observe(now_s, progress, list(pids))
+
+    def judge(
+        self, now_s: float, pids: Mapping[int, int], positions: Mapping[int, Position]
+    ) -> Finding | None:
+        """What the watchdog makes of the stacks it wanted; None if there is nothing new to report."""
+        if self._watchdog is None:
+            return None
+        session_s = proc.session_cpu_seconds(pids.values())
+        looks = {
+            rank: Look(
+                positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None
+            )  # 0: nothing can be read
+            for rank, pid in pids.items()
+            if rank in positions
+        }
+        return self._watchdog.judge(now_s, looks)
 
 
-def _progress(sample: Sample, said: int) -> tuple[object, ...]:
-    return (sample.step, sample.samples, sample.epoch, sample.state, said)
+def _progress(now_s: float, sample: Sample, num_metrics: int, num_outputs: int) -> Progress:
+    working_s = now_s if sample.state in _WORKING else 0.0
+    steps = (sample.step, sample.samples, sample.epoch, sample.num_updates)
+    marks = (sample.state, sample.num_marks, sample.num_checks, sample.built_bytes, num_metrics, working_s)
+    return Progress((*steps, *marks), has_stepped=any(steps), num_outputs=num_outputs)

@@ -96,6 +96,7 @@ class OwnTime:
 
     def begin_backward(self) -> None:
         """From here on the rank may wait for others."""
+        self._slot.mark()
         if self._since:
             self._slot.add_own_time(monotonic() - self._since)
 

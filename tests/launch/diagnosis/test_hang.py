@@ -3,96 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nblaunch.launch.diagnosis.hang import Mark, Position, Watchdog, describe_hang, position_of
+from nblaunch.launch.diagnosis.hang import Position, describe_hang, position_of
 from nblaunch.wire.outbox import Outbox
 from nblaunch.worker.delivery import Delivery
 
 TORCH = "/usr/lib/python3/site-packages/torch"
-
-
-def quiet(progress: int = 0, cpu_s: float | None = 0.0) -> Mark:
-    return Mark((progress,), cpu_s)
-
-
-def test_a_standstill_is_reported_once() -> None:
-    watchdog = Watchdog(10.0)
-    assert [watchdog.observe(now, {0: quiet()}) for now in (0.0, 9.9, 10.0, 11.0, 500.0)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
-
-
-def test_progress_starts_the_clock_again() -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.observe(0.0, {0: quiet(1)})
-    assert not watchdog.observe(9.0, {0: quiet(2)})
-    assert not watchdog.observe(18.9, {0: quiet(2)})
-    assert watchdog.observe(19.0, {0: quiet(2)})
-    assert not watchdog.observe(20.0, {0: quiet(3)})
-    assert watchdog.observe(30.0, {0: quiet(3)})
-
-
-def test_another_rank_that_joins_the_standstill_is_news() -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.observe(0.0, {0: quiet(), 1: quiet()})
-    watchdog.observe(5.0, {0: quiet(), 1: quiet(1)})
-    assert watchdog.observe(10.0, {0: quiet(), 1: quiet(1)})
-    assert watchdog.observe(15.0, {0: quiet(), 1: quiet(1)})
-    assert not watchdog.observe(16.0, {0: quiet(), 1: quiet(1)})
-
-
-def test_a_rank_that_computes_is_not_quiet() -> None:
-    watchdog = Watchdog(10.0)
-    for now in range(100):
-        assert not watchdog.observe(float(now), {0: quiet(cpu_s=now * 0.5)})
-
-
-def test_a_long_silent_computation_does_not_hide_the_standstill_after_it() -> None:
-    watchdog = Watchdog(10.0)
-    for now in range(3600):
-        assert not watchdog.observe(float(now), {0: quiet(cpu_s=float(now))})
-    assert any(watchdog.observe(3600.0 + now, {0: quiet(cpu_s=3600.0)}) for now in range(12))
-
-
-def test_a_little_work_of_a_hung_rank_is_not_reported_as_a_new_standstill() -> None:
-    watchdog = Watchdog(10.0)
-    reports = [watchdog.observe(float(now), {0: quiet(cpu_s=now * 0.01)}) for now in range(1000)]
-    assert reports.count(True) == 1
-
-
-def test_threads_that_only_wake_to_look_around_do_not_count_as_work() -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.observe(0.0, {0: quiet(cpu_s=3.0)})
-    assert watchdog.observe(10.0, {0: quiet(cpu_s=3.1)})
-
-
-@pytest.mark.parametrize("known", [(None, None), (None, 1.0), (1.0, None)])
-def test_where_processor_time_is_unknown_silence_is_enough(known: tuple[float | None, float | None]) -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.observe(0.0, {0: quiet(cpu_s=known[0])})
-    assert watchdog.observe(10.0, {0: quiet(cpu_s=known[1])})
-
-
-def test_a_rank_that_ended_is_forgotten() -> None:
-    watchdog = Watchdog(10.0)
-    watchdog.observe(0.0, {0: quiet(), 1: quiet()})
-    assert not watchdog.observe(20.0, {})
-
-
-@given(st.lists(st.floats(0.01, 9.9), min_size=1, max_size=50))
-def test_whoever_moves_often_enough_never_hangs(gaps_s: list[float]) -> None:
-    watchdog = Watchdog(10.0)
-    now = 0.0
-    for step, gap_s in enumerate(gaps_s):
-        assert not watchdog.observe(now, {0: quiet(step)})
-        now += gap_s
-        assert not watchdog.observe(now, {0: quiet(step)})
 
 
 def dump(*frames: tuple[str, int, str], thread: str = "Current thread") -> str:
@@ -150,6 +66,32 @@ def test_what_a_rank_waits_in(
     position = position_of(dump(*frames, ("/home/me/train.py", 14, "train"), BOOTSTRAP))
     assert position.waiting_in == expected
     assert position.where == "/home/me/train.py, line 14 in train"
+
+
+@pytest.mark.parametrize(
+    ("frames", "is_long_work"),
+    [
+        ([(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx")], True),
+        ([(f"{TORCH}/serialization.py", 9, "_save")], True),
+        ([(f"{TORCH}/_dynamo/eval_frame.py", 9, "_fn")], False),  # in the stack of whatever was compiled
+        (
+            [
+                (f"{TORCH}/distributed/distributed_c10d.py", 9, "barrier"),
+                ("/site/nblaunch/training/checkpoints/saving.py", 5, "save"),
+            ],
+            False,
+        ),
+    ],
+    ids=["compiles", "saves", "runs what was compiled", "waits for the rank that saves"],
+)
+def test_what_may_take_any_time(
+    frames: list[tuple[str, int, str]], is_long_work: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "nblaunch.launch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/")
+    )
+    text = dump(*frames, ("/home/me/train.py", 14, "train"), BOOTSTRAP)
+    assert position_of(text).is_long_work == is_long_work
 
 
 def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted() -> None:
@@ -246,6 +188,16 @@ BUSY = Position("train.py, line 9: while not ready")
                 "rank 1 returned already, so the others wait for ever: do all ranks see equally many batches?",
             ],
         ),
+        (
+            {0: Position("train.py, line 3", "the data loader"), 1: waits("barrier", 4)},
+            {},
+            [],
+            [
+                "rank 0: waiting in the data loader, train.py, line 3",
+                "rank 1: waiting in barrier, train.py, line 4",
+                "rank 1 waits for rank 0, which has not entered the collective.",
+            ],
+        ),
         ({0: BUSY, 1: BUSY}, {}, [], ["ranks 0-1: train.py, line 9: while not ready"]),
         (
             {0: waits("barrier", 3), 1: waits("barrier", 3)},
@@ -254,7 +206,16 @@ BUSY = Position("train.py, line 9: while not ready")
             ["ranks 0-1: waiting in barrier, train.py, line 3"],
         ),
     ],
-    ids=["absent", "several absent", "different", "unequal", "gone", "nobody waits", "all wait alike"],
+    ids=[
+        "absent",
+        "several absent",
+        "different",
+        "unequal",
+        "gone",
+        "in the loader",
+        "nobody waits",
+        "all wait alike",
+    ],
 )
 def test_shapes_are_told_apart(
     positions: dict[int, Position], steps: dict[int, int], gone: list[int], lines: list[str]

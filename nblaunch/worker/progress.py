@@ -1,0 +1,39 @@
+"""Signs of progress that code shows which knows nothing of nblaunch: steps of optimizers, bars of tqdm that advance.
+
+They go to the rank's slot of the board, where the launcher tells a rank that works from one that hangs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nblaunch import packages
+from nblaunch.wire.board import Slot
+
+
+def watch(slot: Slot) -> None:
+    """Count steps and bars on ``slot`` from now on, also of libraries that are imported later."""
+    packages.when_imported("torch.optim.optimizer", lambda module: _watch_optimizers(module, slot))
+    packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
+
+
+def _watch_optimizers(module: Any, slot: Slot) -> None:
+    import torch
+
+    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():  # a step that is compiled must not come upon foreign memory
+            slot.count_update()
+
+    module.register_optimizer_step_post_hook(count)
+
+
+def _watch_bars(module: Any, slot: Slot) -> None:
+    """A bar calls its ``update`` at most ten times a second while it is iterated over."""
+    update = module.tqdm.update
+
+    def update_and_mark(self: Any, n: float | None = 1) -> Any:
+        if n:
+            slot.mark()
+        return update(self, n)
+
+    module.tqdm.update = update_and_mark

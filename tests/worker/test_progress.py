@@ -1,0 +1,53 @@
+"""Signs of progress of code that knows nothing of nblaunch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# In a process of its own: the hooks stay for good.
+SCRIPT = """
+import io, sys
+from nblaunch.wire.board import private_slot
+from nblaunch.worker import progress
+if {is_before}:
+    import torch, tqdm
+slot = private_slot()
+progress.watch(slot)
+import torch, tqdm
+
+def shown():
+    sample = slot.read(0)
+    return sample.num_updates, sample.num_marks
+
+weight = torch.nn.Parameter(torch.zeros(2))
+weight.grad = torch.ones(2)
+optimizers = torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([weight])
+for optimizer in optimizers:
+    optimizer.step()
+assert shown() == (2, 0), shown()
+
+with tqdm.tqdm(total=2, file=io.StringIO()) as bar:
+    bar.update(0)
+    bar.refresh()
+    assert shown() == (2, 0), shown()
+    bar.update()
+    bar.update(1)
+assert shown() == (2, 2), shown()
+for _ in tqdm.tqdm(range(3), mininterval=0, file=io.StringIO()):
+    pass
+assert shown()[1] > 2, shown()
+
+torch.compile(optimizers[0].step, backend="eager")()
+print(weight.tolist())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("is_before", [True, False], ids=["imported before", "imported later"])
+def test_optimizers_and_bars_show_progress(is_before: bool) -> None:
+    script = SCRIPT.format(is_before=is_before)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
