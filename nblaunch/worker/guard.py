@@ -134,21 +134,24 @@ def let_signals_in() -> None:
 
 
 def watch_faults(stacks_path: str) -> None:
-    """Write every thread's Python stack to a file on a crash, and whenever the launcher asks for it by signal.
+    """Write every thread's Python stack to a file on a crash, and the main thread's when the launcher asks by signal.
 
-    faulthandler works while the interpreter is blocked in C code, which is just when a stack is wanted.
+    faulthandler works while the interpreter is blocked in C code, which is just when a stack is wanted. It takes no
+    lock, so that reading the stacks of threads that run meanwhile may crash the process: a request, which the process
+    is to survive, reads only the thread that the signal interrupts. The system takes the main thread for that, where
+    the function runs (kernel/signal.c, ``complete_signal``).
     """
     # The descriptor is kept open on purpose: faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=fd, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
 
 
 def watch_faults_of_child() -> None:
     """Let a process that was forked from the worker write its stacks to the log: the file is the rank's own."""
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=False)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False, chain=False)
 
 
 def _kill_on_parent_death() -> None:

@@ -11,7 +11,7 @@ from nblaunch.launch.diagnosis.rendering import cell_name
 from nblaunch.wire.frames import is_own_file, is_user_file
 
 _THREAD = re.compile(
-    r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
+    r"^(Stack|Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"
 )
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 
@@ -39,7 +39,7 @@ def parse(text: str) -> list[ThreadStack]:
     for line in text.splitlines():
         header, frame = _THREAD.match(line), _FRAME.match(line)
         if header:
-            threads.append(ThreadStack(is_current=header[1] == "Current thread", frames=()))
+            threads.append(ThreadStack(is_current=not header[1].startswith("Thread"), frames=()))
         elif frame and threads:
             number = int(frame["line"]) if frame["line"].isdigit() else 0
             last = threads[-1]

@@ -103,6 +103,13 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
     assert position.where == "/home/me/train.py, line 14 in train"
 
 
+def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
+    text = dump(("/home/me/train.py", 14, "train"), BOOTSTRAP)
+    alone = text.replace("Current thread 0x00007f0000000001 (most", "Stack (most")
+    assert alone != text
+    assert position_of(alone) == position_of(text)
+
+
 def test_what_is_sent_after_the_function_is_told_from_the_function() -> None:
     text = dump(
         ("/home/me/train.py", 6, "__reduce__"),
