@@ -79,8 +79,8 @@ class JobHung(NblaunchError, RuntimeError):
 class ResultError(NblaunchError, TypeError):
     """The function finished, but its return value can't be sent to the kernel.
 
-    ``partial`` is the return value with an :class:`nblaunch.wire.blame.Unpicklable` in place of each part that can't
-    travel.
+    ``partial`` is the return value with an :class:`nblaunch.wire.pickle_errors.Unpicklable` in place of each part that
+    can't travel.
     """
 
     def __init__(self, message: str, *, partial: Any = None) -> None:

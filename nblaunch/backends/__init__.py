@@ -35,7 +35,7 @@ def choose(name: str) -> Backend:
     found = discover()
     if name == "auto":
         return max(found.values(), key=lambda backend: backend.affinity())
-    if name not in list(found):  # a list: whatever a person gave as name need not be hashable
+    if name not in list(found):  # a list: what was given as name need not be hashable
         raise ValueError(f"backend={name!r} is unknown; valid are {', '.join(map(repr, names()))}")
     if found[name].affinity() <= 0:
         raise RuntimeError(f"backend={name!r} can't be used here: {found[name].unavailable_reason()}")

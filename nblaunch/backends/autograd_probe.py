@@ -64,7 +64,7 @@ def _answer(reader: int, timeout_s: float) -> str | None:
 def _be_probe(attempt: Callable[[], None], writer: int) -> None:
     """In the child. Never returns; writes nothing but its answer, runs none of the parent's exit handlers."""
     try:
-        warnings.simplefilter("ignore")  # a warning would appear in the person's cell
+        warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()
         os.write(writer, _GOOD)
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""What a device family has to say: :class:`Backend`.
+"""The interface of a device family: :class:`Backend`.
 
 A backend holds all that depends on the device and nothing that depends on how a model is spread over processes. It
-has two halves. The *launcher's half* is called in the person's kernel and must never create a device context there:
+has two halves. The *launcher's half* is called in the user's kernel and must never create a device context there:
 a context in the kernel is what makes fork impossible. The *worker's half* runs in the process that computes.
 
 Methods with an empty body are steps that only some devices need.
@@ -21,6 +21,24 @@ from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def tensors(data: Any) -> Iterator[Any]:
+    """The tensors in nested lists, tuples and mappings."""
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors(value)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from tensors(item)
+
+
+def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
+    """``32x64, 32, scalar``; empty for none."""
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
 class Backend(ABC):
@@ -48,7 +66,7 @@ class Backend(ABC):
     """How many collectives this process has begun on its device, outside of torch's process groups."""
 
     shares_devices = False
-    """Whether several workers may use one device, where a person asks for this backend by its name."""
+    """Whether several workers may use one device, where this backend is asked for by its name."""
 
     transfers_in_turn = False
     """Whether workers move their models one after the other: all at once would need too much host memory."""
@@ -85,7 +103,7 @@ class Backend(ABC):
         """
 
     def overlooked(self) -> str | None:
-        """What to tell where devices of this family are here, but can't be used and so were not chosen."""
+        """Return why devices of this family are here, but can't be used and so were not chosen."""
         return None
 
     def launch_refusal(self) -> str | None:
@@ -101,7 +119,7 @@ class Backend(ABC):
         return ()
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        """What a person has to know about a launch of so many workers, a sentence each."""
+        """Return what the user has to know about a launch of so many workers, a sentence each."""
         return ()
 
     def open_meter(self) -> DeviceMeter:
@@ -156,11 +174,11 @@ class Backend(ABC):
     def observe(
         self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
     ) -> None:
-        """Whom to tell what this device does by itself.
+        """Set what is called with what this device does by itself.
 
         Args:
-            note: takes a sentence for the person.
-            show: told whether this process is, most likely, compiling.
+            note: takes a sentence for the user.
+            show: takes whether this process is, most likely, compiling.
             state: takes a name and a few words for the head of the job's table, as ``("precision", "bf16")``.
         """
 
@@ -211,7 +229,7 @@ class Backend(ABC):
         module.to(device)
 
     def host_bytes_of_device(self, num_bytes: int) -> int | None:
-        """How much host memory ``num_bytes`` on the device take: 0 where it has its own; None: not to be told."""
+        """How much host memory ``num_bytes`` on the device take: 0 where it has its own; None: not to be reported."""
         return None
 
     def own_memory(self) -> tuple[int, int, int] | None:
@@ -219,7 +237,7 @@ class Backend(ABC):
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """What the device has to do with ``error``, which ended the function, and what to try; lines for a person."""
+        """What the device has to do with ``error``, which ended the function, and what to try; lines for the user."""
         return ()
 
     def empty_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""Guessing from a notebook's history which cell did something, where nobody was watching when it happened."""
+"""Guessing from a notebook's history which cell did something, where it was not watched when it happened."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Who compiled what, and why: the compiler's counters, looked at between training steps.
 
 A lazy device compiles a step's graph at its first step and whenever the graph changes: another input shape, another
-branch, a value read in the middle. That takes from seconds to minutes each time and looks like a hang, so the person
-is told: once per cause, with the step, the shapes and the time. Only counters are read here; nothing waits for the
+branch, a value read in the middle. That takes from seconds to minutes each time and looks like a hang, so it is
+reported: once per cause, with the step, the shapes and the time. Only counters are read here; nothing waits for the
 device.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import in_words
-from nblaunch.backends.batches import shapes_in_words, tensors
+from nblaunch.backends.base import shapes_in_words, tensors
 
 WARM_UP_STEPS = 2
 """Steps that compile in any case: the optimizer's state appears in the first, and is an input of the second."""
@@ -53,9 +53,9 @@ class CompileWatch:
 
     Args:
         read: gives the counters now.
-        note: takes a sentence for the person.
-        show: told whether the process is, most likely, compiling.
-        state: told how many graphs were compiled in all, a name and a few words.
+        note: takes a sentence for the user.
+        show: takes whether the process is, most likely, compiling.
+        state: takes how many graphs were compiled in all, a name and a few words.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class CompileWatch:
             self._tell(name, text)
 
     def _report(self, phase: str) -> None:
-        """Tell what the first steps of a phase compiled, once."""
+        """Report what the first steps of a phase compiled, once."""
         known = self._phases[phase]
         if known.is_reported or not known.num_graphs:
             return

@@ -166,7 +166,7 @@ class CudaBackend(Backend):
 
     def empty_cache(self) -> None:
         torch: Any = sys.modules.get("torch")
-        if torch is not None:  # or nobody can have used a GPU through it
+        if torch is not None:  # or no GPU can have been used through it
             torch.cuda.empty_cache()
 
     def begin_step(self, phase: str, batch: Any) -> None:

@@ -1,6 +1,6 @@
-"""What errors of CUDA and NCCL mean, and what to try: their own texts tell neither.
+"""What errors of CUDA and NCCL mean, and what to try: their own texts say neither.
 
-Memory that runs out is told apart in ``cuda_memory.py``. Errors that only say that another rank is gone are not here:
+Memory that runs out is explained in ``cuda_memory.py``. Errors that only say that another rank is gone are not here:
 they are explained by what became of that rank.
 """
 
@@ -60,12 +60,12 @@ FAULTS = (
     Fault(
         r"uncorrectable (NVLink|ECC) error|hardware stack error|GPU is lost|fallen off the bus|Xid",
         "The GPU itself, or its link to others, reports a defect: the function is not to blame.",
-        "`nvidia-smi -q -d ECC` and the system's log (Xid) tell more; leave the GPU out by CUDA_VISIBLE_DEVICES until "
+        "`nvidia-smi -q -d ECC` and the system's log (Xid) say more; leave the GPU out by CUDA_VISIBLE_DEVICES until "
         "the machine was started anew",
     ),
     Fault(
         r"device\(s\) is/are busy or unavailable",
-        "Somebody else has the GPU to themselves: another process, where its compute mode allows one only.",
+        "Another process has the GPU to itself, as its compute mode allows one only.",
         "end the processes that nvidia-smi lists; `nvidia-smi -c DEFAULT`, as root, allows several",
     ),
     Fault(
@@ -80,7 +80,7 @@ FAULTS = (
     ),
     Fault(
         r"No CUDA GPUs are available|CUDA unknown error",
-        "CUDA shows this process no GPU, though the driver told the launcher of some.",
+        "CUDA shows this process no GPU, though the driver reported some to the launcher.",
         "CUDA_VISIBLE_DEVICES as it was when the kernel started; nvidia-smi, to see whether the driver still answers",
     ),
     Fault(

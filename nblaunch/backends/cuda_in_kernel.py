@@ -1,6 +1,6 @@
 """How this process has come to use CUDA, if it has: what a fork of it has to know, and where it was.
 
-Four degrees are told apart. torch has initialised CUDA; torch has only asked the driver (``is_available()``), which
+Four degrees are distinguished. torch has initialised CUDA; torch has only asked the driver (``is_available()``), which
 poisons forks all the same; a ``backward()`` on the CPU has, as it starts a thread for each GPU; something else has
 opened CUDA, as another library, or ``torch.accelerator``. That a library is *imported* says nothing.
 
@@ -37,7 +37,7 @@ _USERS_OF_CUDA = (
     "torchao",
     "triton",
 )
-# What makes torch initialise CUDA, for cells that ran before anybody was watching.
+# What makes torch initialise CUDA, for cells that ran before this was watched.
 _USES = re.compile(
     r"\.cuda\(|device(_map)?=.?.?(cuda|auto)|\.to\(.?.?(cuda|device)|torch\.cuda\.(init|synchronize|current_device|"
     r"set_device|get_device|mem|empty_cache|Stream|Event|is_bf16)|Accelerator\(|pipeline\("
@@ -120,7 +120,7 @@ def _try_torch() -> None:
 
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-    # Where nobody has run a backward yet, this child's would start the driver with all its GPUs: a second or more on
+    # Where no backward has run yet, this child's would start the driver with all its GPUs: a second or more on
     # large machines, at each launch. That an earlier one can't be gone on with shows without any GPU.
     env.apply({"CUDA_VISIBLE_DEVICES": ""})
     autograd_probe.small_backward()

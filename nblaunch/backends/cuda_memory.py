@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nblaunch.backends.batches import shapes_in_words, tensors
+from nblaunch.backends.base import shapes_in_words, tensors
 
 _GIB = 1 << 30
 _FRAGMENTED_SHARE = 0.2
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, step: Step) -> tuple[str, ...]:
-    """What to tell of an error by which a GPU's memory ran out; nothing of any other error."""
+    """Explain an error by which a GPU's memory ran out; nothing of any other error."""
     if not is_out_of_memory(error):
         return ()
     memory = _read()
@@ -87,7 +87,7 @@ class Memory:
         return max(0, self.total - self.free - self.reserved)
 
     def describe(self) -> str:
-        """The numbers in one sentence, for whoever reads why memory ran out."""
+        """The numbers in one sentence, for the explanation of an out-of-memory error."""
         parts = [
             f"{_size(self.allocated)} allocated (at most {_size(self.peak)})",
             f"{_size(self.reserved)} reserved by this rank",

@@ -1,13 +1,20 @@
-"""Joining, leaving and forgetting torch.distributed's default process group."""
+"""torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
+
+The latter is for devices whose runtime has no collectives across processes.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nblaunch.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
 
 ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 """Environment of a worker. A rank with a short function would close its connections while others open theirs."""
@@ -20,7 +27,7 @@ _abandoned: list[Any] = []
 def join(process_group: str, topology: Topology, timeout_s: float | None) -> None:
     """Join the job's default group through the ``env://`` rendezvous; does nothing if this process is in one.
 
-    A process that nobody launched (``master_port`` 0) stays alone: it needs no group.
+    A process without a launcher (``master_port`` 0) stays alone: it needs no group.
     """
     import torch.distributed as dist
 
@@ -75,3 +82,26 @@ def forget_inherited() -> None:
     _abandoned.append((c10d._world, c10d.GroupMember.WORLD, dict(vars(c10d._world))))
     c10d._world = c10d._World()
     c10d._unregister_all_process_groups()
+
+
+def average(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Average gradients over ranks by gloo. Those that only some ranks have count as zero on the others."""
+    import torch
+    import torch.distributed as dist
+
+    if not parameters:
+        return
+    present = torch.tensor([float(p.grad is not None) for p in parameters])
+    flat = torch.cat(
+        [
+            torch.zeros(p.numel()) if p.grad is None else p.grad.detach().cpu().reshape(-1).float()
+            for p in parameters
+        ]
+        + [present]
+    )
+    dist.all_reduce(flat)
+    *values, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
+    for parameter, value, count in zip(parameters, values, counts.tolist(), strict=True):
+        if count:
+            mean = (value / dist.get_world_size()).to(parameter.dtype).reshape(parameter.shape)
+            parameter.grad = mean.to(parameter.device)

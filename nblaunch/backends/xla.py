@@ -5,14 +5,12 @@
     worker      environment (topology, PJRT_DEVICE) -> malloc -> runtime -> process group -> bf16 -> first tensor
     a step      forward, backward, reduce_gradients, optimizer, step_boundary: one graph on a TPU
 
-Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks tell each other (gather, broadcast,
+Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks exchange (gather, broadcast,
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
-What is not the backend's own is beside it: ``xla_library.py`` (torch_xla, found and imported), ``host/tpu.py`` (the
-machine), ``xla_in_kernel.py`` (whether a fork is possible), ``xla_bf16.py``, ``xla_spanning.py`` (one process for all
-devices), ``xla_readings.py`` and ``compile_watch.py`` (what is compiled, and why), ``host/memory.py`` and
-``host_reduction.py``.
+Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compiled), ``xla_in_kernel.py`` (whether a fork
+is possible), ``compile_watch.py`` (why something is compiled), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
 will have to say, in its own way: how chips are counted without ``import torch_tpu`` (which aborts the process where
@@ -21,6 +19,9 @@ there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_haza
 group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and ``places_ahead``; whether
 a module keeps its parameters when it moves, for ``place``. Topology and chips (``host/tpu.py``), memory
 (``host/memory.py``) and compilations (``compile_watch.py``) can serve both.
+
+Two modes change that: one process drives all devices of a host (SPMD), with batches cut over them by the compiler; and
+wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
 """
 
 from __future__ import annotations
@@ -33,25 +34,104 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import (
-    host_reduction,
-    process_group,
-    xla_in_kernel,
-    xla_library,
-    xla_readings,
-    xla_spanning,
-)
+from nblaunch.backends import process_group, xla_in_kernel, xla_runtime
 from nblaunch.backends.base import Backend
 from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
-from nblaunch.backends.xla_bf16 import Representation
-from nblaunch.backends.xla_spanning import BatchCutter
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+
+from nblaunch.backends.base import tensors
+
+
+def switch_on() -> None:
+    """Have the runtime of this process drive all devices as one.
+
+    Raises:
+        RuntimeError: it drives one already.
+    """
+    runtime = xla_runtime.package().runtime
+    if runtime.is_spmd():
+        return
+    if xla_in_kernel.is_initialised():
+        raise RuntimeError(
+            "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
+            "notebook_launcher, or build the Accelerator first"
+        )
+    runtime.use_spmd()
+
+
+class BatchCutter:
+    """Has every device hold its part of a batch's rows; does nothing where each process has one device."""
+
+    def __init__(self) -> None:
+        self._mesh: Any = None
+
+    def cut(self, batch: Any) -> None:
+        """Cut all tensors of ``batch`` on the device. What the devices don't divide is held by all of them."""
+        runtime = xla_runtime.part("runtime")
+        if not runtime.is_spmd():
+            return
+        spmd = xla_runtime.part("distributed.spmd")
+        count = runtime.global_runtime_device_count()
+        if self._mesh is None:
+            self._mesh = spmd.Mesh(list(range(count)), (count,), ("data",))
+        for tensor in tensors(batch):
+            if tensor.device.type == "xla" and tensor.ndim and tensor.shape[0] % count == 0:
+                spmd.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.ndim - 1)))
+
+
+_THIRD = 1 / 3
+_THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
+
+
+class Representation:
+    """Which types are bfloat16 on the device of this process.
+
+    Attributes:
+        has_fp32_doubles: ``float`` alone is bfloat16, and ``double`` is float32.
+    """
+
+    def __init__(self) -> None:
+        self.has_fp32_doubles = False
+
+    @property
+    def variable(self) -> str:
+        """What the runtime reads."""
+        return "XLA_DOWNCAST_BF16" if self.has_fp32_doubles else "XLA_USE_BF16"
+
+    def __str__(self) -> str:
+        return (
+            "float is bfloat16, double is float32"
+            if self.has_fp32_doubles
+            else "float and double are bfloat16"
+        )
+
+    def switch_on(self) -> bool:
+        """Ask the runtime for it; whether it took effect. Makes the first tensor of the process on the device."""
+        other = "XLA_USE_BF16" if self.has_fp32_doubles else "XLA_DOWNCAST_BF16"
+        # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without a
+        # successor of the same meaning; the test below fails when they are gone.
+        env.apply({self.variable: "1", other: None})
+        single, double = _round_trip()
+        is_active = single == _THIRD_IN_BF16 and (double != _THIRD_IN_BF16) == self.has_fp32_doubles
+        if not is_active:
+            env.apply({self.variable: None})
+        return is_active
+
+
+def _round_trip() -> tuple[float, float]:
+    """1/3 as float and as double, to the device and back."""
+    import torch
+
+    single, double = (
+        torch.tensor([_THIRD], dtype=dtype).to("xla").cpu().item() for dtype in (torch.float32, torch.float64)
+    )
+    return single, double
 
 
 class XlaBackend(Backend):
@@ -72,24 +152,24 @@ class XlaBackend(Backend):
         self._seed: int | None = None
         self._cutter = BatchCutter()
         self._watch: CompileWatch | None = None
-        self._note: Callable[[str], None] = _nobody_listens
-        self._show: Callable[[bool], None] = _nobody_listens
-        self._state: Callable[[str, str], None] = _nobody_listens
+        self._note: Callable[[str], None] = _no_observer
+        self._show: Callable[[bool], None] = _no_observer
+        self._state: Callable[[str, str], None] = _no_observer
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
     @property
     def device_noun(self) -> str:
         """A chip or a core."""
-        return "TPU chip" if xla_library.kind() == "TPU" else "CPU core"
+        return "TPU chip" if xla_runtime.kind() == "TPU" else "CPU core"
 
     def affinity(self) -> int:
         if not is_installed("torch_xla"):
             return 0
-        if xla_library.kind() == "TPU":
-            return 20 if xla_library.num_chips() else 0
-        if xla_library.kind() == "CPU":
-            # Asked for in the environment, or usable if somebody asks for it: below the plain CPU then.
+        if xla_runtime.kind() == "TPU":
+            return 20 if xla_runtime.num_chips() else 0
+        if xla_runtime.kind() == "CPU":
+            # Asked for in the environment, or usable on request: below the plain CPU then.
             return 5 if env.read("PJRT_DEVICE") else 1
         return 0
 
@@ -98,31 +178,31 @@ class XlaBackend(Backend):
             successor = (
                 " (torch_tpu is installed, which is not supported yet)" if is_installed("torch_tpu") else ""
             )
-            return f"torch_xla is not installed{successor}; on a TPU host: {xla_library.INSTALL}"
-        if xla_library.kind() == "TPU":
+            return f"torch_xla is not installed{successor}; on a TPU host: {xla_runtime.INSTALL}"
+        if xla_runtime.kind() == "TPU":
             return (
                 "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, and "
                 "are its devices passed into the container? PJRT_DEVICE=CPU tries the same code on the CPU"
             )
-        return f"PJRT_DEVICE={xla_library.kind()} is not supported; valid are TPU and CPU"
+        return f"PJRT_DEVICE={xla_runtime.kind()} is not supported; valid are TPU and CPU"
 
     def overlooked(self) -> str | None:
-        chips = xla_library.num_chips()
+        chips = xla_runtime.num_chips()
         if not chips or env.read("PJRT_DEVICE") not in (None, "TPU") or is_installed("torch_xla"):
             return None
         return f"{chips} TPU chips are here, but can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
-        return xla_library.num_chips() if xla_library.kind() == "TPU" else usable_cores()
+        return xla_runtime.num_chips() if xla_runtime.kind() == "TPU" else usable_cores()
 
     @property
     def is_oversubscribable(self) -> bool:
         """On the CPU."""
-        return xla_library.kind() == "CPU"
+        return xla_runtime.kind() == "CPU"
 
     def launch_refusal(self) -> str | None:
-        mismatch = xla_library.version_mismatch()
-        if mismatch is not None or xla_library.kind() != "TPU":
+        mismatch = xla_runtime.version_mismatch()
+        if mismatch is not None or xla_runtime.kind() != "TPU":
             return mismatch
         if tpu.has_two_cores(tpu.chips()):
             return (
@@ -148,30 +228,30 @@ class XlaBackend(Backend):
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        if xla_library.kind() != "TPU" or tpu.can_drive(num_processes, xla_library.num_chips()):
+        if xla_runtime.kind() != "TPU" or tpu.can_drive(num_processes, xla_runtime.num_chips()):
             return None
-        return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_library.num_chips()}"
+        return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_runtime.num_chips()}"
 
     def fork_hazard(self) -> str | None:
         if xla_in_kernel.is_initialised():  # on a TPU, launch_refusal has spoken already
             who = xla_in_kernel.who_initialised()
             return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
         if "torch" not in sys.modules:
-            return None  # nobody can have called backward()
+            return None  # backward() can't have run
         self.prepare_parent()
         return xla_in_kernel.backward_hazard()
 
     def prepare_parent(self) -> None:
-        xla_library.package()
+        xla_runtime.package()
         gc.collect()  # garbage would be frozen with the heap, and shared for good
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        kind = xla_library.kind()
+        kind = xla_runtime.kind()
         changes: dict[str, str | None] = {"PJRT_DEVICE": kind}
         if kind == "TPU":
             is_v7x = "v7x" in tpu.chips()
             changes |= tpu.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
-            changes |= xla_library.readable_accelerator_type()
+            changes |= xla_runtime.readable_accelerator_type()
         else:
             changes |= dict.fromkeys(tpu.TOPOLOGY_VARIABLES)
         if topology.num_nodes == 1:
@@ -179,7 +259,7 @@ class XlaBackend(Backend):
         return changes
 
     def spanning_env(self) -> dict[str, str | None] | None:
-        # Nobody has a share: what the image says of its chips holds, as in any plain script on this host.
+        # No worker has a share: what the image says of its chips holds, as in any plain script on this host.
         image = env.snapshot()
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | tpu.NO_LOCAL_RANK
 
@@ -187,19 +267,19 @@ class XlaBackend(Backend):
 
     def prepare_child(self, topology: Topology) -> None:
         memory.tune_allocator()
-        folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_library.kind() == "TPU" else "")
+        folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
             os.makedirs(folder, exist_ok=True)
-            xla_library.package()
-            xla_library.part("runtime").initialize_cache(folder)
+            xla_runtime.package()
+            xla_runtime.part("runtime").initialize_cache(folder)
 
     def span_devices(self) -> None:
-        xla_spanning.switch_on()
+        switch_on()
 
     def device(self, topology: Topology) -> torch.device:
         if self._device is None:
-            self._device = xla_library.package().device()
+            self._device = xla_runtime.package().device()
             if self._seed is not None:
                 self.seed(self._seed)
         return self._device
@@ -207,13 +287,13 @@ class XlaBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
-        if xla_library.kind() == "CPU" or topology.world_size == 1:
+        if xla_runtime.kind() == "CPU" or topology.world_size == 1:
             process_group.join("gloo", topology, timeout_s)
         elif topology.master_port and not dist.is_initialized():
-            # The rendezvous of torch_xla tells the runtime of its neighbours (it does so where TORCHELASTIC_RUN_ID is
+            # The rendezvous of torch_xla gives the runtime its peers (it does so where TORCHELASTIC_RUN_ID is
             # set) and gives ranks by devices, whose order is the runtime's own. Its process group, though, takes XLA
             # tensors only and can't be combined with another one (torch 2.9): gloo can do both, on the host.
-            xla_library.part("distributed.xla_backend")
+            xla_runtime.part("distributed.xla_backend")
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
 
@@ -221,7 +301,7 @@ class XlaBackend(Backend):
         self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
     ) -> None:
         self._note, self._show, self._state = note, show, state
-        self._watch = CompileWatch(xla_readings.counters, note, show, state)
+        self._watch = CompileWatch(xla_runtime.counters, note, show, state)
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
@@ -260,23 +340,23 @@ class XlaBackend(Backend):
         memory.trim()
 
     def host_bytes_of_device(self, num_bytes: int) -> int:
-        return num_bytes if xla_library.kind() == "CPU" else 0
+        return num_bytes if xla_runtime.kind() == "CPU" else 0
 
     def own_memory(self) -> tuple[int, int, int] | None:
-        return xla_readings.memory() if xla_library.kind() != "CPU" else None
+        return xla_runtime.memory() if xla_runtime.kind() != "CPU" else None
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         import torch.distributed as dist
 
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if xla_library.kind() == "TPU":
+        if xla_runtime.kind() == "TPU":
             self.num_own_collectives += 1
-            xla_library.part("core.xla_model").reduce_gradients(optimizer)
+            xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
-        host_reduction.average(parameters)
+        process_group.average(parameters)
 
     def begin_step(self, phase: str, batch: Any) -> None:
         self.step_boundary()
@@ -292,13 +372,13 @@ class XlaBackend(Backend):
 
     def step_boundary(self) -> None:
         if self._device is not None:
-            xla_library.package().sync()
+            xla_runtime.package().sync()
 
     def rng_state(self) -> Mapping[str, Any]:
-        return {"xla": xla_library.part("core.xla_model").get_rng_state()}
+        return {"xla": xla_runtime.part("core.xla_model").get_rng_state()}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        xla_library.part("core.xla_model").set_rng_state(int(state["xla"]))
+        xla_runtime.part("core.xla_model").set_rng_state(int(state["xla"]))
 
     def seed(self, seed: int) -> None:
         self._seed = seed
@@ -310,8 +390,8 @@ def _default_cache() -> str:
     return os.path.join(os.path.expanduser("~"), ".cache", "nblaunch", "xla")
 
 
-def _nobody_listens(*said: object) -> None:
-    """Where nobody observes."""
+def _no_observer(*values: object) -> None:
+    """Take what is reported where there is no observer."""
 
 
 BACKEND = XlaBackend()

@@ -17,7 +17,7 @@ from nblaunch import env
 from nblaunch.engines.boot import capture_random_states
 from nblaunch.errors import PayloadError
 from nblaunch.spec_call import name_of
-from nblaunch.wire import blame, descriptors, payload
+from nblaunch.wire import descriptors, payload, pickle_errors
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import create_memory_file
 
@@ -102,7 +102,7 @@ def present_folder() -> str | None:
 
 def _blame(call: Call, error: Exception, remedy: str) -> str:
     function, args = call
-    parts = blame.unpicklable_variables(function, args)
+    parts = pickle_errors.unpicklable_variables(function, args)
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
     return (
         f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.nodes import Stopping
-from nblaunch.wire.stopping import StopAgreement
+from nblaunch.wire.stop_agreement import StopAgreement
 
 _AHEAD_S = 2.0
 _PATIENCE_S = 3.0

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.captured import captured_variables
+from nblaunch.wire.pickle_errors import captured_variables
 
 _TOLD = "which describes the notebook's own process and knows nothing of the workers"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nblaunch.launch.weights import trainable_bytes
-from nblaunch.wire.captured import captured_variables
+from nblaunch.wire.pickle_errors import captured_variables
 
 
 def sentence(function: Callable[..., Any], name: str) -> str:

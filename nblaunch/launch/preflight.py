@@ -22,7 +22,7 @@ from nblaunch.launch.diagnosis import memory
 from nblaunch.launch.diagnosis.rendering import cell_name
 from nblaunch.launch.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.frames import is_user_file
+from nblaunch.wire.exceptions import is_user_file
 from nblaunch.wire.modules import Place, modules_in
 
 

@@ -40,7 +40,7 @@ from nblaunch.launch.termination import Termination
 from nblaunch.wire import descriptors
 from nblaunch.wire.board import Board, Sample
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.stopping import StopAgreement
+from nblaunch.wire.stop_agreement import StopAgreement
 
 TICK_S = 0.1
 _SETTLE_S = 0.025

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import in_words
-from nblaunch.wire.modules import Place, place_name
+from nblaunch.wire.modules import Piece, Pieces, Place, place_name
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.pieces import Piece, Pieces
 
 _MAX_NAMED = 3  # modules in one line
 

@@ -24,7 +24,7 @@ from nblaunch.training.collectives.operations import compares_shapes
 from nblaunch.training.joining import Member, is_distributed
 from nblaunch.training.session import Session
 from nblaunch.training.waiting import barrier
-from nblaunch.wire import stopping
+from nblaunch.wire import stop_agreement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,7 +115,7 @@ class ProcessControl(ABC):
 
         Look at it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
         """
-        return stopping.should_stop(self._member.slot)
+        return stop_agreement.should_stop(self._member.slot)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

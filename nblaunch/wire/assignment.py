@@ -11,7 +11,7 @@ from nblaunch.topology import Topology
 from nblaunch.wire.modules import Place
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-"""The person's function and its positional arguments."""
+"""The user's function and its positional arguments."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Asks a worker for its Python stacks. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
@@ -29,7 +29,7 @@ class Assignment:
         attempt: restart number, from 0.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
-        outbox_fd: empty memory file for its result; -1 where nobody wants one.
+        outbox_fd: empty memory file for its result; -1 where none is wanted.
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.

@@ -83,7 +83,7 @@ class Slot:
         self._write_to(memory)
 
     def become_private(self) -> None:
-        """Write where nobody reads from now on, for a process that has this slot from the rank that forked it."""
+        """Write to private memory from now on, in a process that inherited this slot from the rank that forked it."""
         self._write_to(memoryview(bytearray(_SLOT_BYTES)))
 
     def _write_to(self, memory: memoryview) -> None:
@@ -180,7 +180,7 @@ class Slot:
 
     @property
     def stop_proposal(self) -> int:
-        """The check at which the launcher proposes to stop; 0 where nobody asked for it. Written by the launcher."""
+        """The check at which the launcher proposes to stop; 0 where none was requested. Written by the launcher."""
         return self._ints[_STOP_PROPOSAL]
 
     @stop_proposal.setter
@@ -227,7 +227,7 @@ class Slot:
 
 
 def private_slot() -> Slot:
-    """A slot that nobody reads, for processes without a launcher: one code path for all."""
+    """A slot of no board, for processes without a launcher: one code path for all."""
     return Slot(memoryview(bytearray(_SLOT_BYTES)))
 
 

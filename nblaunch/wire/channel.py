@@ -8,7 +8,7 @@ a pipe each (``wire/nodes.py``). The receiving end never blocks, so that one sil
 
 Processes that a worker forks share its pipe, and each is a sender of its own: a packet names its sender and is small
 enough for the system to write it in one piece, whichever processes write at the same time (source: pipe(7), PIPE_BUF).
-A sender that is killed in the middle of an event leaves an event that is never complete, and cuts nobody else's.
+A sender that is killed in the middle of an event leaves an event that is never complete, and cuts no other sender's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Descriptors that belong to the launching process alone.
 
-Every process forked from the kernel, by us or by anybody, inherits its descriptors. A child that kept the writing end
-of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep its
-port open. What is registered here is closed in every child, the moment it is forked.
+Every process forked from the kernel, by us or by other code, inherits its descriptors. A child that kept the writing
+end of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep
+its port open. What is registered here is closed in every child, the moment it is forked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def close(*fds: int) -> None:
 
 
 def forget(*fds: int) -> None:
-    """Descriptors that somebody else has closed or now owns."""
+    """Forget descriptors that other code has closed or now owns."""
     _kernel_only.difference_update(fds)
 
 
 def occupy_standard_ones() -> None:
     """Open ``/dev/null`` wherever 0, 1 or 2 is closed.
 
-    Else the next pipe that anybody makes would get that number, and a child's output would go into it.
+    Else the next pipe would get that number, and a child's output would go into it.
     """
     for fd in range(3):
         try:

@@ -1,15 +1,60 @@
-"""Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes."""
+"""Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
+
+Also what messages need of them: whether a frame is of the user's code, and long texts without their middle.
+"""
 
 from __future__ import annotations
 
 import builtins
 import pickle
 import sys
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
-from nblaunch.wire.pickling import to_bytes
+from nblaunch.wire.payload import to_bytes
+
+MAX_CHARACTERS = 1 << 16
+"""Of an exception's text that travels and is shown. The exception itself keeps all of its own."""
+
+
+def shortened(text: str, max_characters: int) -> str:
+    """``text`` in about as many characters as are allowed, with a word about how many are missing."""
+    missing = len(text) - max_characters
+    if missing <= 0:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}... ({missing:,} characters left out) ...{text[-half:]}"
+
+
+def fewer_lines(text: str, max_lines: int) -> str:
+    """``text`` in at most ``max_lines`` lines, with one about how many are missing. The last ones matter most."""
+    lines = text.splitlines()
+    missing = len(lines) - max_lines + 1
+    if missing <= 1:
+        return text
+    num_first = max(1, (max_lines - 1) // 3)
+    left_out = f"... ({missing:,} lines left out; str() of the exception has them) ..."
+    return "\n".join([*lines[:num_first], left_out, *lines[num_first + missing :]])
+
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+_LIBRARY_FOLDERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def is_own_file(filename: str) -> bool:
+    """Whether the file is part of nblaunch."""
+    return filename.startswith(_OWN_FOLDER)
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
+    return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>"))
+
 
 _MAX_BYTES = 64 << 20
 _MAX_CHAIN = 8

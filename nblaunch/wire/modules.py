@@ -1,8 +1,12 @@
-"""Where the torch modules are in the arguments of a call, told alike in the kernel and in its workers.
+"""Torch modules in the arguments of a call, found by the same paths in the kernel and in its workers.
 
 Found are arguments themselves, and what lists, tuples, dicts, dataclasses and namespaces among them hold. Each module
-is told once, by the first place that has it, and one that is a part of another found one is not: its weights are among
-those of the whole.
+is listed once, by the first path that leads to it; a module inside another found one is not, since its weights are
+among those of the whole. Weights that ranks hold in shards travel as such:
+
+    rank 0   ── Piece ──┐
+    rank 1   ── Piece ──┼──> Pieces ── copied one by one ──> the launcher's own tensor
+    rank 2   ── Piece ──┘
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import dataclasses
 import enum
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,3 +96,69 @@ def _outermost(found: dict[Place, Any]) -> dict[Place, Any]:
         if id(module) not in parts:
             kept.setdefault(id(module), place)
     return {place: found[place] for place in kept.values()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangular part of a tensor, or a stretch of its elements in order.
+
+    Args:
+        shape: of the whole tensor.
+        offset: where the part begins, one number per dimension.
+        part: the part itself, on the CPU; may be empty.
+        is_flat: ``offset`` and ``part`` are of the tensor as one row of elements.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    part: Any
+    is_flat: bool = False
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What there is of one tensor: parts that don't overlap. Has the shape and size of the whole, but not its values.
+
+    Args:
+        parts: at least one.
+    """
+
+    parts: Sequence[Piece]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.parts[0].shape
+
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return int(self.parts[0].part.element_size())
+
+    @property
+    def num_missing(self) -> int:
+        """How many elements are in none of the parts."""
+        return self.numel() - sum(int(piece.part.numel()) for piece in self.parts)
+
+    def put_into(self, whole: Any) -> None:
+        """Copy every part to its place in ``whole``, a tensor of this shape."""
+        if any(piece.is_flat for piece in self.parts) and not whole.is_contiguous():
+            whole.copy_(self.assembled())
+            return
+        for piece in self.parts:
+            place = whole.view(-1) if piece.is_flat else whole
+            for dim, (start, length) in enumerate(zip(piece.offset, piece.part.shape, strict=True)):
+                place = place.narrow(dim, start, length)
+            place.copy_(piece.part)
+
+    def assembled(self) -> Any:
+        """The whole tensor, in memory of its own."""
+        whole = self.parts[0].part.new_empty(self.shape)
+        self.put_into(whole)
+        return whole

@@ -61,8 +61,8 @@ class Originals:
     def of_this_process(cls) -> Originals | None:
         """For processes that are forked from this one; None where the system does not show a process its memory.
 
-        The file is this process's memory for whoever inherits it: rights are asked when it is opened, and not when it
-        is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
+        The file is this process's memory for every process that inherits it: rights are asked when it is opened, and
+        not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
         """
         try:
             return cls(os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC))

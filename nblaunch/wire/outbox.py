@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.events import Contents, WeightsSent
-from nblaunch.wire import blame, payload
+from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.modules import Place, place_name
 
 _MIN_KEPT_BYTES = 64 << 20
@@ -28,7 +28,8 @@ class Outcome:
     """What a worker has left, as far as it could be read.
 
     Args:
-        value: the return value; a :class:`nblaunch.wire.blame.Unpicklable` stands for each part that can't travel.
+        value: the return value; a :class:`~nblaunch.wire.pickle_errors.Unpicklable` stands for each part that can't
+            travel.
         weights: place in the arguments -> state dict of that module, on the CPU; a
             :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
         value_error: why the value can't be rebuilt in this process.
@@ -82,10 +83,12 @@ class Outbox:
         try:
             return self._writer.append(value, main_by_reference=True, tests=tests), ()
         except Exception:
-            parts = blame.unpicklable_parts(value, name)
+            parts = pickle_errors.unpicklable_parts(value, name)
             if not parts:
                 raise
-            at = self._writer.append(blame.without_unpicklable(value), main_by_reference=True, tests=tests)
+            at = self._writer.append(
+                pickle_errors.without_unpicklable(value), main_by_reference=True, tests=tests
+            )
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
@@ -101,7 +104,7 @@ def read(fd: int, contents: Contents, sent: Mapping[Place, WeightsSent]) -> Outc
             weights_errors[place] = error
         else:
             weights[place] = {
-                name: part for name, part in state.items() if not isinstance(part, blame.Unpicklable)
+                name: part for name, part in state.items() if not isinstance(part, pickle_errors.Unpicklable)
             }
     return Outcome(value, weights, value_error, weights_errors)
 

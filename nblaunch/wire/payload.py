@@ -5,8 +5,13 @@
     then       the pickle (cloudpickle: functions and classes of ``__main__`` by value), then the table of buffers
     then       the next value of the file, if there is one: its header, and so on
 
-Nothing passes through a pipe, so that nobody can wait for anybody. What is read is either built on the file's pages,
+Nothing passes through a pipe, so that no process waits for another. What is read is either built on the file's pages,
 mapped privately (:func:`load`), or moved into memory of its own (:func:`take`). Tensors arrive on the CPU.
+
+Objects of the notebook itself: to a fresh interpreter, functions and classes of ``__main__`` go by value, since it has
+no such cells. Back to the kernel they go by *reference*: an exception class or a result class defined in a cell must
+arrive as that very class, or ``except MyError`` would not catch it. (For workers that got the class by value,
+cloudpickle's own tracking gives back the kernel's class.)
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ import os
 import pickle
 import struct
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cloudpickle
+
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.pickling import NotebookPickler
 
 _HEADER = struct.Struct("<QQQ")
 _ENTRY = struct.Struct("<QQ")
@@ -30,6 +37,58 @@ _ALIGN = 64
 _MIN_BUFFER_BYTES = 4096
 _MIN_PAGES_BYTES = 1 << 20
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
+
+
+class NotebookPickler(cloudpickle.CloudPickler):
+    """cloudpickle, with a choice of how ``__main__`` is treated.
+
+    Args:
+        stream: where to write.
+        main_by_reference: name functions and classes that this process's ``__main__`` holds, rather than copying them.
+        options: for the pickler.
+    """
+
+    def __init__(self, stream: io.BytesIO, *, main_by_reference: bool, **options: Any) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL, **options)
+        self._main = sys.modules.get("__main__") if main_by_reference else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self._main is not None and isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj):
+            return obj.__qualname__
+        return super().reducer_override(obj)
+
+    def _is_of_main(self, obj: Any) -> bool:
+        if obj.__module__ != "__main__":
+            return False
+        found: Any = self._main
+        for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
+            found = getattr(found, name, None)
+        return found is obj
+
+
+def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:
+    """``value`` pickled.
+
+    Raises:
+        OverflowError: it takes more than ``max_bytes``, found out before all of it was written.
+        Exception: it can't be pickled.
+    """
+    stream = io.BytesIO() if max_bytes is None else _BoundedStream(max_bytes)
+    NotebookPickler(stream, main_by_reference=main_by_reference).dump(value)
+    return stream.getvalue()
+
+
+class _BoundedStream(io.BytesIO):
+    """Refuses to grow beyond ``max_bytes``."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._max_bytes:
+            raise OverflowError(f"more than {self._max_bytes} bytes")
+        return super().write(data)
 
 
 class PayloadWriter:
@@ -58,8 +117,8 @@ class PayloadWriter:
                 Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
 
         Raises:
-            Exception: whatever pickling raises; :func:`nblaunch.wire.blame.unpicklable_parts` says which part it
-                was. Other values can still be appended.
+            Exception: whatever pickling raises; :func:`nblaunch.wire.pickle_errors.unpicklable_parts` says which
+                part it was. Other values can still be appended.
             OSError, MemoryError: memory or disk is full. What was written of ``value`` is given back.
         """
         end, regions = self._writer.end, dict(self._regions)

@@ -1,7 +1,7 @@
 """Turns: a block of code that only a few workers of a job run at a time.
 
 The locks are record locks on the job's board, which every worker has open however it was started. The system releases
-them when their holder ends, so that a worker that is killed in its turn holds nobody up.
+them when their holder ends, so that a worker that is killed in its turn blocks no other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_LANES = 2
 _INTERVAL_S = 0.02
 
 _ALONE, _BUILDING = NUM_LANES, NUM_LANES + 1
-"""Lanes for one worker at a time: blocks that a person marked, and models that are built."""
+"""Lanes for one worker at a time: blocks that the user marked, and models that are built."""
 
 
 @contextmanager

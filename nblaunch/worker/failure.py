@@ -17,9 +17,7 @@ from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
-from nblaunch.wire.exceptions import parts_of
-from nblaunch.wire.frames import is_own_file, is_user_file
-from nblaunch.wire.texts import MAX_CHARACTERS, shortened
+from nblaunch.wire.exceptions import MAX_CHARACTERS, is_own_file, is_user_file, parts_of, shortened
 
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group

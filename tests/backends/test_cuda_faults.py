@@ -103,7 +103,7 @@ NOT_READY = (
         ),
         (
             cuda("CUDA-capable device(s) is/are busy or unavailable", "cudaErrorDevicesUnavailable"),
-            "Somebody else",
+            "Another process",
             "nvidia-smi -c DEFAULT",
         ),
         (

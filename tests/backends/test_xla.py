@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.backends import xla, xla_in_kernel, xla_library
+from nblaunch.backends import xla, xla_in_kernel, xla_runtime
 from nblaunch.backends.xla import BACKEND
 from nblaunch.host import tpu
 from nblaunch.topology import Topology
@@ -33,7 +33,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def host(monkeypatch: pytest.MonkeyPatch, num_chips: int, kind: str = "v5e") -> None:
     monkeypatch.setattr(tpu, "chips", lambda: Counter({kind: num_chips}))
-    monkeypatch.setattr(xla_library, "num_chips", lambda: num_chips)
+    monkeypatch.setattr(xla_runtime, "num_chips", lambda: num_chips)
 
 
 def install(
@@ -176,10 +176,10 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_other_file_imports_torch_xla() -> None:
-    package = Path(xla_library.__file__).parents[1]
+    package = Path(xla_runtime.__file__).parents[1]
     importing = re.compile(r"^\s*(import|from) torch_xla|import_module\(f?.torch_xla", re.MULTILINE)
     found = [path.name for path in package.rglob("*.py") if importing.search(path.read_text())]
-    assert found == ["xla_library.py"]
+    assert found == ["xla_runtime.py"]
 
 
 def test_fp16_is_refused_and_names_bf16() -> None:
@@ -217,7 +217,7 @@ def test_device_memory_is_what_the_runtime_tells(
     model = ModuleType("torch_xla.core.xla_model")
     model.get_memory_info = get_memory_info  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
-    monkeypatch.setattr(xla_library, "kind", lambda: "TPU")
+    monkeypatch.setattr(xla_runtime, "kind", lambda: "TPU")
     assert BACKEND.own_memory() == expected
-    monkeypatch.setattr(xla_library, "kind", lambda: "CPU")
+    monkeypatch.setattr(xla_runtime, "kind", lambda: "CPU")
     assert BACKEND.own_memory() is None

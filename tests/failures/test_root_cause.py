@@ -117,7 +117,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, max_restarts=
 
 STOPPABLE = """
 from nblaunch import Accelerator
-from nblaunch.wire import stopping
+from nblaunch.wire import stop_agreement
 import nblaunch.context
 
 def with_accelerator():
@@ -134,7 +134,7 @@ def with_slot():
     dist.init_process_group()
     slot = nblaunch.context.current().slot
     step = 0
-    while not stopping.should_stop(slot):
+    while not stop_agreement.should_stop(slot):
         time.sleep(0.01 * (1 + rank()))          # ranks of unequal pace
         dist.all_reduce(torch.ones(2))
         step += 1

@@ -99,11 +99,11 @@ def test_no_forked_process_waits_for_a_decision_on_a_stop(shared: Kernel) -> Non
     cell = shared.run(
         CHILDREN
         + """
-from nblaunch.wire import stopping
+from nblaunch.wire import stop_agreement
 def train():
     slot = context.current().slot
     slot.stop_proposal = 1                            # undecided, and due at the first check
-    return in_child(lambda: stopping.should_stop(slot))
+    return in_child(lambda: stop_agreement.should_stop(slot))
 notebook_launcher(train, num_processes=1)
 """
     )

@@ -11,7 +11,7 @@ import pytest
 from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.wire.board import private_slot
 from nblaunch.wire.nodes import Stopping
-from nblaunch.wire.stopping import should_stop
+from nblaunch.wire.stop_agreement import should_stop
 
 LIMIT_S = 30.0
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nblaunch.launch.weights import assembled, join, load_back, trainable_bytes
-from nblaunch.wire.pieces import Piece
+from nblaunch.wire.modules import Piece
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:

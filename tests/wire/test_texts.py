@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.wire.texts import fewer_lines, shortened
+from nblaunch.wire.exceptions import fewer_lines, shortened
 
 
 def test_a_short_text_stays() -> None:

@@ -220,9 +220,10 @@ def join_as_on_a_tpu():
     import torch.distributed as dist
     import torch_xla.runtime as xr
     from nblaunch import context
-    from nblaunch.backends import xla, xla_library
+    from nblaunch.backends import xla
+    from nblaunch.backends import xla_runtime
     topology = context.current().topology
-    xla_library.kind = lambda: "TPU"
+    xla_runtime.kind = lambda: "TPU"
     xr.world_size = lambda: topology.world_size
     xr.global_ordinal = lambda: topology.world_size - 1 - topology.rank     # the runtime's order is its own
     xla.BACKEND.join(topology, None)

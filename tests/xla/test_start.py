@@ -47,7 +47,7 @@ LEAVES_ALONE = (
     "BACKEND.fork_hazard()",
     "BACKEND.worker_env(Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1))",
     "BACKEND.seed(3)",
-    "xla_readings.counters()",
+    "xla_runtime.counters()",
 )
 
 TRY_EACH = """
@@ -56,7 +56,7 @@ import torch, torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from nblaunch.backends import xla_readings
+from nblaunch.backends import xla_runtime
 from nblaunch.backends.xla import BACKEND
 from nblaunch.topology import Topology
 

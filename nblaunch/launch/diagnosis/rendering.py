@@ -15,9 +15,7 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 from nblaunch.events import ExceptionInfo, FrameInfo
-from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.frames import is_own_file
-from nblaunch.wire.texts import fewer_lines, shortened
+from nblaunch.wire.exceptions import fewer_lines, is_own_file, set_attribute, shortened
 
 _MAX_FRAMES = 3
 _MAX_LINES = 25

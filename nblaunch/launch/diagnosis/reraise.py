@@ -14,8 +14,7 @@ from nblaunch.launch.diagnosis.rendering import (
     stand_in,
 )
 from nblaunch.wire import exceptions
-from nblaunch.wire.frames import is_own_file
-from nblaunch.wire.texts import MAX_CHARACTERS, fewer_lines
+from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, is_own_file
 
 _MAX_NOTES_LINES = 4
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nblaunch.launch.diagnosis.rendering import cell_name
-from nblaunch.wire.frames import is_own_file, is_user_file
+from nblaunch.wire.exceptions import is_own_file, is_user_file
 
 _THREAD = re.compile(
     r"^(Stack|Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.waiting import waiting
-from nblaunch.wire.pieces import Piece
+from nblaunch.wire.modules import Piece
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch
 from nblaunch import context, in_words
 from nblaunch.training import advice
 from nblaunch.training.strategies.deepspeed import library
-from nblaunch.wire.pieces import Piece
+from nblaunch.wire.modules import Piece
 
 
 def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:

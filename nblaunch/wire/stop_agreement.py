@@ -1,7 +1,7 @@
 """Agreeing on the step at which all ranks leave their loops, without a collective at every step.
 
 If one rank left a step earlier than another, the other would wait in a collective for ever. So the launcher proposes a
-step a little ahead, and it holds only if every rank has heard of it in time:
+step a little ahead, and it holds only if every rank has received it in time:
 
     launcher                                     each rank, whenever it looks at ``should_stop``
     proposal: "stop at your check number P" ──>  before P: reply P (a promise not to pass P undecided)

@@ -1,6 +1,6 @@
-"""torch_xla as it is found here: what it would compute on, whether it fits, and its import when that is needed.
+"""torch_xla as it is installed here: device kind, versions, its import when it is needed, and the runtime's counters.
 
-The only file that imports torch_xla. Nothing here initialises the runtime.
+The only file that imports torch_xla. Nothing here initialises the runtime or waits for the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from nblaunch import env
+from nblaunch.backends.compile_watch import Counters
 from nblaunch.host import tpu
 
 INSTALL = 'pip install "nblaunch[tpu]"'
@@ -73,5 +74,33 @@ def part(name: str) -> Any:
 
 def readable_accelerator_type() -> dict[str, str]:
     """TPU_ACCELERATOR_TYPE with its number of chips, without which torch_xla can't parse it; nothing where it has."""
-    told = env.read("TPU_ACCELERATOR_TYPE")
-    return {"TPU_ACCELERATOR_TYPE": f"{told}-{num_chips()}"} if told and "-" not in told else {}
+    kind = env.read("TPU_ACCELERATOR_TYPE")
+    return {"TPU_ACCELERATOR_TYPE": f"{kind}-{num_chips()}"} if kind and "-" not in kind else {}
+
+
+def counters() -> Counters:
+    """Of the compiler, since the process began."""
+    metrics = part("debug.metrics")
+    # Not metrics_report(): it takes a hundred times longer and initialises the runtime.
+    compiled = metrics.metric_data("CompileTime")
+    fallbacks = {
+        name: metrics.counter_value(name) or 0
+        for name in metrics.counter_names()
+        if name.startswith("aten::")
+    }
+    return Counters(
+        metrics.counter_value("UncachedCompile") or 0, compiled[1] / 1e9 if compiled else 0.0, fallbacks
+    )
+
+
+def memory() -> tuple[int, int, int] | None:
+    """Bytes of the default device: taken, at most so far, all there are. None where the runtime does not report it.
+
+    Source: ``torch_xla.core.xla_model.get_memory_info``; the peak is missing from older runtimes' answer.
+    """
+    try:
+        info = part("core.xla_model").get_memory_info()
+    except RuntimeError:
+        return None
+    taken = int(info["bytes_used"])
+    return taken, int(info.get("peak_bytes_used", taken)), int(info["bytes_limit"])

@@ -1,4 +1,4 @@
-"""Which part of a value can't be pickled, by the name a person knows it by."""
+"""Which part of a value can't be pickled, by its name in the user's code, and which variables a function captures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,22 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
-from nblaunch.wire.captured import captured_variables
 from nblaunch.wire.payload import can_pickle
+
+
+def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Closure variables and globals that the function's own code names, each with its value; those that have one."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue  # the variable has no value yet
+        yield name, value
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
 
 _KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4
@@ -70,7 +84,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Everything that travels with a call, under the name it has in the person's code."""
+    """Everything that travels with a call, by its name in the user's code."""
     while isinstance(function, functools.partial):
         yield from function.keywords.items()
         function, args = function.func, (*function.args, *args)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from nblaunch.wire import blame
+from nblaunch.wire import pickle_errors
 
 LOCK = threading.Lock()
 
 
 def named(value: Any) -> list[str]:
-    return [name for name, _ in blame.unpicklable_parts(value, "result")]
+    return [name for name, _ in pickle_errors.unpicklable_parts(value, "result")]
 
 
 class Holder:
@@ -53,7 +53,7 @@ def test_variables_of_a_call() -> None:
     def train(model: object, config: object) -> object:
         return guard, LOCK, model, config
 
-    names = {name for name, _ in blame.unpicklable_variables(train, (1, {"lock": guard}))}
+    names = {name for name, _ in pickle_errors.unpicklable_variables(train, (1, {"lock": guard}))}
     assert names >= {"guard", "config['lock']"}
 
 
@@ -96,7 +96,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], str]] = [
 def test_variables_of_other_things_that_can_be_called(
     function: Any, args: tuple[Any, ...], name: str
 ) -> None:
-    assert [found for found, _ in blame.unpicklable_variables(function, args)] == [name]
+    assert [found for found, _ in pickle_errors.unpicklable_variables(function, args)] == [name]
 
 
 def test_pruning_keeps_the_rest_and_never_raises() -> None:
@@ -107,7 +107,7 @@ def test_pruning_keeps_the_rest_and_never_raises() -> None:
         def __repr__(self) -> str:
             raise ValueError("not even this")
 
-    pruned = blame.without_unpicklable({"a": [1, LOCK, (2, Nasty())], "b": {3}})
+    pruned = pickle_errors.without_unpicklable({"a": [1, LOCK, (2, Nasty())], "b": {3}})
     assert pruned["b"] == {3}
     assert pruned["a"][0] == 1
     assert pruned["a"][1].why.startswith("TypeError: cannot pickle")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.wire.board import Board, Slot, private_slot
-from nblaunch.wire.stopping import StopAgreement, should_stop
+from nblaunch.wire.stop_agreement import StopAgreement, should_stop
 
 LIMIT_S = 20.0
 
@@ -135,7 +135,7 @@ def test_a_slow_rank_in_a_collective_is_not_waited_for_at_the_check() -> None:
 WORKER = """
 import sys, time
 from nblaunch.wire.board import Board
-from nblaunch.wire.stopping import should_stop
+from nblaunch.wire.stop_agreement import should_stop
 fd, rank, pause_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 slot = Board(3, fd).slot(rank)
 while not should_stop(slot):
