@@ -41,7 +41,7 @@ def refuses_growth(path: Path, num_bytes: int) -> str | None:
 
 
 def reason(path: Path, error: OSError) -> str:
-    """Why ``error`` was raised for ``path``, where the file system at that place tells it; else the system's words."""
+    """Why ``error`` was raised for ``path``, where the file system at that place shows it; else the system's words."""
     if error.errno == errno.ENOSPC:
         return _lack(path) or str(error.strerror)
     return str(error.strerror or error)

@@ -53,7 +53,7 @@ def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
 def proportional_bytes(pid: int | str = "self") -> int | None:
     """Memory of a process in bytes, shared pages divided by the number of processes that share them.
 
-    The sum over a kernel and its workers is what they take together. None where the system does not tell.
+    The sum over a kernel and its workers is what they take together. None where the system does not report it.
     Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
     """
     try:
@@ -65,7 +65,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Whether memory of this process is in others, too, as after a fork; False where that can't be told.
+    """Whether memory of this process is in others, too, as after a fork; False where that is not known.
 
     Looks at three of its pages.
 
@@ -88,7 +88,7 @@ def is_shared(address: int, num_bytes: int) -> bool:
 def limit_and_available() -> tuple[int | None, int | None]:
     """Bytes: the tightest limit, which is the host's memory where there is none, and what can still be had within it.
 
-    None where the system does not tell. Reads a handful of small files.
+    None where the system does not report it. Reads a handful of small files.
     """
     return within(_host_memory(), cgroup.folders("memory"))
 
@@ -125,7 +125,7 @@ def _host_memory() -> dict[str, int]:
 def _reclaimable(folder: Path) -> int:
     """Page cache that the group would give up before anything is killed."""
     values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
-    # Version 1 tells both, and what is in use there counts groups below this one.
+    # Version 1 reports both, and what is in use there counts groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 

@@ -1,7 +1,7 @@
 """Looking at devices from outside: how much of their memory is taken and by whom, and how busy they are.
 
 Done by the launcher while workers run, so it must not create a device context. What a worker knows of its own memory
-it tells by itself (``Backend.own_memory``).
+it reports by itself (``Backend.own_memory``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class DeviceReading:
     """One device at one moment.
 
     Args:
-        name: as people count them: ``"GPU 0"``. In the order of local ranks.
+        name: as users count them: ``"GPU 0"``. In the order of local ranks.
         used_bytes: of its memory, by all processes of the host.
         total_bytes: of its memory.
-        utilisation: share of the last moments in which it computed, 0 to 1; None where the device does not tell.
-        by_process: process id -> bytes, as far as the driver tells. In a container these are the host's numbers.
+        utilisation: share of the last moments in which it computed, 0 to 1; None where it is not known.
+        by_process: process id -> bytes, as far as the driver knows. In a container these are the host's numbers.
         position: its number among all devices of the meter, where others may be missing; None: none is.
     """
 
@@ -35,7 +35,7 @@ class DeviceMeter:
     """Reads the devices of a backend until it is closed. This one knows of none."""
 
     num_devices = 0
-    """Of how many it would tell if all could be read; 0: of those that it tells."""
+    """How many it would read if all could be read; 0: those that it reads."""
 
     def read(self) -> tuple[DeviceReading, ...]:
         """The devices now, in the order of local ranks; those that can't be read are left out. Never raises."""

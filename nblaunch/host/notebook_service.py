@@ -1,6 +1,6 @@
 """Which notebook service this process runs on, and what is different there.
 
-Told from the environment and from files that each service puts into its machines; nothing is imported, nothing is
+Recognised from the environment and from files that each service puts into its machines; nothing is imported, nothing is
 asked over the network. What can be measured (memory, /dev/shm, chips) is measured elsewhere: services change it.
 Values of variables are never kept: some services put tokens there.
 """
@@ -21,11 +21,11 @@ class Platform:
     Args:
         name: ``"colab"``, ``"kaggle"``, ``"databricks"``, ``"sagemaker"``, ``"binder"``, ``"vscode"``,
             ``"jupyterlab"``, ``"notebook"``, ``"jupyter"`` (a kernel of some other client) or ``"none"``.
-        title: as people call it.
-        evidence: what told: the variable or file that was found.
+        title: its usual name.
+        evidence: the variable or file that was found.
         widgets: what is known of live widgets there, as the end of a sentence; empty where they just work.
-        is_interactive: whether somebody may sit in front of it; False where it is known that nobody does.
-        notes: what a person who launches training there has to know, a sentence each.
+        is_interactive: whether a user may see the running cell; False where it is known that none does.
+        notes: what users who launch training there have to know, a sentence each.
     """
 
     name: str
@@ -143,7 +143,7 @@ def _evidence(signs: _Signs, environ: Mapping[str, str], root: Path) -> str:
 def _in_detail(platform: Platform, environ: Mapping[str, str]) -> Platform:
     """What the variables say beyond the name."""
     if platform.name == "kaggle" and environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
-        return replace(platform, is_interactive=False, widgets='nobody sees them in "Save & Run All"')
+        return replace(platform, is_interactive=False, widgets='not seen in "Save & Run All"')
     return platform
 
 
@@ -166,7 +166,7 @@ def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
         words, ("jupyter-nbconvert", "nbconvert", "papermill", "jupyter-execute", "nblaunch")
     )
     if is_headless:
-        return Platform("jupyter", "a notebook runner", evidence, "nobody sees them", is_interactive=False)
+        return Platform("jupyter", "a notebook runner", evidence, "not seen", is_interactive=False)
     return Platform("jupyter", "a Jupyter kernel", evidence)
 
 

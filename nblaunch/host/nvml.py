@@ -1,4 +1,4 @@
-"""What NVML, the driver's own library, tells of this host's GPUs; asked through nvidia-ml-py (module ``pynvml``).
+"""Readings of this host's GPUs by NVML, the driver's own library; asked through nvidia-ml-py (module ``pynvml``).
 
 NVML makes no CUDA context and does not open ``/dev/nvidia-uvm``, so that a process which asks it can still be forked.
 """

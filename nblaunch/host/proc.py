@@ -49,7 +49,7 @@ def _all_pids() -> list[int]:
 def own_bytes(pid: int) -> int | None:
     """Resident memory that is not backed by files or shared mappings. Source: proc_pid_statm(5), resident - shared.
 
-    Pages that a forked worker still shares with the kernel count here too: telling them apart takes milliseconds.
+    Pages that a forked worker still shares with the kernel count here too: separating them takes milliseconds.
     """
     fields = _read(pid, "statm").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else None

@@ -1,4 +1,4 @@
-"""What a TPU host tells without anybody touching its chips, and what its worker processes have to be told.
+"""A TPU host, read without touching its chips, and the environment of its worker processes.
 
 Nothing here opens a device: chips are counted on the PCI bus, and a lock file is asked for its owner. Values are those
 of torch_xla 2.9 (``torch_xla/_internal/tpu.py``), which ``tests/xla`` compares with it.
@@ -154,5 +154,5 @@ def _targets(descriptors: Path) -> list[str]:
         for entry in descriptors.iterdir():
             targets.append(os.readlink(entry))
     except OSError:
-        return targets  # it ended meanwhile, or is somebody else's
+        return targets  # it ended meanwhile, or is another user's
     return targets
