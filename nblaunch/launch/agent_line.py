@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import socket
 import time
-from functools import partial
 
-from nblaunch.engines.elastic import AgentProcess, Meeting, Orders
 from nblaunch.events import Event
 from nblaunch.launch import network
 from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
+from nblaunch.nodes.messages import AgentEnded, Heartbeat, Leave, PeerHeartbeats, WorldFormed
 from nblaunch.spec import LaunchSpec
 from nblaunch.spec_nodes import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
-from nblaunch.wire.nodes import Formed, Leave, News, NodeNews, Over
 
 
 class AgentLine:
@@ -48,37 +47,43 @@ class AgentLine:
         self.silence_s = float(conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S))
         max_attempt = float(conf.get("keep_alive_max_attempt", DEFAULT_KEEP_ALIVE_MAX_ATTEMPT))
         self.patience_s = self.silence_s * max_attempt
-        self.news: tuple[NodeNews, ...] = ()
-        self.over: Over | None = None
+        self.news: tuple[Heartbeat, ...] = ()
+        self.over: AgentEnded | None = None
         self.is_closed = False
-        self._formed: Formed | None = None
+        self._formed: WorldFormed | None = None
         self._open(spec.max_restarts)
 
     def _open(self, max_restarts: int) -> None:
         spec = self._spec
         name, port = spec.rendezvous_address
         host = network.resolve(name, port)
-        listener = self._listen(host, port)
+        listener = self._receive_all(host, port)
         listen_fd = listener.fileno() if listener is not None else -1
         try:
             self.address = host if listener is not None else network.address_towards(host, port)
-            meeting = Meeting(
+            rendezvous = RendezvousConfig(
                 backend=spec.rdzv_backend, host=host, port=port, listen_fd=listen_fd, run_id=spec.rdzv_id,
                 node_rank=spec.node_rank, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes,
                 timeout_s=spec.rendezvous_timeout_s, conf=dict(spec.rdzv_conf or {}),
             )  # fmt: skip
-            make = partial(
-                _orders, meeting, self._num_workers, max_restarts, spec, self.address, self._log_path
+            config = AgentConfig(
+                rendezvous=rendezvous,
+                num_workers=self._num_workers,
+                max_restarts=max_restarts,
+                monitor_interval_s=spec.monitor_interval_s,
+                address=self.address,
+                host_name=socket.gethostname(),
+                log_path=self._log_path,
             )
-            self._agent = AgentProcess(make, listen_fd)
+            self._agent = AgentProcess(config)
         finally:
             if listener is not None:
                 listener.close()
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.over = None
         self._last_news_s = time.monotonic() + spec.rendezvous_timeout_s  # it need not have any before
 
-    def _listen(self, host: str, port: int) -> RendezvousHost | None:
+    def _receive_all(self, host: str, port: int) -> RendezvousHost | None:
         """The socket of the store, where this node is the one to host it."""
         wanted = (self._spec.rdzv_conf or {}).get("is_host")
         if self._spec.rdzv_backend == "static":
@@ -104,18 +109,18 @@ class AgentLine:
         """Take in what the agent has said since the last time, and return it."""
         messages, self.is_closed = self._agent.receive()
         for message in messages:
-            if isinstance(message, News):
-                self.news = message.nodes
+            if isinstance(message, PeerHeartbeats):
+                self.news = message.heartbeats
                 self._last_news_s = time.monotonic()
-            elif isinstance(message, Formed):
+            elif isinstance(message, WorldFormed):
                 self._formed = message
-            elif isinstance(message, Over):
+            elif isinstance(message, AgentEnded):
                 self.over = message
         if self.is_closed and self.over is None:
             self.end(f"the process that meets the other nodes has died; its log: {self._log_path}")
         return messages
 
-    def take_formed(self) -> Formed | None:
+    def take_formed(self) -> WorldFormed | None:
         """The world that has come to be since the last call; None: none has."""
         formed, self._formed = self._formed, None
         return formed
@@ -131,33 +136,16 @@ class AgentLine:
         """Tell the agent something."""
         self._agent.send(event)
 
-    def send_if_heard(self, event: Event) -> None:
+    def send_if_ready(self, event: Event) -> None:
         """Tell the agent something that may as well be left out, where it does not listen right now."""
-        self._agent.send_if_heard(event)
+        self._agent.send_if_ready(event)
 
     def leave(self, reason: str) -> None:
         """Take no further part, and tell the others why."""
         self.send(Leave(-1, time.time(), reason=reason))
-        self.over = Over(-1, time.time())
+        self.over = AgentEnded(-1, time.time())
 
-    def end(self, error: str, can_retry: bool = False) -> Over:
+    def end(self, error: str, can_retry: bool = False) -> AgentEnded:
         """Expect nothing more of the agent, which is what :attr:`over` says from now on."""
-        self.over = Over(-1, time.time(), error=error, can_retry=can_retry)
+        self.over = AgentEnded(-1, time.time(), error=error, can_retry=can_retry)
         return self.over
-
-
-def _orders(
-    meeting: Meeting, num_workers: int, max_restarts: int, spec: LaunchSpec, address: str, log_path: str,
-    reading_fd: int, writing_fd: int,
-) -> Orders:  # fmt: skip
-    return Orders(
-        meeting=meeting,
-        num_workers=num_workers,
-        max_restarts=max_restarts,
-        monitor_interval_s=spec.monitor_interval_s,
-        address=address,
-        host_name=socket.gethostname(),
-        reading_fd=reading_fd,
-        writing_fd=writing_fd,
-        log_path=log_path,
-    )

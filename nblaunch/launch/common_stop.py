@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from nblaunch.nodes.messages import StopState
 from nblaunch.wire.board import Slot, private_slot
-from nblaunch.wire.nodes import Stopping
 from nblaunch.wire.stop_agreement import StopAgreement
 
 _AHEAD_S = 2.0
@@ -34,8 +34,8 @@ class CommonStop:
 
     slots: Mapping[int, Slot]
     leads: bool
-    own: Stopping
-    theirs: Mapping[int, Stopping]
+    own: StopState
+    theirs: Mapping[int, StopState]
     now_s: float
     is_settled: bool = False
     _copies: dict[int, Slot] = field(default_factory=dict)

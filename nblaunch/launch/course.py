@@ -22,11 +22,11 @@ from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.preflight import LaunchPlan, judge_again
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
+from nblaunch.nodes.messages import WorldFormed
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 from nblaunch.wire.modules import Place
-from nblaunch.wire.nodes import Formed
 from nblaunch.wire.outbox import Outcome
 
 _REMEDY = (
@@ -175,9 +175,9 @@ class Course:
                 self._past_failures.append(nodes.last_error)
         return self._ending(report, outcomes)
 
-    def _run_in(self, formed: Formed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
-        self.place = formed.place
-        self.num_processes = formed.place.world_size
+    def _run_in(self, formed: WorldFormed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
+        self.place = formed.topology
+        self.num_processes = formed.topology.world_size
         self.plan = judge_again(self.plan, self.spec)
         self._announce()
         report, outcomes = self._run_attempt(self._attempt(nodes, formed.restart_count))

@@ -13,19 +13,19 @@ from typing import TypeVar
 
 from nblaunch.events import Event, Exited, Finished
 from nblaunch.launch.diagnosis.elsewhere import Elsewhere
-from nblaunch.wire import nodes
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import Heartbeat, Node, StopState
 from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Member, NodeNews, Stopping
 
 _T = TypeVar("_T")
 
 
 @dataclass
 class _Neighbour:
-    member: Member
+    member: Node
     heard_s: float
-    beat: int = -1
-    state: str = nodes.RUNNING
+    count: int = -1
+    state: str = messages.RUNNING
     is_silent: bool = False
     ahead_s: float = math.inf
     """How much our monotonic clock is ahead of its own: the least seen, which had the least delay on its way."""
@@ -34,7 +34,7 @@ class _Neighbour:
     @property
     def is_expected(self) -> bool:
         """Whether it has something to say: neither done nor gone."""
-        return self.state in (nodes.JOINING, nodes.RUNNING)
+        return self.state in (messages.JOINING, messages.RUNNING)
 
 
 class Neighbours:
@@ -49,43 +49,43 @@ class Neighbours:
     """
 
     def __init__(
-        self, members: Iterable[Member], now_s: float, silence_s: float, patience_s: float, start: int = 0
+        self, members: Iterable[Node], now_s: float, silence_s: float, patience_s: float, start: int = 0
     ) -> None:
         self._by_id = {member.id: _Neighbour(member, now_s) for member in members}
         self._start = start
         self._silence_s = silence_s
         self._patience_s = patience_s
         self._told: set[tuple[str, int]] = set()
-        self.stopping: dict[int, Stopping] = {}
+        self.stopping: dict[int, StopState] = {}
         self.elsewhere = Elsewhere(
-            places={rank: n.member.place for n in self._by_id.values() for rank in n.member.ranks}
+            places={rank: n.member.label for n in self._by_id.values() for rank in n.member.ranks}
         )
 
     # --- what they say -------------------------------------------------------------------------------------------
 
-    def learn(self, news: Iterable[NodeNews], now_s: float) -> tuple[list[Event], list[str]]:
+    def learn(self, news: Iterable[Heartbeat], now_s: float) -> tuple[list[Event], list[str]]:
         """Take in the last news; returns events of their ranks, and notes for the person."""
         events: list[Event] = []
         notes: list[str] = []
         for page in news:
             neighbour = self._by_id.get(page.id)
-            if neighbour is None or page.beat == neighbour.beat:
+            if neighbour is None or page.count == neighbour.count:
                 continue
             if neighbour.is_silent:
                 silent_s = now_s - neighbour.heard_s
                 notes.append(f"{neighbour.member} is heard of again, after {silent_s:.0f} s")
             neighbour.ahead_s = min(neighbour.ahead_s, now_s - page.clock_s)
-            neighbour.beat, neighbour.heard_s, neighbour.is_silent = page.beat, now_s, False
+            neighbour.count, neighbour.heard_s, neighbour.is_silent = page.count, now_s, False
             events += self._take_summary(neighbour, page)
             notes += self._take_state(neighbour, page)
         return events, notes
 
-    def _take_summary(self, neighbour: _Neighbour, page: NodeNews) -> list[Event]:
-        if page.start != self._start:
+    def _take_summary(self, neighbour: _Neighbour, page: Heartbeat) -> list[Event]:
+        if page.restart_count != self._start:
             return []
         summary, own = page.summary, neighbour.member.ranks
         self.stopping[neighbour.member.node_rank] = replace(
-            summary.stopping, answers=_of(own, summary.stopping.answers)
+            summary.stop, answers=_of(own, summary.stop.answers)
         )
         for sample in summary.samples:
             if sample.rank in own:
@@ -102,11 +102,11 @@ class Neighbours:
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
         return events
 
-    def _take_state(self, neighbour: _Neighbour, page: NodeNews) -> list[str]:
+    def _take_state(self, neighbour: _Neighbour, page: Heartbeat) -> list[str]:
         before, neighbour.state = neighbour.state, page.state
-        if page.state == before or page.state not in (nodes.LEFT, nodes.FAILED):
+        if page.state == before or page.state not in (messages.LEFT, messages.FAILED):
             return []
-        if page.reason == nodes.FINISHED or (page.state == nodes.FAILED and self.elsewhere.has_cause):
+        if page.reason == messages.FINISHED or (page.state == messages.FAILED and self.elsewhere.has_cause):
             return []  # as was to be expected
         text = f"{neighbour.member} {page.reason or 'gave up'}"
         self.elsewhere.lost.setdefault(neighbour.member.first_rank, text)

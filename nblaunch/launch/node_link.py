@@ -24,11 +24,19 @@ from nblaunch.launch.diagnosis.root_cause import own_failures
 from nblaunch.launch.neighbours import Neighbours
 from nblaunch.launch.node_wait import NodeWait
 from nblaunch.launch.requests import StopRequests
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import (
+    PeerHeartbeats,
+    StopState,
+    StopWorkers,
+    StoreHosted,
+    Summary,
+    WorkersEnded,
+    WorldFormed,
+)
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire import nodes
 from nblaunch.wire.board import Sample, Slot
-from nblaunch.wire.nodes import Ended, Formed, Hosting, News, Stopping, StopWorkers, Summary
 from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
@@ -69,7 +77,7 @@ class NodeLink:
         self._wait = NodeWait(spec, self._line, requests, self._note)
         self._samples: list[Sample] = []
         self._last_summary_s = 0.0
-        self._stopping = Stopping()
+        self._stopping = StopState()
         self._leads = False
         self._first_rank = 0
         self._is_finished = False
@@ -81,19 +89,19 @@ class NodeLink:
     def __exit__(self, *details: object) -> None:
         self._line.close()
 
-    def _neighbours_of(self, members: Sequence[nodes.Member], start: int = 0) -> Neighbours:
+    def _neighbours_of(self, members: Sequence[messages.Node], start: int = 0) -> Neighbours:
         line = self._line
         return Neighbours(members, time.monotonic(), line.silence_s, line.patience_s, start)
 
     # --- between attempts ----------------------------------------------------------------------------------------
 
-    def first_world(self) -> Formed:
+    def first_world(self) -> WorldFormed:
         """Wait until all nodes have met; raises what :meth:`next_world` raises."""
         formed = self.next_world()
         assert formed is not None, "an agent that ends before the first meeting says why"
         return formed
 
-    def next_world(self) -> Formed | None:
+    def next_world(self) -> WorldFormed | None:
         """Wait until all nodes have met; None when the agent says that there is nothing more to do.
 
         Raises:
@@ -111,15 +119,15 @@ class NodeLink:
         self._show(self._neighbours.merged(self._samples))
         return self._neighbours.is_anybody_expected
 
-    def _enter(self, formed: Formed) -> None:
-        own = formed.place.node_rank
-        others = [member for member in formed.members if member.node_rank != own]
+    def _enter(self, formed: WorldFormed) -> None:
+        own = formed.topology.node_rank
+        others = [member for member in formed.nodes if member.node_rank != own]
         self._neighbours = self._neighbours_of(others, formed.restart_count)
         self._neighbours.learn(self._line.news, time.monotonic())
         self._samples = []
-        self._stopping = Stopping()
+        self._stopping = StopState()
         self._leads = own == 0
-        self._first_rank = formed.place.rank
+        self._first_rank = formed.topology.rank
         self._is_finished = False
 
     @property
@@ -142,12 +150,12 @@ class NodeLink:
 
     def tell_port(self, port: int) -> None:
         """This launcher hosts the workers' store, and listens on ``port``."""
-        self._line.send(Hosting(-1, time.time(), port=port))
+        self._line.send(StoreHosted(-1, time.time(), port=port))
 
     def hear(self) -> None:
         """Take in what the agent has said."""
         for message in self._line.hear():
-            self._heed(message)
+            self._handle(message)
         if self._is_alone and self._neighbours.elsewhere.places:
             self._neighbours.blame_silent(time.monotonic())
 
@@ -156,9 +164,9 @@ class NodeLink:
         """Whether the agent will say nothing more."""
         return self._line.is_closed
 
-    def _heed(self, message: Event) -> None:
-        if isinstance(message, News):
-            events, notes = self._neighbours.learn(message.nodes, time.monotonic())
+    def _handle(self, message: Event) -> None:
+        if isinstance(message, PeerHeartbeats):
+            events, notes = self._neighbours.learn(message.heartbeats, time.monotonic())
             for event in events:
                 self._tell(event)
             for text in notes:
@@ -192,7 +200,7 @@ class NodeLink:
         Args:
             samples: of the board.
             report: how the attempt goes; gets what is known of other nodes.
-            answers: as in :class:`nblaunch.wire.nodes.Stopping`.
+            answers: as in :class:`nblaunch.nodes.messages.StopState`.
         """
         now = time.monotonic()
         self._stopping.answers = answers
@@ -205,7 +213,7 @@ class NodeLink:
         report.elsewhere = self._neighbours.elsewhere
         if now - self._last_summary_s >= summary_s:
             self._last_summary_s = now
-            self._line.send_if_heard(self._summary(samples, report))
+            self._line.send_if_ready(self._summary(samples, report))
         self._samples = list(samples)
         return self._neighbours.merged(samples)
 
@@ -217,7 +225,7 @@ class NodeLink:
             return
         summary = self._summary(self._samples, report)
         self._is_finished = report.is_success
-        self._line.send(Ended(-1, time.time(), is_success=report.is_success, summary=summary))
+        self._line.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):
             self._wait_for_cause()
             if not report.elsewhere.has_cause and self.last_error:
@@ -246,13 +254,15 @@ class NodeLink:
             time.time(),
             samples=tuple(sample for sample in samples if sample.rank not in elsewhere),
             failed={
-                cause.rank: nodes.failed_for_others(cause.failed) for cause in own if cause.failed is not None
+                cause.rank: messages.failed_for_peers(cause.failed)
+                for cause in own
+                if cause.failed is not None
             },
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
             finished={
-                rank: nodes.finished_for_others(finished) for rank, finished in report.finished.items()
+                rank: messages.finished_for_peers(finished) for rank, finished in report.finished.items()
             },
-            stopping=replace(self._stopping),
+            stop=replace(self._stopping),
         )
 
     def _note(self, text: str, kind: str = "warning") -> None:

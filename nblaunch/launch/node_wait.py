@@ -9,9 +9,9 @@ from collections.abc import Callable
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.launch.agent_line import AgentLine
 from nblaunch.launch.requests import StopRequests
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import AgentEnded, WorldFormed
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire import nodes
-from nblaunch.wire.nodes import Formed, Over
 from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
@@ -45,7 +45,7 @@ class NodeWait:
         self._has_met = False
         self._is_finished = False
 
-    def until_met(self, look: Callable[[], bool], is_finished: bool) -> Formed | None:
+    def until_met(self, look: Callable[[], bool], is_finished: bool) -> WorldFormed | None:
         """Wait until all nodes have met; None when the agent says that there is nothing more to do.
 
         Args:
@@ -69,7 +69,7 @@ class NodeWait:
                 self._has_met = True
                 return formed
             if self._line.over is None and self._is_agent_cut_off():
-                where = self._line.meeting.where
+                where = self._line.rendezvous.endpoint
                 self._line.end(f"the rendezvous at {where} does not answer any more", can_retry=True)
             over = self._line.over
             if over is not None and not self._try_again(over):
@@ -78,7 +78,7 @@ class NodeWait:
             self._check_terms()
             self._heed_requests()
             if is_finished and not is_anybody_expected:
-                self._line.leave(nodes.FINISHED)
+                self._line.leave(messages.FINISHED)
                 return None
             if time.monotonic() - began_s > patience_s:
                 self._give_up()
@@ -98,16 +98,16 @@ class NodeWait:
         self._line.leave("gave up")
         if not self._has_met or self._spec.max_restarts:
             timeout_s = self._spec.rendezvous_timeout_s
-            where = self._line.meeting.where
+            where = self._line.rendezvous.endpoint
             self._tell_end(self._line.end(f"the nodes did not meet at {where} within {timeout_s:g} s"))
 
-    def _tell_end(self, over: Over) -> None:
+    def _tell_end(self, over: AgentEnded) -> None:
         if not self._has_met:
             raise LaunchError(over.error or "the rendezvous was ended before all nodes had met")
         if over.error and not self._is_finished:
             self._note(over.error, "warning")
 
-    def _try_again(self, over: Over) -> bool:
+    def _try_again(self, over: AgentEnded) -> bool:
         """The node that hosts the store is lost. If that comes back, and restarts are left, so does the job."""
         if not (over.can_retry and self._has_met and self._restarts_left > 0) or self._is_finished:
             return False
@@ -134,21 +134,22 @@ class NodeWait:
             return
         for page in self._line.news:
             # The page of a node that has gone, and was launched anew with other settings, does not change any more.
-            is_alive = page.beat > self._first_beats.setdefault(page.id, page.beat)
-            if is_alive and page.terms != self._line.meeting.terms:
+            is_alive = page.count > self._first_beats.setdefault(page.id, page.count)
+            if is_alive and page.settings != self._line.rendezvous.shared_settings:
                 self._line.leave("was launched with other settings")
                 raise LaunchError(
-                    f"{page} was launched with {page.terms}, but this one (node "
-                    f"{self._spec.node_rank}) with {self._line.meeting.terms}: launch all nodes with the same"
+                    f"{page} was launched with {page.settings}, but this one (node "
+                    f"{self._spec.node_rank}) with {self._line.rendezvous.shared_settings}: launch all nodes with "
+                    "the same"
                 )
 
     def _say_who_is_here(self, said: str) -> str:
-        here = [str(news) for news in self._line.news if news.state == nodes.JOINING]
+        here = [str(news) for news in self._line.news if news.state == messages.JOINING]
         spec = self._spec
         if len(here) + 1 >= spec.max_nodes:
             return said  # torch's rendezvous takes a second or two to see that all are here
         everybody = ", ".join(sorted([f"node {spec.node_rank} (this one)", *here]))
-        text = f"waiting at {self._line.meeting.where} for {spec.num_nodes} nodes; here: {everybody}"
+        text = f"waiting at {self._line.rendezvous.endpoint} for {spec.num_nodes} nodes; here: {everybody}"
         if text != said:
             self._note(text, "note")
         return text

@@ -4,7 +4,7 @@
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
 Workers only send; the launcher answers them with signals alone. With the agent of its node it talks both ways, through
-a pipe each (``wire/nodes.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
+a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
 
 Processes that a worker forks share its pipe, and each is a sender of its own: a packet names its sender and is small
 enough for the system to write it in one piece, whichever processes write at the same time (source: pipe(7), PIPE_BUF).

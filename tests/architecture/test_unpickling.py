@@ -7,8 +7,8 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
-    "nblaunch.engines.agent": "orders in a memory file that its launcher made and that it inherited",
-    "nblaunch.engines.agent_rendezvous": "what torch has pickled in the same process a moment before",
+    "nblaunch.nodes.agent": "orders in a memory file that its launcher made and that it inherited",
+    "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.engines.fresh": "orders in a memory file that its launcher made and that it inherited",
     "nblaunch.training.checkpoints.meeting": "still on the store of the job, unsealed",
     "nblaunch.training.data.dispatcher": "part of an object that came under the seal of the job",

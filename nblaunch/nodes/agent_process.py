@@ -1,17 +1,17 @@
-"""Workers that join those of other machines: torch's elastic agent finds the nodes, a local engine starts the workers.
+"""The agent of this node as its launcher starts it, and the agent's configuration.
 
     node 0                                                   node 1
     launcher ── fork ──> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <── fork ── launcher
        ^                                                                                ^
-       └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, news ──>  agent 1 ──┘
+       └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 
 torch's agent usually starts workers itself, as children of its own. Then they could have neither the function nor the
 model of the notebook by fork, and everything that watches workers here (events, logs, diagnosis, results, trained
-weights, the way down after an interrupt) would need a second path through it. So the agent keeps what is its own,
+weights, escalation after an interrupt) would need a second path through it. So the agent keeps what is its own,
 ``SimpleElasticAgent`` with its rendezvous handlers (who takes part, who gets which ranks, restarts, the exit barrier,
-nodes that come back), in a fresh process, where its threads and signal handlers are out of the kernel's way; and its
-four abstract methods about workers are answered by messages to the launcher, which starts them by fork, forkserver or
-spawn, and watches them, just as on one machine. See ``engines/agent.py``.
+nodes that come back), in a fresh process, where its threads and signal handlers are out of the kernel's way; its four
+abstract methods about workers are answered by messages to the launcher, which starts them by fork, forkserver or spawn,
+and watches them, just as on one machine. See ``nodes/agent.py``.
 
 Two things of torch's are not used. Workers do not share the agents' store: each start gets a store of its own on node
 0, so that nothing of a former start can be read by mistake. And no store listens on all interfaces.
@@ -22,8 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch import env
@@ -37,14 +36,14 @@ from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.wire.polling import is_writable, wait_until_readable
 
 LINGER_S = 4.0
-"""How long an agent stays at most so that the others hear its last news."""
+"""How long an agent stays at most, in seconds, so that the others receive its last heartbeat."""
 
 _EXIT_S = LINGER_S + 2.0
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What to meet for, and where.
+class RendezvousConfig:
+    """Where and for which job the nodes meet.
 
     Args:
         backend: ``"static"`` or ``"c10d"``.
@@ -55,7 +54,7 @@ class Meeting:
         node_rank: which this node was asked to have.
         min_nodes: how many will do.
         max_nodes: how many may come.
-        timeout_s: time to find each other.
+        timeout_s: time in which all nodes must have joined.
         conf: further settings, by torch's names.
     """
 
@@ -71,64 +70,62 @@ class Meeting:
     conf: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def terms(self) -> str:
-        """What nodes that differ in it could never agree on: each would wait for others than those that come."""
+    def shared_settings(self) -> str:
+        """The settings that all nodes must have alike; nodes that differ in them would wait for each other."""
         is_fixed = self.min_nodes == self.max_nodes
         num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
         return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
 
     @property
-    def where(self) -> str:
-        """``host:port``, as people write it."""
+    def endpoint(self) -> str:
+        """``host:port``; an IPv6 address is in brackets."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What an agent is told when it starts.
+class AgentConfig:
+    """Configuration of an agent.
 
     Args:
-        meeting: where to meet.
+        rendezvous: where the nodes meet.
         num_workers: of this node.
         max_restarts: how often they may be started again.
-        monitor_interval_s: between torch's looks at them.
+        monitor_interval_s: between two polls of torch's agent.
         address: of this node, as the others reach it.
         host_name: of this machine.
-        reading_fd: from the launcher.
-        writing_fd: to the launcher.
         log_path: file for what torch prints.
+        reading_fd: from the launcher; set where the process is started.
+        writing_fd: to the launcher; likewise.
     """
 
-    meeting: Meeting
+    rendezvous: RendezvousConfig
     num_workers: int
     max_restarts: int
     monitor_interval_s: float
     address: str
     host_name: str
-    reading_fd: int
-    writing_fd: int
     log_path: str
+    reading_fd: int = -1
+    writing_fd: int = -1
 
 
 class AgentProcess:
-    """This node's agent, as its launcher has it.
+    """The process of this node's agent.
 
     Args:
-        make_orders: makes them from the descriptors on which the agent reads and writes.
-        listen_fd: the socket that the agent is to host the store on; -1 for none. Stays the caller's.
+        config: of the agent. The listening socket in it stays the caller's.
 
     Raises:
         LaunchError: the system refused the process.
     """
 
-    def __init__(self, make_orders: Callable[[int, int], Orders], listen_fd: int = -1) -> None:
+    def __init__(self, config: AgentConfig) -> None:
         agent_reads, self._writing = os.pipe()
         self._reading, agent_writes = os.pipe()
         descriptors.keep_from_children(self._writing, self._reading)
         try:
-            orders = make_orders(agent_reads, agent_writes)
-            self._pid = _start(orders, [agent_reads, agent_writes, *([listen_fd] if listen_fd >= 0 else [])])
+            self._pid = _start(replace(config, reading_fd=agent_reads, writing_fd=agent_writes))
         except BaseException:
             descriptors.close(self._writing, self._reading)
             raise
@@ -138,27 +135,26 @@ class AgentProcess:
         self._pidfd = open_pidfd(self._pid)
         self._sender = EventSender(self._writing)
         self._receiver = EventReceiver(self._reading)
-        self.log_path = orders.log_path
 
     def fileno(self) -> int:
-        """Readable when the agent has said something, or has ended."""
+        """Readable when the agent has sent something, or has ended."""
         return self._reading
 
     def receive(self) -> tuple[list[Event], bool]:
-        """What it has said since the last call, and whether it has ended."""
+        """Return the messages since the last call, and whether the agent has closed the connection."""
         return self._receiver.receive()
 
     def send(self, message: Event) -> None:
-        """Tell it something. An agent that is gone is noticed elsewhere."""
+        """Send a message. That the agent is gone shows when it is received from, not here."""
         self._sender.send(message)
 
-    def send_if_heard(self, message: Event) -> None:
-        """The same for what may be left out: nothing if the agent does not listen at the moment."""
+    def send_if_ready(self, message: Event) -> None:
+        """Send a message that may be left out: nothing is sent while the pipe is full."""
         if is_writable(self._writing):
             self._sender.send(message)
 
     def close(self, patience_s: float = _EXIT_S) -> None:
-        """Wait for its end, which it knows to be due; not for longer than ``patience_s``."""
+        """Wait for the agent's end for at most ``patience_s`` seconds, then kill it."""
         deadline = time.monotonic() + patience_s
         while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
             _wait_for_end(self._pidfd)
@@ -176,7 +172,8 @@ def _wait_for_end(pidfd: int | None) -> None:
         wait_until_readable([pidfd], 0.1)
 
 
-def _start(orders: Orders, inherited: list[int]) -> int:
+def _start(config: AgentConfig) -> int:
+    descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
     changes = {
         "OMP_NUM_THREADS": "1",
         # Or torch's handler would open a store on all interfaces, for workers that have one of their own.
@@ -184,16 +181,16 @@ def _start(orders: Orders, inherited: list[int]) -> int:
     }
     try:
         # The agent keeps the signals blocked that are held back at its start: a batch system signals all processes of
-        # a job, and what follows from that is the launcher's to decide.
+        # a job, and the launcher decides what follows from that.
         return disown(
             start_program(
-                "nblaunch.engines.agent",
-                orders,
-                inherited=inherited,
+                "nblaunch.nodes.agent",
+                config,
+                inherited=[fd for fd in descriptors_of_agent if fd >= 0],
                 environment={**env.snapshot(), **changes},
             )
         )
     except OSError as error:
         raise LaunchError(
-            f"the process that meets the other nodes could not be started ({sys.executable}): {error}"
+            f"the agent of this node, which meets the other nodes, could not be started ({sys.executable}): {error}"
         ) from error

@@ -1,9 +1,9 @@
-"""Where nodes meet: the store of the rendezvous, and torch's handlers on it.
+"""The rendezvous of nodes: its store, and torch's handlers on it.
 
 The store listens on the address that was given and on no other. torch's own ``c10d`` and ``static`` handlers would
-open theirs on all interfaces of the machine, so they are given one here; what they do with it is theirs, but for one
+open theirs on all interfaces of the machine, so they get one from here. The handlers stay as they are but for one
 thing: torch keeps the state of a ``c10d`` rendezvous on the store as a pickle, which any process that reaches the store
-could replace by another. Here it travels as plain data.
+could replace by another. Here it is plain data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from nblaunch.engines.elastic import Meeting
+from nblaunch.nodes.agent_process import RendezvousConfig
 from nblaunch.spec_nodes import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 from nblaunch.wire import schema
 
@@ -43,7 +43,7 @@ _LOOK_S = 0.2
 """Between looks for nodes that have not arrived."""
 
 
-def open_store(meeting: Meeting) -> TCPStore:
+def open_store(config: RendezvousConfig) -> TCPStore:
     """Start the store behind the listening socket, or connect to the one of another node.
 
     Raises:
@@ -51,57 +51,57 @@ def open_store(meeting: Meeting) -> TCPStore:
     """
     store = (
         TCPStore(
-            meeting.host, meeting.port, None, True, wait_for_workers=False, master_listen_fd=meeting.listen_fd
+            config.host, config.port, None, True, wait_for_workers=False, master_listen_fd=config.listen_fd
         )
-        if meeting.listen_fd >= 0
-        else connect(meeting, meeting.timeout_s)
+        if config.listen_fd >= 0
+        else connect(config, config.timeout_s)
     )
-    store.set_timeout(timedelta(seconds=meeting.conf.get("read_timeout", _READ_TIMEOUT_S)))
+    store.set_timeout(timedelta(seconds=config.conf.get("read_timeout", _READ_TIMEOUT_S)))
     return store
 
 
-def connect(meeting: Meeting, timeout_s: float) -> TCPStore:
-    """One more connection to the store.
+def connect(config: RendezvousConfig, timeout_s: float) -> TCPStore:
+    """Open one more connection to the store.
 
     Raises:
         RuntimeError: it did not answer in time.
     """
     return TCPStore(
-        meeting.host, meeting.port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
+        config.host, config.port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
     )
 
 
-def make_handler(meeting: Meeting, store: TCPStore, id: str, host_name: str) -> RendezvousHandler:
-    """torch's handler for the meeting's backend.
+def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: str) -> RendezvousHandler:
+    """Return torch's handler for the backend of the rendezvous.
 
     Args:
-        meeting: what to meet for.
+        config: of the rendezvous.
         store: of the rendezvous.
         id: of this node.
         host_name: of this machine.
     """
-    if meeting.backend == "static":
-        return StaticRendezvous(meeting, store, id)
+    if config.backend == "static":
+        return StaticRendezvous(config, store, id)
     known = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
-    conf = {name: math.ceil(meeting.conf[name]) for name in known if name in meeting.conf}
-    # How long enough nodes wait for more: torch's 30 s, which a shorter time to meet in would never come to.
-    conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, meeting.timeout_s / 2)))
+    conf = {name: math.ceil(config.conf[name]) for name in known if name in config.conf}
+    # How long enough nodes wait for more: torch's 30 s, unless the time for the whole rendezvous is shorter.
+    conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, config.timeout_s / 2)))
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=meeting.where,
-        run_id=meeting.run_id,
-        min_nodes=meeting.min_nodes,
-        max_nodes=meeting.max_nodes,
+        endpoint=config.endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
         # The rendezvous ranks nodes in the order of these names: those that were asked for come first.
-        local_addr=f"{meeting.node_rank:06d}.{host_name}",
-        join_timeout=math.ceil(meeting.timeout_s),
-        keep_alive_interval=math.ceil(meeting.conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S)),
+        local_addr=f"{config.node_rank:06d}.{host_name}",
+        join_timeout=math.ceil(config.timeout_s),
+        keep_alive_interval=math.ceil(config.conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S)),
         keep_alive_max_attempt=math.ceil(
-            meeting.conf.get("keep_alive_max_attempt", DEFAULT_KEEP_ALIVE_MAX_ATTEMPT)
+            config.conf.get("keep_alive_max_attempt", DEFAULT_KEEP_ALIVE_MAX_ATTEMPT)
         ),
         **conf,
     )
-    return create_handler(store, PlainBackend(store, meeting.run_id), parameters)
+    return create_handler(store, PlainBackend(store, config.run_id), parameters)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _State:
 
     @classmethod
     def of(cls, state: _RendezvousState) -> _State:
-        """What ``state`` holds."""
+        """Copy ``state``."""
         return cls(
             state.round,
             state.complete,
@@ -141,10 +141,10 @@ class _State:
         )
 
     def restore(self) -> _RendezvousState:
-        """torch's again.
+        """Return torch's state.
 
         Raises:
-            ValueError: a time is none.
+            ValueError: a time is not in that form.
         """
         state = _RendezvousState()
         state.round, state.complete, state.closed = self.round, self.complete, self.closed
@@ -183,12 +183,12 @@ class PlainBackend(RendezvousBackend):
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The state, pickled, and what names its version; None: there is none yet."""
+        """Return the state, pickled, and its version; None: there is none yet."""
         found = self._backend.get_state()
         return (_pickled(found[0]), found[1]) if found is not None else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write ``state`` if the version is still ``token``; returns what is there now, and whether that is it."""
+        """Write ``state`` if the version is still ``token``; return what is there now, and whether it was written."""
         plain = schema.dump(_State.of(pickle.loads(state)))  # torch has made it, in this process
         found = self._backend.set_state(plain, token)
         return (_pickled(found[0]), *found[1:]) if found is not None else None
@@ -210,17 +210,17 @@ class StaticRendezvous(StaticTCPRendezvous):
     torch's own knows one round: a node that started again would read what the round before has left on the store.
 
     Args:
-        meeting: what to meet for.
+        config: of the rendezvous.
         store: of the rendezvous.
         id: of this node.
     """
 
-    def __init__(self, meeting: Meeting, store: TCPStore, id: str) -> None:
+    def __init__(self, config: RendezvousConfig, store: TCPStore, id: str) -> None:
         super().__init__(
-            meeting.host, meeting.port, meeting.node_rank, meeting.max_nodes, meeting.run_id,
-            math.ceil(meeting.timeout_s),
+            config.host, config.port, config.node_rank, config.max_nodes, config.run_id,
+            math.ceil(config.timeout_s),
         )  # fmt: skip
-        self._meeting = meeting
+        self._config = config
         self._store: TCPStore = store
         self._id = id
         self._round = 0
@@ -228,9 +228,9 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._num_waiting = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Arrive in the first round that this rank has not been in, and wait for all other ranks there."""
+        """Join the first round that this rank has not been in, and wait for all other ranks there."""
         self._round = self._arrive()
-        deadline = time.monotonic() + self._meeting.timeout_s
+        deadline = time.monotonic() + self._config.timeout_s
         while missing := self._missing(self._round):
             if self._num_arrived(self._round + 1):  # by one that has started again meanwhile
                 self._round = self._arrive()
@@ -245,7 +245,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that have come back, or have failed, and wait in the next round."""
+        """Return how many nodes have come back, or have failed, and wait in the next round."""
         if time.monotonic() - self._looked_s > _LOOK_S:
             self._looked_s = time.monotonic()
             self._num_waiting = self._num_arrived(self._round + 1)
@@ -276,7 +276,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
 
 def is_connection_error(error: BaseException | None) -> bool:
-    """Whether the store did not answer, rather than anything else being wrong."""
+    """Return whether the store did not answer, rather than anything else being wrong."""
     while error is not None:
         names = {cls.__name__ for cls in type(error).__mro__}
         if names & {"RendezvousConnectionError", "DistNetworkError", "DistStoreError", "ConnectionError"}:

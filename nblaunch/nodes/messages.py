@@ -1,10 +1,11 @@
-"""What a launcher and its node's agent tell each other, and what nodes tell each other through the rendezvous store.
+"""Messages between a launcher, its node's agent and the other nodes.
 
-    launcher ── Hosting, Summary, Ended, Leave ──> agent ── NodeNews, as JSON, a key of its own ──> store
-             <── Formed, StopWorkers, News, Over ──      <────────── NodeNews of all others ────────
+    launcher ── StoreHosted, Summary, WorkersEnded, Leave ──>  agent ── Heartbeat, as JSON, one key per node ──> store
+             <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
+                 AgentEnded
 
 Launcher and agent are two processes of one machine with a pipe each way between them (``wire/channel.py``); the store
-lies on one of the nodes. Machines share no secret before they meet, so that any process that reaches the store can
+is hosted by one of the nodes. Machines share no secret before the rendezvous, so any process that reaches the store can
 write to it: what is read there is plain data of the classes below (``wire/schema.py``), never a pickle.
 """
 
@@ -19,14 +20,14 @@ from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 
 JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "left"
-"""States of a node: looking for others; its workers run; they finished; it gave up after a failure; it went away."""
+"""States of a node: in the rendezvous; its workers run; they finished; it gave up after a failure; it went away."""
 
 FINISHED = "finished"
-"""The reason of a node that went away because all was done, here and elsewhere."""
+"""The reason of a node that went away because all was done, here and on the other nodes."""
 
 
 @dataclass(frozen=True)
-class Member:
+class Node:
     """A node of a formed world.
 
     Args:
@@ -51,9 +52,9 @@ class Member:
         return range(self.first_rank, self.first_rank + self.num_workers)
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """``node 1 (host b)``."""
-        return _place(self.node_rank, self.host)
+        return _label(self.node_rank, self.host)
 
     def __str__(self) -> str:
         return f"node {self.node_rank} (host {self.host}, {in_words.ranks(self.ranks)})"
@@ -63,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Hosting(Event):
+class StoreHosted(Event):
     """The launcher of node 0 listens for the workers of all nodes.
 
     Args:
@@ -74,11 +75,11 @@ class Hosting(Event):
 
 
 @dataclass
-class Stopping:
-    """A node's part in agreeing on the step at which all ranks leave their loops (``launch/common_stop.py``).
+class StopState:
+    """A node's part in the agreement on the step at which all ranks leave their loops (:class:`NodesStopAgreement`).
 
     Args:
-        is_wanted: somebody has asked for it.
+        is_wanted: a stop was requested on this node or on another.
         proposal: of node 0: the number of the check; 0 = none yet.
         decision: of node 0: the proposal once it holds, negated once it is withdrawn.
         answers: rank -> checks so far, and the reply to the proposal.
@@ -92,25 +93,25 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Summary(Event):
-    """How the workers of this node are doing.
+    """State of the workers of this node.
 
     Args:
         samples: of the board, one per worker.
         failed: those that raised.
         exits: those whose process ended.
         finished: those whose function returned.
-        stopping: how far agreeing on a common end is.
+        stop: how far the agreement on a common last step is.
     """
 
     samples: tuple[Sample, ...] = ()
     failed: Mapping[int, Failed] = field(default_factory=dict)
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     finished: Mapping[int, Finished] = field(default_factory=dict)
-    stopping: Stopping = field(default_factory=Stopping)
+    stop: StopState = field(default_factory=StopState)
 
 
 @dataclass(frozen=True)
-class Ended(Event):
+class WorkersEnded(Event):
     """All workers of this node have ended."""
 
     is_success: bool = False
@@ -122,7 +123,7 @@ class Leave(Event):
     """This node takes no further part.
 
     Args:
-        reason: what to tell the others, as the rest of a sentence: ``was interrupted``.
+        reason: for the other nodes, as the rest of a sentence: ``was interrupted``.
     """
 
     reason: str = ""
@@ -132,23 +133,23 @@ class Leave(Event):
 
 
 @dataclass(frozen=True)
-class Formed(Event):
+class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        place: of this node's first worker; ``master_port`` 0 = this node's launcher is to host the workers' store.
-        members: all nodes, by node rank.
+        topology: of this node's first worker; ``master_port`` 0 = this node's launcher is to host the workers' store.
+        nodes: all nodes, by node rank.
         restart_count: how often workers were started before, the same number on all nodes.
     """
 
-    place: Topology = field(default_factory=Topology)
-    members: tuple[Member, ...] = ()
+    topology: Topology = field(default_factory=Topology)
+    nodes: tuple[Node, ...] = ()
     restart_count: int = 0
 
 
 @dataclass(frozen=True)
 class StopWorkers(Event):
-    """The workers must end, because another rendezvous is to come.
+    """The workers must end, because another rendezvous follows.
 
     Args:
         reason: why, as a sentence.
@@ -157,64 +158,54 @@ class StopWorkers(Event):
     reason: str = ""
 
 
-def failed_for_others(failed: Failed) -> Failed:
-    """What other nodes get of a failure: the exception as text."""
-    return replace(failed, exception=None)
-
-
-def finished_for_others(finished: Finished) -> Finished:
-    """What other nodes get of a rank that finished: that it has."""
-    return replace(finished, contents=Contents(), sends=())
-
-
 @dataclass(frozen=True)
-class NodeNews:
-    """What one node tells all others, several times a second.
+class Heartbeat:
+    """What one node publishes for all others, several times a second.
 
     Args:
         id: which run of which agent.
-        beat: counts up as long as the node lives.
+        count: of the heartbeats of this node so far; goes up as long as the node lives.
         node_rank: the one that it was asked to have, or has.
         host: its host name.
-        start: which start of the job's workers the summary is about, as :class:`Formed` counts them.
         state: one of the states above.
+        restart_count: which start of the job's workers the summary is about, as in :class:`WorldFormed`.
         reason: why it left or gave up.
         summary: of its workers.
-        heard: id -> the last beat that it has heard of each other node.
+        received: id -> count of the last heartbeat that it has received of each other node.
         clock_s: ``time.monotonic()`` of that machine, by which the samples' times go.
-        terms: what all nodes must have been launched with alike.
+        settings: those that all nodes must have been launched with alike.
     """
 
     id: str
-    beat: int
+    count: int
     node_rank: int
     host: str
     state: str
-    start: int = -1
+    restart_count: int = -1
     reason: str = ""
     summary: Summary = field(default_factory=lambda: Summary(-1, 0.0))
-    heard: Mapping[str, int] = field(default_factory=dict)
+    received: Mapping[str, int] = field(default_factory=dict)
     clock_s: float = 0.0
-    terms: str = ""
+    settings: str = ""
 
     def __str__(self) -> str:
-        return _place(self.node_rank, self.host)
+        return _label(self.node_rank, self.host)
 
 
 @dataclass(frozen=True)
-class News(Event):
-    """The last news of every other node that has ever been at this rendezvous."""
+class PeerHeartbeats(Event):
+    """The last heartbeat of every other node that has ever been at this rendezvous."""
 
-    nodes: tuple[NodeNews, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
 
 
 @dataclass(frozen=True)
-class Over(Event):
+class AgentEnded(Event):
     """The agent is done.
 
     Args:
         is_success: all nodes' workers finished, as far as is known.
-        error: why not, if it is not the workers' doing: the rendezvous failed.
+        error: why not, if the workers are not the reason: the rendezvous failed.
         can_retry: a new agent may do better: the store was lost.
     """
 
@@ -223,5 +214,18 @@ class Over(Event):
     can_retry: bool = False
 
 
-def _place(node_rank: int, host: str) -> str:
+# --- what may leave this machine ---------------------------------------------------------------------------------
+
+
+def failed_for_peers(failed: Failed) -> Failed:
+    """Return the failure as other nodes get it: the exception as text."""
+    return replace(failed, exception=None)
+
+
+def finished_for_peers(finished: Finished) -> Finished:
+    """Return the event as other nodes get it: that the rank has finished, and nothing of its result."""
+    return replace(finished, contents=Contents(), sends=())
+
+
+def _label(node_rank: int, host: str) -> str:
     return f"node {node_rank} (host {host})"

@@ -1,0 +1,346 @@
+"""The agent of one node: torch's elastic agent, in a process of its own, with workers that its launcher starts.
+
+    launcher (kernel) <── pipes ──> agent (fresh interpreter): main thread    torch's SimpleElasticAgent
+        │ fork                                                 launcher       receives the launcher's messages
+        └──> workers                                           heartbeats     of all nodes, twice a second
+
+torch's agent decides: when to meet, which node gets which ranks, whether to restart, when a node that came back is let
+in. Its four abstract methods about workers are answered by messages to and from the launcher: start, monitor, stop. The
+agent never touches a worker. :func:`main` is called with the number of an inherited memory file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+from nblaunch.events import Event
+from nblaunch.nodes import messages
+from nblaunch.nodes.agent_process import AgentConfig, RendezvousConfig
+from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
+from nblaunch.nodes.messages import (
+    AgentEnded,
+    Leave,
+    Node,
+    StopWorkers,
+    StoreHosted,
+    Summary,
+    WorkersEnded,
+    WorldFormed,
+)
+from nblaunch.nodes.rendezvous import is_connection_error, make_handler, open_store
+from nblaunch.topology import Topology
+from nblaunch.wire import schema
+from nblaunch.wire.channel import EventReceiver, EventSender
+from nblaunch.wire.polling import wait_until_readable
+from nblaunch.worker import stdio
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run an agent with the configuration that the launcher wrote to the memory file whose descriptor is given."""
+    with os.fdopen(int(arguments[0]), "rb") as file:
+        config: AgentConfig = pickle.load(file)
+    stdio.capture(config.log_path)
+    exit_code = 1
+    try:
+        NodeAgent(config).run()
+        exit_code = 0
+    finally:
+        stdio.flush()
+        os._exit(exit_code)
+
+
+class NodeAgent:
+    """The life of this process: from the store of the rendezvous to the last heartbeat.
+
+    Args:
+        config: from its launcher.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        sender = EventSender(config.writing_fd)
+        id = f"{config.host_name}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._heartbeats = HeartbeatExchange(config, id, sender.send)
+        self._launcher = LauncherClient(sender, config.reading_fd, self._heartbeats, self._leave)
+
+    def run(self) -> None:
+        """Run torch's agent to its end; every outcome is sent to the launcher."""
+        self._launcher.start()
+        rendezvous = self._config.rendezvous
+        try:
+            store = open_store(rendezvous)
+            self._heartbeats.start()
+            if rendezvous.backend == "static":
+                self._heartbeats.check_rank_is_free()
+            handler = make_handler(rendezvous, store, self._heartbeats.id, self._config.host_name)
+            agent = TorchAgent(self._config, handler, store, self._heartbeats, self._launcher)
+            result: RunResult | None = agent.run()
+            is_success = result is not None and not result.is_failed()
+            self._heartbeats.publish(messages.DONE if is_success else messages.FAILED)
+            if is_success:
+                self._heartbeats.wait_for_final()
+            self._launcher.send(AgentEnded(-1, time.time(), is_success=is_success))
+            handler.shutdown()
+        except Exception as error:
+            traceback.print_exc()
+            text = describe(error, rendezvous, self._heartbeats)
+            self._heartbeats.publish(messages.FAILED, reason="could not go on")
+            self._launcher.send(AgentEnded(-1, time.time(), error=text, can_retry=is_connection_error(error)))
+        self._heartbeats.linger()
+
+    def _leave(self, reason: str) -> NoReturn:
+        """End this process, whatever its main thread waits for, once the others have received the reason."""
+        self._heartbeats.publish(messages.LEFT, reason)
+        self._heartbeats.linger()
+        stdio.flush()
+        os._exit(0)
+
+
+class LauncherClient:
+    """The agent's connection to its launcher.
+
+    Args:
+        sender: writes to it.
+        reading_fd: its messages arrive here.
+        heartbeats: get the summaries of its workers.
+        leave: ends this process, with a reason for the other nodes.
+    """
+
+    def __init__(
+        self,
+        sender: EventSender,
+        reading_fd: int,
+        heartbeats: HeartbeatExchange,
+        leave: Callable[[str], None],
+    ) -> None:
+        self.send: Callable[[Event], None] = sender.send
+        self._reading_fd = reading_fd
+        self._heartbeats = heartbeats
+        self._leave = leave
+        self._changed = threading.Condition()
+        self._store_hosted: StoreHosted | None = None
+        self._workers_ended: WorkersEnded | None = None
+
+    def start(self) -> None:
+        """Start the thread that receives. It ends with the process."""
+        threading.Thread(target=self._receive_all, name="launcher", daemon=True).start()
+
+    def _receive_all(self) -> None:
+        """Handle each message of the launcher. If the launcher is gone, so is this node."""
+        receiver = EventReceiver(self._reading_fd)
+        while True:
+            wait_until_readable([receiver.fd])
+            received, is_closed = receiver.receive()
+            for message in received:
+                self._handle(message)
+            if is_closed:
+                self._leave("ended: its launching process was killed")
+
+    def _handle(self, message: Event) -> None:
+        if isinstance(message, Leave):
+            self._leave(message.reason)
+        elif isinstance(message, Summary):
+            self._heartbeats.update_summary(message)
+        elif isinstance(message, WorkersEnded):
+            self._heartbeats.update_summary(message.summary)
+        with self._changed:
+            if isinstance(message, StoreHosted):
+                self._store_hosted = message
+            elif isinstance(message, WorkersEnded):
+                self._workers_ended = message
+            self._changed.notify_all()
+
+    @property
+    def workers_ended(self) -> WorkersEnded | None:
+        """How the workers have ended; None: they have not."""
+        return self._workers_ended
+
+    def expect_workers(self) -> None:
+        """Forget the workers before."""
+        with self._changed:
+            self._workers_ended = self._store_hosted = None
+
+    def wait_for_port(self) -> int:
+        """Wait until the launcher hosts the store of the workers of all nodes, and return its port."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._store_hosted is not None)
+            assert self._store_hosted is not None
+            port, self._store_hosted = self._store_hosted.port, None
+            return port
+
+    def wait_for_end(self) -> None:
+        """Wait until the workers have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._workers_ended is not None)
+            self._workers_ended = None
+
+
+class TorchAgent(SimpleElasticAgent):
+    """torch's elastic agent with workers of a launcher.
+
+    Args:
+        config: of the agent.
+        handler: torch's, for the rendezvous.
+        store: of the rendezvous.
+        heartbeats: of this node and the others.
+        launcher: starts the workers.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        handler: Any,
+        store: Any,
+        heartbeats: HeartbeatExchange,
+        launcher: LauncherClient,
+    ) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=config.num_workers,
+            rdzv_handler=handler,
+            entrypoint="nblaunch",
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval_s,
+            local_addr=config.address,
+        )
+        super().__init__(spec)
+        self._config = config
+        self._job_store = store
+        self._heartbeats = heartbeats
+        self._launcher = launcher
+        self._are_running = False
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._heartbeats.publish(messages.JOINING)
+        super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Agree with the other nodes on where the workers' own store is, and have the launcher start them."""
+        store: Any = worker_group.store
+        nodes = self._exchange_nodes(worker_group)
+        topology = _topology(worker_group, nodes)
+        self._launcher.expect_workers()
+        self._heartbeats.enter_world(nodes)
+        self._heartbeats.publish(messages.RUNNING, node_rank=topology.node_rank)
+        if topology.node_rank == 0:
+            restart_count = self._count_start()
+            self._form(topology, nodes, restart_count)
+            port = self._launcher.wait_for_port()
+            store.set("nblaunch/start", f"{port} {restart_count}")
+        else:
+            port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
+            self._form(replace(topology, master_port=port), nodes, restart_count)
+        self._are_running = True
+        return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+
+    def _form(self, topology: Topology, nodes: tuple[Node, ...], restart_count: int) -> None:
+        self._heartbeats.reset_summary(restart_count)
+        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
+
+    def _count_start(self) -> int:
+        """Return how often the workers of this job were started before, and count this start."""
+        return int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1)) - 1
+
+    def _exchange_nodes(self, worker_group: WorkerGroup) -> tuple[Node, ...]:
+        """Put this node on the store of this round, and return all nodes of it by their ranks."""
+        store: Any = worker_group.store
+        own = Node(
+            id=self._heartbeats.id,
+            node_rank=worker_group.group_rank or 0,
+            host=self._config.host_name,
+            address=self._config.address,
+            first_rank=worker_group.workers[0].global_rank,
+            num_workers=len(worker_group.workers),
+        )
+        store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own))
+        keys = [f"nblaunch/node/{rank}" for rank in range(worker_group.group_world_size or 1)]
+        return tuple(schema.load(Node, value) for value in store.multi_get(keys))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = self._launcher.workers_ended
+        if ended is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        self._are_running = False
+        if not ended.is_success:
+            return RunResult(state=WorkerState.FAILED)
+        values = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        if self._are_running:
+            self._are_running = False
+            self._heartbeats.refresh()  # a node that waits for another start has published whether it failed
+            reason = "the set of nodes changes, so all workers start again"
+            self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
+            self._launcher.wait_for_end()
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the launcher ends its workers when the agent has sent its end."""
+
+
+def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
+    """Return the topology of the first worker of this node."""
+    first = worker_group.workers[0]
+    return Topology(
+        rank=first.global_rank,
+        local_rank=0,
+        node_rank=worker_group.group_rank or 0,
+        world_size=first.world_size,
+        local_world_size=len(worker_group.workers),
+        num_nodes=worker_group.group_world_size or 1,
+        master_addr=nodes[0].address,
+    )
+
+
+def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: HeartbeatExchange) -> str:
+    """Return what went wrong with the rendezvous, which nodes are missing, and what to do."""
+    if isinstance(error, RankTakenError):
+        return str(error)
+    if isinstance(error, RendezvousTimeoutError):
+        return _describe_timeout(str(error), rendezvous, heartbeats.joining_nodes())
+    if isinstance(error, RendezvousClosedError):
+        return (
+            f"the rendezvous {rendezvous.run_id!r} at {rendezvous.endpoint} is closed: another node has given up or "
+            "finished. Launch again on all nodes."
+        )
+    if not is_connection_error(error):
+        return f"the rendezvous at {rendezvous.endpoint} failed: {type(error).__name__}: {error}"
+    if not heartbeats.has_published:
+        first = "node 0 is missing" if rendezvous.backend == "static" else "the node that hosts it is missing"
+        return (
+            f"node {rendezvous.node_rank} can't reach the rendezvous at {rendezvous.endpoint} "
+            f"({rendezvous.timeout_s:g} s): {first}. Is it launched, is that its address, and does no firewall close "
+            f"the port? ({_first_line(error)})"
+        )
+    return f"the rendezvous at {rendezvous.endpoint} is gone ({_first_line(error)})"
+
+
+def _describe_timeout(missing: str, rendezvous: RendezvousConfig, joining: list[str]) -> str:
+    lack = f"{missing} did not come" if missing else f"{rendezvous.min_nodes - len(joining)} more must come"
+    return (
+        f"the nodes did not find each other at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: {lack}; here "
+        f"{'is' if len(joining) == 1 else 'are'} {', '.join(joining)} of {rendezvous.min_nodes}. Launch it there with "
+        "the same address, or allow more time with rdzv_timeout_s."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]

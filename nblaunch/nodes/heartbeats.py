@@ -1,0 +1,308 @@
+"""Heartbeats: each node publishes its state on the rendezvous store and reads that of all others.
+
+    <prefix>/num_nodes        how many nodes have ever published
+    <prefix>/node/<n>         id of the n-th of them
+    <prefix>/heartbeat/<id>   the last heartbeat of that node
+
+A thread of the agent publishes and reads twice a second, or at once when something changes that others wait for. It
+takes four requests, however many nodes there are. Heartbeats of nodes that are gone stay, but count no further. They
+are plain data (``wire/schema.py``): what any other process has put there instead is ignored.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from nblaunch.events import Event, Note
+from nblaunch.nodes import messages
+from nblaunch.nodes.agent_process import LINGER_S, AgentConfig
+from nblaunch.nodes.messages import Heartbeat, Node, PeerHeartbeats, Summary
+from nblaunch.nodes.rendezvous import connect
+from nblaunch.wire import schema
+
+_HEARTBEAT_S = 0.5
+"""Between two heartbeats."""
+
+_URGENT_HEARTBEAT_S = 0.1
+"""The same while others may be waiting for one: when this node is at its end, or all nodes agree on a last step."""
+
+_RECONNECT_S = 5.0
+_GATHER_S = 1.0
+_FINAL = (messages.DONE, messages.FAILED, messages.LEFT)
+_GONE_S = 2.5
+"""A node without a heartbeat for so long is not waited for any more."""
+
+
+class RankTakenError(Exception):
+    """Another node has the rank that this one was given."""
+
+
+class HeartbeatStore:
+    """One node's access to the heartbeats on the store. Not for several threads.
+
+    Args:
+        store: a connection of its own to the rendezvous store; a request that blocks must not hold up torch's agent.
+        prefix: of all keys: names the job.
+        id: of this node.
+        warn: takes a sentence about a heartbeat that no node has written, once for each.
+    """
+
+    def __init__(self, store: Any, prefix: str, id: str, warn: Callable[[str], None] = print) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._id = id
+        self._warn = warn
+        self._unreadable: set[str] = set()
+        self._is_listed = False
+        self._num_known = 0
+        self._others: list[str] = []
+
+    def exchange(self, heartbeat: Heartbeat) -> tuple[Heartbeat, ...]:
+        """Publish ``heartbeat`` and return the last one of every other node.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        self._store.set(f"{self._prefix}/heartbeat/{self._id}", schema.dump(heartbeat))
+        if not self._is_listed:
+            number = self._store.add(f"{self._prefix}/num_nodes", 1)
+            self._store.set(f"{self._prefix}/node/{number}", self._id)
+            self._is_listed = True
+        self._find_others()
+        if not self._others:
+            return ()
+        values = self._store.multi_get([f"{self._prefix}/heartbeat/{id}" for id in self._others])
+        read = (self._read(id, value) for id, value in zip(self._others, values, strict=True))
+        return tuple(heartbeat for heartbeat in read if heartbeat is not None)
+
+    def _read(self, id: str, value: bytes) -> Heartbeat | None:
+        try:
+            heartbeat = schema.load(Heartbeat, value)
+            if heartbeat.id != id:
+                raise ValueError(f"it is of {heartbeat.id!r:.80}")
+        except ValueError as error:
+            if id not in self._unreadable:
+                self._unreadable.add(id)
+                self._warn(
+                    f"the heartbeat of {id!r:.80} at the rendezvous was not written by a node of this job, and is "
+                    f"ignored ({error}). Other processes can reach the rendezvous: keep it on a network of your own, "
+                    "and use the same version of nblaunch on all nodes"
+                )
+            return None
+        return heartbeat
+
+    def _find_others(self) -> None:
+        num_nodes = self._store.add(f"{self._prefix}/num_nodes", 0)
+        while self._num_known < num_nodes:
+            key = f"{self._prefix}/node/{self._num_known + 1}"
+            if not self._store.check([key]):
+                return  # counted, but not written yet: reading it would wait
+            self._num_known += 1
+            id = self._store.get(key).decode(errors="replace")
+            if id != self._id and id not in self._others:
+                self._others.append(id)
+
+
+class HeartbeatExchange:
+    """This node's heartbeat, and the last ones of the other nodes. All methods may be called from any thread.
+
+    Args:
+        config: of the agent.
+        id: names this run of the agent.
+        emit: takes the heartbeats of the others, each time they were read.
+    """
+
+    def __init__(self, config: AgentConfig, id: str, emit: Callable[[Event], None]) -> None:
+        self.id = id
+        self._rendezvous = config.rendezvous
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._own = Heartbeat(
+            id,
+            0,
+            config.rendezvous.node_rank,
+            config.host_name,
+            messages.JOINING,
+            settings=config.rendezvous.shared_settings,
+        )
+        self._others: tuple[Heartbeat, ...] = ()
+        self._nodes: tuple[Node, ...] = ()
+        self._last_changes: dict[str, tuple[int, float]] = {}
+        self._published = 0
+        self._wanted = 0
+        self._is_store_lost = False
+
+    def start(self) -> None:
+        """Start the thread that publishes and reads. It ends with the process."""
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
+
+    @property
+    def has_published(self) -> bool:
+        """Whether this node has published any heartbeat."""
+        return self._own.count > 0
+
+    # --- this node's heartbeat -----------------------------------------------------------------------------------
+
+    def publish(self, state: str, reason: str = "", node_rank: int | None = None) -> None:
+        """Change this node's state and publish it at once."""
+        with self._changed:
+            rank = self._own.node_rank if node_rank is None else node_rank
+            if self._own.state != messages.LEFT:
+                self._own = replace(self._own, state=state, reason=reason, node_rank=rank)
+            self._changed.notify_all()
+
+    def reset_summary(self, restart_count: int) -> None:
+        """Let summaries be about this start of the workers from now on."""
+        with self._changed:
+            self._own = replace(self._own, restart_count=restart_count, summary=Summary(-1, 0.0))
+
+    def update_summary(self, summary: Summary) -> None:
+        """Put the state of this node's workers into all heartbeats that follow."""
+        with self._changed:
+            self._own = replace(self._own, summary=summary)
+            self._changed.notify_all()
+
+    def enter_world(self, nodes: tuple[Node, ...]) -> None:
+        """Make this node part of a world of ``nodes``."""
+        with self._changed:
+            self._nodes = nodes
+
+    # --- heartbeats of the others --------------------------------------------------------------------------------
+
+    def check_rank_is_free(self) -> None:
+        """Check that no other machine was launched with this node's rank.
+
+        The heartbeat of a node that has died has the same rank, but its count stands still.
+
+        Raises:
+            RankTakenError: another node has it.
+        """
+        self.refresh(_RECONNECT_S)
+        with self._changed:
+            first = {other.id: other.count for other in self._with_same_rank()}
+            self._changed.wait_for(lambda: not first or self._rivals(first), 3 * _HEARTBEAT_S)
+            rivals = self._rivals(first)
+        if rivals:
+            raise RankTakenError(
+                f"node_rank={self._own.node_rank} is taken by a node on host {rivals[0].host} already; give each "
+                "machine a rank of its own"
+            )
+
+    def _rivals(self, first: dict[str, int]) -> list[Heartbeat]:
+        """Heartbeats with this node's rank that have been counted up since the ``first`` one."""
+        return [other for other in self._with_same_rank() if other.count > first.get(other.id, other.count)]
+
+    def _with_same_rank(self) -> list[Heartbeat]:
+        own = self._own.node_rank
+        return [other for other in self._others if other.node_rank == own and other.state not in _FINAL]
+
+    def refresh(self, timeout_s: float = _GATHER_S) -> None:
+        """Read the heartbeats of all nodes now and send them to the launcher."""
+        with self._changed:
+            wanted = self._own.count + 1
+            self._wanted = wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
+
+    def wait_for_final(self) -> None:
+        """Wait a moment for the final state of all nodes of this world."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_store_lost or all(other.state in _FINAL for other in self._of_world),
+                _GATHER_S,
+            )
+
+    @property
+    def _of_world(self) -> list[Heartbeat]:
+        ids = {node.id for node in self._nodes}
+        return [other for other in self._others if other.id in ids]
+
+    def linger(self) -> None:
+        """Wait until the last heartbeat is on the store; on the node that hosts it, until all live nodes have it."""
+        with self._changed:
+            final = self._own.count + 1
+            self._changed.wait_for(lambda: self._is_received(final), LINGER_S)
+
+    def _is_received(self, count: int) -> bool:
+        if self._is_store_lost or not self._others:
+            return True
+        if self._rendezvous.listen_fd < 0:
+            # By then the node that hosts the store knows, too, that this one has received its heartbeat.
+            return self._published > count
+        return self._published >= count and all(self._has_received(other, count) for other in self._others)
+
+    def _has_received(self, other: Heartbeat, count: int) -> bool:
+        silent_s = time.monotonic() - self._last_changes[other.id][1]
+        is_ending = other.state in _FINAL
+        return other.received.get(self.id, -1) >= count or silent_s > (_GATHER_S if is_ending else _GONE_S)
+
+    def joining_nodes(self) -> list[str]:
+        """Return the nodes that are in the rendezvous now, this one among them."""
+        with self._changed:
+            now = time.monotonic()
+            return sorted(
+                str(heartbeat)
+                for heartbeat in (self._own, *self._others)
+                if heartbeat.state == messages.JOINING
+                and (heartbeat.id == self.id or now - self._last_changes[heartbeat.id][1] < _GONE_S)
+            )
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        store: HeartbeatStore | None = None
+        while True:
+            try:
+                store = store or HeartbeatStore(
+                    connect(self._rendezvous, _RECONNECT_S), self._rendezvous.run_id, self.id, self._warn
+                )
+                self._exchange(store)
+            except Exception as error:
+                # The store is gone, or does not answer: launchers conclude it from the missing heartbeats.
+                print(f"no heartbeat: {type(error).__name__}: {error}", flush=True)
+                store = None
+                with self._changed:
+                    self._is_store_lost = True
+                    self._changed.notify_all()
+                time.sleep(_HEARTBEAT_S)
+            self._wait_for_next()
+
+    def _warn(self, text: str) -> None:
+        self._emit(Note.of_job(text, "warning"))
+
+    def _wait_for_next(self) -> None:
+        with self._changed:
+            published = self._urgent_state()
+            is_urgent = self._own.state in _FINAL or self._own.summary.stop.is_wanted
+            self._changed.wait_for(
+                lambda: self._urgent_state() != published or self._wanted > self._published,
+                _URGENT_HEARTBEAT_S if is_urgent else _HEARTBEAT_S,
+            )
+
+    def _urgent_state(self) -> tuple[object, ...]:
+        """Return what is published at once when it changes, rather than with the next heartbeat."""
+        summary = self._own.summary
+        stop = summary.stop
+        replies = [reply for _, reply in stop.answers.values()]
+        urgent = stop.is_wanted, stop.proposal, stop.decision, replies
+        return self._own.state, summary.failed, summary.exits, summary.finished, urgent
+
+    def _exchange(self, store: HeartbeatStore) -> None:
+        with self._changed:
+            received = {other.id: other.count for other in self._others}
+            self._own = replace(
+                self._own, count=self._own.count + 1, received=received, clock_s=time.monotonic()
+            )
+            own = self._own
+        others = store.exchange(own)
+        with self._changed:
+            self._others, self._published, self._is_store_lost = others, own.count, False
+            for other in others:
+                if self._last_changes.get(other.id, (-1, 0.0))[0] != other.count:
+                    self._last_changes[other.id] = (other.count, time.monotonic())
+            self._changed.notify_all()
+        self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
