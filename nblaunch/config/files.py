@@ -18,8 +18,14 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.config import reference
-from nblaunch.config.resolving import ConfigError, Layer, convert, unknown
+from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
 from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
+
+_MAX_UNKNOWN = 5
+"""Unknown keys that a message names."""
+
+_MAX_VALUES = 10_000
+"""In a file; those that there are take a few hundred."""
 
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
 """Settings of other groups that the reference writes into ``deepspeed_config``."""
@@ -63,7 +69,7 @@ def read(path: Path) -> Layer:
         ours, notes = reference.translated(raw)
         unknown_keys = [key for key in ours if key not in SETTINGS]
         if unknown_keys:
-            raise ConfigError("; ".join(unknown(str(key), SETTINGS) for key in unknown_keys))
+            raise ConfigError("; ".join(unknown(named(key), SETTINGS) for key in unknown_keys[:_MAX_UNKNOWN]))
         given = {name: value for name, value in ours.items() if value is not None}
         values = {name: convert(name, value) for name, value in given.items()}
     except ConfigError as error:
@@ -75,7 +81,7 @@ def _load(path: Path) -> dict[str, Any]:
     import yaml  # 15 ms, which commands without a file do not need
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _loader())
+        content = _content(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file; `nblaunch config` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -97,18 +103,78 @@ def _place_of(error: Any) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
+def _content(text: str) -> Any:
+    """What the YAML ``text`` holds.
+
+    Raises:
+        yaml.YAMLError: it is none, or a value in it is not what it seems to be; with the place.
+    """
+    import yaml
+
+    loader = _loader()(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_endless(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=loader.get_mark()) from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_endless(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a node holds where aliases are written out; refuses what would fill the memory, or holds itself.
+
+    Args:
+        node: of YAML's tree.
+        sizes: of nodes that were looked at; 0 while a node is being looked at.
+    """
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    size = sizes.get(id(node))
+    if size is None:
+        sizes[id(node)] = 0
+        parts = (
+            node.value
+            if isinstance(node, yaml.SequenceNode)
+            else [part for pair in node.value for part in pair]
+        )
+        size = sizes[id(node)] = 1 + sum(_refuse_endless(part, sizes) for part in parts)
+    if size == 0 or size > _MAX_VALUES:
+        problem = "holds itself" if size == 0 else f"holds more than {_MAX_VALUES:,} values"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return size
+
+
 def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that is there twice, of which YAML would silently take the last."""
+        """Says where a value is wrong, and refuses a key that is there twice, of which YAML would take the last."""
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (yaml.YAMLError, RecursionError):
+                raise
+            except (
+                Exception
+            ) as error:  # of a conversion, which trusts that the text has the form it seems to have
+                kind = node.tag.rpartition(":")[2]
+                problem = f"{shown(node.value)} is no valid {kind} ({error})"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []  # what else it is, YAML says
+            keys = [self.construct_object(key, deep=True) for key, _ in pairs]
             twice = [key for place, key in enumerate(keys) if key in keys[:place]]
             if twice:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{twice[0]} is there twice", node.start_mark
+                    None, None, f"{named(twice[0])} is there twice", node.start_mark
                 )
             return super().construct_mapping(node, deep)
 
@@ -125,7 +191,7 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, dict):
-            raise ConfigError(f"{path}: {key}: must hold keys and values, but is {value!r}")
+            raise ConfigError(f"{path}: {key}: must hold keys and values, but is {shown(value)}")
         for inner, inner_value in value.items():
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
                 raise ConfigError(f"{path}: {key}: {inner} does not belong there, but in the file itself")

@@ -129,7 +129,7 @@ class Text(Kind):
     metavar: str = "TEXT"
 
     def convert(self, value: Any) -> str:
-        if isinstance(value, (bool, Mapping, list)) or not str(value).strip():
+        if isinstance(value, (bool, Mapping, list)) or not str(value).strip() or "\0" in str(value):
             raise ValueError("must be a text")
         return str(value)
 
@@ -189,6 +189,6 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

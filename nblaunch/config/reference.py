@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nblaunch.config.kinds import Flag
-from nblaunch.config.resolving import ConfigError
+from nblaunch.config.resolving import ConfigError, named, shown
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
@@ -102,7 +102,7 @@ def _translate_environment(raw: Mapping[str, Any]) -> None:
     environment = raw.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise ConfigError(
-            f"compute_environment: {environment} is not available in nblaunch, only LOCAL_MACHINE"
+            f"compute_environment: {named(environment)} is not available in nblaunch, only LOCAL_MACHINE"
         )
 
 
@@ -111,7 +111,7 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     try:
         return value is not None and Flag().convert(value)
     except ValueError as error:
-        raise ConfigError(f"{key}: {value!r} {error}") from None
+        raise ConfigError(f"{key}: {shown(value)} {error}") from None
 
 
 def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +121,9 @@ def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
         # YAML reads the word NO, where it is not quoted, as a truth value.
         name = "NO" if kind is False else str(kind)
         if name not in _DISTRIBUTED_TYPES:
+            valid = ", ".join(_DISTRIBUTED_TYPES)
             raise ConfigError(
-                f"distributed_type: {name} is not available in nblaunch; valid are {', '.join(_DISTRIBUTED_TYPES)}"
+                f"distributed_type: {named(kind)} is not available in nblaunch; valid are {valid}"
             )
         found |= _DISTRIBUTED_TYPES[name]
         if name == "NO":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,21 @@ def convert(name: str, value: Any, label: str = "") -> Any:
     try:
         return SETTINGS[name].kind.convert(value)
     except ValueError as error:
-        raise ConfigError(f"{label}: {value!r} {error}") from None
+        raise ConfigError(f"{label}: {shown(value)} {error}") from None
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """``value`` in a message: one line, and short, however much it holds."""
+    return _SHORT.repr(value)
+
+
+def named(name: Any) -> str:
+    """A name in a message: as it stands, if it is a word."""
+    return name if isinstance(name, str) and name.isidentifier() and len(name) <= 80 else shown(name)
 
 
 def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:

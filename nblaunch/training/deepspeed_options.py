@@ -265,9 +265,16 @@ def read_config(source: Any) -> dict[str, Any]:
         raise TypeError(
             f"a DeepSpeed configuration is a dict, the path of a JSON file or JSON text, not {source!r:.80}"
         )
-    text = _text_of(source)
+    try:
+        text = _text_of(source)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not text: {error}") from None
     try:
         config = json.loads(text)
+    except RecursionError:
+        raise ValueError(
+            f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: nested too deeply"
+        ) from None
     except ValueError as error:
         raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: {error}") from None
     if not isinstance(config, dict):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nblaunch.config import files
 from nblaunch.config.launching import accelerator_settings
 from nblaunch.config.resolving import ConfigError, resolve
+from nblaunch.config.settings import SECTIONS, SETTINGS
 
 
 def written(folder: Path, text: str) -> Path:
@@ -58,6 +62,72 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
         files.write(path, {"num_processes": 2})
     assert path.read_text() == "num_processes: 1\n"
     assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\nmain_process_ip: 2024-13-45\n", "line 2, column 18: '2024-13-45' is no valid timestamp (month"),
+        ("a: 1\nnum_processes: !!int x\n", "line 2, column 16: 'x' is no valid int ("),
+        ("num_processes: !!float ''\n", "line 1, column 16: '' is no valid float ("),
+        ("use_cpu: !!bool z\n", "line 1, column 10: 'z' is no valid bool ("),
+        ("a: !!timestamp q\n", "line 1, column 4: 'q' is no valid timestamp ("),
+        ("a: !!map [1]\n", "line 1, column 4: expected a mapping node"),
+        ("a: 1\nb: " + "[" * 600, "nested too deeply"),
+        ('{"a":' * 600, "nested too deeply"),
+        ("a: &a\n  b: *a\n", "line 1, column 4: holds itself"),
+        (
+            "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else '0'] * 9)}]\n" for i in range(12)),
+            "holds more than 10,000 values",
+        ),
+        ("num_processes: " + "9" * 400, "num_processes: 9999"),
+        ("num_processes: 1" + "0" * 9000, "line 1, column 16: '1000"),
+        ('deepspeed_config_file: "a\\0"\n', "must be a text"),
+        ("fsdp_config: [" + "1, " * 5000 + "1]\n", "must hold keys and values, but is [1, 1, "),
+        ("? [a, b]\n: 1\n", "found unhashable key"),
+        ("? |\n  a\n  b\n: 1\n", "'a\\nb\\n' is unknown"),
+    ],
+)
+def test_malformed_values_are_named_with_their_place(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as raised:
+        files.read(path)
+    message = str(raised.value)
+    assert message.startswith(f"{path}: ")
+    assert words in message
+    assert "\n" not in message
+    assert len(message) < 1000
+
+
+_KEYS = st.sampled_from(
+    [*SETTINGS, *SECTIONS, "distributed_type", "compute_environment", "use_cpu", "<<", "~", "x"]
+)
+_VALUES = st.sampled_from(
+    [
+        "2024-13-45", "2024-01-01T00:00:00+99:99", "!!int x", "!!int _", "!!float y", "!!bool z", "!!binary '?'",
+        "!!set {a}", "!!omap [a]", "!!map [1]", "!!seq {a: 1}", "!!python/object:os.system x", "&a [*a]", "*nope",
+        "{<<: 3}", "{[1]: 2}", "0x", "1e999", ".nan", "9" * 400, '"\\0"', '"\\ud800"', "1:99", "[", "'", "|\n  x",
+        "", "-1", "1.5", "yes", "[1, {a: b}]", "{a: 1}", "!!null z", "=", "\t", "\x07", "? a", "---",
+    ]
+)  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(_KEYS, st.sampled_from([": ", ":\n  x: ", ", ", ":"]), _VALUES), max_size=3),
+    st.binary(max_size=3),
+)
+def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
+    lines: list[tuple[str, str, str]], more: bytes
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_bytes("\n".join(map("".join, lines)).encode() + more)
+        refusal = ""
+        try:
+            resolve([files.read(path)])
+        except ConfigError as error:
+            refusal = str(error)
+        assert "\n" not in refusal
 
 
 @pytest.mark.parametrize(
