@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import backends, context, env
+from nblaunch.backends.process_group import ALL_JOIN_BEFORE_ANY_GOES_ON
 from nblaunch.topology import Topology
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -127,7 +128,8 @@ def _rank_main(
     # A process takes over the start method it was made by; the readers of a loader would then come from one more
     # server, which ends some time after the rank. In launched workers and under torchrun they are forked.
     multiprocessing.set_start_method("fork", force=True)
-    env.apply(environment)
+    # As in launched workers: a short program would close its connections while others open theirs.
+    env.apply({**environment, **ALL_JOIN_BEFORE_ANY_GOES_ON})
     warnings.simplefilter("error")  # as in the tests' own process
     torch.set_num_threads(1)
     context.install(context.WorkerContext(Topology.from_env(environment), backends.choose(backend)))
