@@ -131,7 +131,7 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with ShownAtCall():
-        spec = LaunchSpec(
+        specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
             spans_devices=parse_strategy(strategy),
@@ -142,8 +142,12 @@ def notebook_launcher(
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
-        )  # fmt: skip
-        return run(spec, background=background, dashboard=dashboard)
+        )]  # fmt: skip
+        del (
+            function,
+            args,
+        )  # or a traceback, which IPython keeps, would keep them by this frame, as a spec of its own
+        return run(specs.pop(), background=background, dashboard=dashboard)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
@@ -159,5 +163,6 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     """
     __tracebackhide__ = True
     with ShownAtCall():
-        spec = LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")
-        return run(spec)
+        specs = [LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")]
+        del function, args
+        return run(specs.pop())

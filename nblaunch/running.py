@@ -25,6 +25,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     job = Job(spec, plan, listeners)
+    del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job.show_with(dashboards.attach(listeners, job if background else None))
     if background:
         job.run_in_background()

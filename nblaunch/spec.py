@@ -7,6 +7,7 @@ this machine's devices is checked by ``launch/preflight.py``.
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from string import Template
 from typing import Any
 
-from nblaunch.spec_call import check_call, name_of
+from nblaunch.spec_call import EndedFunction, check_call, name_of
 from nblaunch.spec_nodes import (
     DEFAULT_PORTS,
     DEFAULT_RDZV_TIMEOUT_S,
@@ -124,6 +125,13 @@ class LaunchSpec:
     def function_name(self) -> str:
         """As people know it: ``training_function``."""
         return name_of(self.function)
+
+    def without_call(self) -> LaunchSpec:
+        """The same of a job that is over: it keeps neither the function, with what that closes over, nor arguments."""
+        rest = copy.copy(self)
+        object.__setattr__(rest, "function", EndedFunction(self.function_name))
+        object.__setattr__(rest, "args", ())
+        return rest
 
     @property
     def environment(self) -> dict[str, str]:

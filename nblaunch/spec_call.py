@@ -8,6 +8,21 @@ from collections.abc import Mapping
 from typing import Any
 
 
+class EndedFunction:
+    """Stands for the function of a job that is over, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self, *args: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"the job that ran {self.__qualname__} has ended, and does not keep the function")
+
+
 def name_of(function: Any) -> str:
     """The function's own name, also in a :func:`functools.partial`; of other objects, what they or their class say."""
     while isinstance(function, functools.partial):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch import engines
@@ -46,7 +46,7 @@ class Ending:
         failed_rank: the rank with the root cause of a failure.
         headline: one line about the failure; empty = the error's own text.
         is_early: it was done before its time, because somebody asked for that.
-        values: rank -> what its function returned.
+        values: rank -> what its function returned, of a job that is done.
         weights: place in the arguments -> trained state dict of a module that did not fit the kernel's any more.
     """
 
@@ -150,12 +150,14 @@ class Course:
         return self._ending(report, outcomes)
 
     def close(self) -> None:
-        """Release what was prepared for further starts, and end workers that are not watched yet."""
+        """Release the call and what was prepared for further starts, and end workers that are not watched yet."""
         if self._first_attempt is not None:
             self._first_attempt.close()
+            self._first_attempt = None
         if self._saved is not None:
             self._saved.close()
             self._saved = None
+        self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={})
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
@@ -273,22 +275,22 @@ class Course:
     # --- what is left --------------------------------------------------------------------------------------------
 
     def _ending(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> Ending:
-        values = {rank: outcome.value for rank, outcome in outcomes.items()}
         left_behind = list(report.unkillable.values())
         if report.cancelled:
             text = f"{self.spec.function_name} was cancelled; logs: {self._log.path}"
-            return Ending("cancelled", JobCancelled("\n".join([text, *left_behind])), values=values)
+            return Ending("cancelled", JobCancelled("\n".join([text, *left_behind])))
         if report.interrupted:
             error = KeyboardInterrupt(*["\n".join(left_behind)] if left_behind else [])
-            return Ending("interrupted", error, values=values)
+            return Ending("interrupted", error)
         if not report.is_success:
             failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
-            return Ending("failed", failure.error, failure.rank, failure.headline, values=values)
+            return Ending("failed", failure.error, failure.rank, failure.headline)
         kept = self._take_weights(report, outcomes)
         self._tell_of_left_weights(report)
         if left := early_leavers(report):
             self._tell(Note.of_job(left, "warning"))
         lost = _result_error(report, outcomes)
+        values = {rank: outcome.value for rank, outcome in outcomes.items()}
         return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
 
     def _take_weights(

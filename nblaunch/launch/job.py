@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nblaunch.errors import LaunchError
+from nblaunch.errors import LaunchError, ResultError
 from nblaunch.events import Event, JobFinished, Metric, Started
 from nblaunch.launch.course import Course, Ending
 from nblaunch.launch.diagnosis.rendering import ShownAtCall, hide_launcher
@@ -48,11 +50,12 @@ class Job:
 
     A job is made by ``notebook_launcher(..., background=True)``; :func:`last_job` gives the last one that this
     process started, however it ended.
+
+    When it has ended, it keeps neither the function nor its arguments. It keeps what :meth:`result`, :meth:`weights`
+    and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
     """
 
     def __init__(self, spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> None:
-        self.spec = spec
-        self.plan = plan
         self.metrics: list[dict[str, Any]] = []
         self._log = JobLog(spec.log_dir)
         self._listeners = list(listeners)
@@ -74,6 +77,17 @@ class Job:
         self._end_lock = threading.Lock()
         self._at_end: list[Callable[[], None]] = []
         self._show_again: Callable[[], bool] | None = None
+        self._is_released = False
+
+    @property
+    def spec(self) -> LaunchSpec:
+        """What was to be run; of a job that has ended, without the function and its arguments."""
+        return self._course.spec
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """How it was to be run; of a job that has ended, without the modules in its arguments."""
+        return self._course.plan
 
     # --- for the person ------------------------------------------------------------------------------------------
 
@@ -85,12 +99,14 @@ class Job:
 
         Raises:
             TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
+            RuntimeError: the result was released.
             BaseException: what failed in a worker, with its original type; see :mod:`nblaunch.errors` for the others.
         """
         __tracebackhide__ = True
         with ShownAtCall():
             self.wait(timeout)
             self._raise_error()
+            self._check_kept()
         return self.results() if self.spec.return_all else self._ending.values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
@@ -99,6 +115,7 @@ class Job:
         with ShownAtCall():
             self.wait(timeout)
             self._raise_error()
+            self._check_kept()
         return [self._ending.values.get(rank) for rank in self.ranks]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -183,8 +200,35 @@ class Job:
 
         One inside an argument has a path for a position: ``"args[0]['generator']"``. Those that fit are in the kernel's
         own modules.
+
+        Raises:
+            RuntimeError: they were released.
         """
+        self._check_kept()
         return dict(self._ending.weights)
+
+    def release(self) -> None:
+        """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.
+
+        Logs, metrics, status and error stay. A job that is done and released has no :meth:`result` any more; one that
+        failed still raises its error, without the variables that the traceback of a function run inline holds.
+
+        Raises:
+            RuntimeError: the job still runs.
+        """
+        if self.is_running:
+            raise RuntimeError(f"{self!r} can't be released: wait for its end, or cancel() it")
+        self._is_released = True
+        self._ending = replace(self._ending, values={}, weights={})
+        self._traceback = None
+        if self._ending.error is not None:
+            self._ending.error.__traceback__ = None
+        if isinstance(self._ending.error, ResultError):
+            self._ending.error.partial = None
+
+    def _check_kept(self) -> None:
+        if self._is_released:
+            raise RuntimeError(f"{self!r} has given up its result and weights: release() was called")
 
     def stop(self) -> None:
         """Let training end early and well: ``accelerator.should_stop`` turns true at the same step on every rank.
@@ -271,6 +315,8 @@ class Job:
             self._conclude(_ending_by(error))
         finally:
             self._course.close()
+            if self._ending.error is not None and not self._course.is_inline:
+                _clear_variables(self._ending.error)
             self._requests.close()
             self._log.end()
             with self._end_lock:
@@ -381,6 +427,18 @@ _NO_THREAD = (
     "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
     "pids limit of the container), use fewer processes, or end others."
 )
+
+
+def _clear_variables(error: BaseException) -> None:
+    """Empty the frames of the launcher in which ``error`` and its causes arose: they hold the function's arguments."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
 
 
 def _ending_by(error: BaseException) -> Ending:
