@@ -205,12 +205,14 @@ class WeightsSent(Event):
     Args:
         place: of the module in the arguments (``wire/modules.py``).
         at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
+        end: where the outbox ends then.
         lost: the parts that could not be pickled.
         error: why nothing could be sent.
     """
 
     place: int | str = 0
     at: int = -1
+    end: int = -1
     lost: str = ""
     error: str = ""
 

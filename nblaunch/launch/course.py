@@ -346,7 +346,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
     status, time_s = report.exits[rank]
     evidence = memory_evidence(report, RootCause(rank, status=status, time_s=time_s))
     what = f"rank {rank} {how_ended(status)} while it sent them"
-    return ". ".join([what, *(line.rstrip(".") for line in evidence[:2])])
+    return ". ".join([what, *(line.rstrip(".") for line in evidence[:1])])
 
 
 def _result_error(report: AttemptReport, outcomes: dict[int, Outcome]) -> ResultError | None:

@@ -98,9 +98,8 @@ def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> 
     for place, reason in reasons.items():
         places.setdefault(reason, []).append(place)
     return [
-        f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. The return value and all "
-        "logs are kept. What is trained can be saved inside the function, as with accelerator.save_model(); with "
-        "sync_weights=False no weights are sent"
+        f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. Value and logs are kept. "
+        "Save weights inside the function, as with accelerator.save_model(), and pass sync_weights=False to send none"
         for reason, missing in places.items()
     ]
 

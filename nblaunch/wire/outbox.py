@@ -64,17 +64,17 @@ class Outbox:
 
     def put_weights(
         self, place: Place, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
-    ) -> tuple[int, str]:
+    ) -> tuple[int, int, str]:
         """Write a state dict without the tensors that pass their test (``PayloadWriter.append``).
 
         Returns:
-            Where it is, and the parts that were left out because they can't be pickled.
+            Where it is, where it ends, and the parts that were left out because they can't be pickled.
 
         Raises:
             Exception: as :meth:`put_value`; the file then has what it had before.
         """
         at, parts = self._append(state, f"{place_name(place)}.state_dict()", tests)
-        return at, "; ".join(parts)
+        return at, os.fstat(self._fd).st_size, "; ".join(parts)
 
     def _append(
         self, value: Any, name: str, tests: Mapping[int, Callable[[Any], bool]]
@@ -93,7 +93,13 @@ class Outbox:
 
 
 def read(fd: int, contents: Contents, sent: Mapping[Place, WeightsSent]) -> Outcome:
-    """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt."""
+    """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
+
+    What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.
+    """
+    end = max(contents.value_end, 0, *(event.end for event in sent.values()))
+    if end < os.fstat(fd).st_size:
+        os.ftruncate(fd, end)
     value, value_error = _read_value(fd, contents) if contents.value_at >= 0 else (None, "")
     weights, weights_errors = {}, {place: event.lost for place, event in sent.items() if event.lost}
     for place, event in sent.items():

@@ -62,20 +62,22 @@ class Delivery:
             Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit, sends=sends)
         )
         for place in sends:
-            at, lost, error = self._put_weights(outbox, place, held)
-            self._send(WeightsSent(assignment.rank, time.time(), place=place, at=at, lost=lost, error=error))
+            try:
+                at, end, lost = self._put_weights(outbox, place, held)
+                sent = WeightsSent(assignment.rank, time.time(), place=place, at=at, end=end, lost=lost)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                sent = WeightsSent(assignment.rank, time.time(), place=place, error=text)
+            self._send(sent)
 
     def _put_weights(
         self, outbox: Outbox, place: Place, held: Callable[[Any], Mapping[str, Any]] | None
-    ) -> tuple[int, str, str]:
-        """Where they are, which parts of them could not be pickled, and why there are none."""
+    ) -> tuple[int, int, str]:
+        """Where they are, where they end, and which parts of them could not be pickled."""
         module = self._modules[place]
-        try:
-            state = dict(module.state_dict() if held is None else held(module))
-            if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
-                return -1, "", ""  # it has no weights, being on the meta device still
-            # Of parts of tensors it isn't known where they lay.
-            tests = self._originals.tests_of(place, state) if self._originals and held is None else {}
-            return (*outbox.put_weights(place, state, tests), "")
-        except Exception as error:
-            return -1, "", f"{type(error).__name__}: {error}"
+        state = dict(module.state_dict() if held is None else held(module))
+        if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
+            return -1, -1, ""  # it has no weights, being on the meta device still
+        # Of parts of tensors it isn't known where they lay.
+        tests = self._originals.tests_of(place, state) if self._originals and held is None else {}
+        return outbox.put_weights(place, state, tests)

@@ -115,7 +115,7 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
     """Names of the tensors that go into an outbox; the others are marked as unchanged, and have their shape."""
     state = module.state_dict()
     fd = create_memory_file("test")
-    at, lost = outbox.Outbox(fd).put_weights(0, state, originals.tests_of(0, state))
+    at, _, lost = outbox.Outbox(fd).put_weights(0, state, originals.tests_of(0, state))
     arrived = payload.load(fd, at)
     os.close(fd)
     assert not lost

@@ -181,8 +181,8 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
     assert contents.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
     sent = {}
     for place, state in weights.items():
-        at, lost = box.put_weights(place, state, {})
-        sent[place] = WeightsSent(0, 1.0, place=place, at=at, lost=lost)
+        at, end, lost = box.put_weights(place, state, {})
+        sent[place] = WeightsSent(0, 1.0, place=place, at=at, end=end, lost=lost)
     assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
     sent[4] = WeightsSent(0, 1.0, place=4, error="MemoryError: ")
     outcome = outbox.read(file, contents, sent)
@@ -209,7 +209,20 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.fstat(file).st_size < size + 100
-    at, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
-    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at)})
+    at, end, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
+    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at, end=end)})
     assert outcome.value["loss"].sum() == 1000
     assert outcome.weights[0]["small"].unique().tolist() == [3.0]
+
+
+def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
+    """It died at it, maybe because there was none left."""
+    box = outbox.Outbox(file)
+    contents = box.put_value("value")
+    at, end, _ = box.put_weights(0, {"w": torch.full((MB,), 2.0)}, {})
+    box.put_weights(1, {"w": torch.ones(4 * MB)}, {})
+    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, place=0, at=at, end=end)})
+    assert os.fstat(file).st_size == end
+    assert (outcome.value, outcome.weights[0]["w"].unique().tolist()) == ("value", [2.0])
+    assert outbox.read(file, contents, {}).value == "value"
+    assert os.fstat(file).st_size == contents.value_end
