@@ -78,7 +78,7 @@ class Report:
     line: str
 
 
-def measure(variant: str, device: str = "CPU", timeout_s: float = 110.0) -> Report:
+def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Report:
     """Launch in a fresh process and measure it; ``device``: what PJRT_DEVICE says there."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.xla.memory", variant],

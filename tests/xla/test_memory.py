@@ -6,7 +6,7 @@ import pytest
 
 from tests.xla import memory
 
-pytestmark = [pytest.mark.timeout(115), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
