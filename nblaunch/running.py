@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nblaunch import dashboard as dashboards
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import plan_launch
+from nblaunch.launch.job import Job, Listener
+from nblaunch.launch.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec, check_flag
 from nblaunch.wire import descriptors
+
+
+def make_job(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> Job:
+    """Return a job that has not started; what several machines need is imported only for them."""
+    if not spec.is_elastic:
+        return Job(spec, plan, listeners)
+    from nblaunch.nodes.runner import run_attempts
+
+    return Job(spec, plan, listeners, run_attempts)
 
 
 def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
@@ -24,7 +34,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     descriptors.occupy_standard_ones()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
-    job = Job(spec, plan, listeners)
+    job = make_job(spec, plan, listeners)
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job.show_with(dashboards.attach(listeners, job if background else None))
     if background:

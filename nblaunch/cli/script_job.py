@@ -31,6 +31,7 @@ from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
 from nblaunch.launch import rendezvous
 from nblaunch.launch.job import Job
 from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.running import make_job
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 from nblaunch.worker.script import Script
@@ -97,7 +98,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
-        job = Job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
+        job = make_job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
     with _signals_to(job, resolved["stop_grace_s"]) as received:

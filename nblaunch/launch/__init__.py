@@ -6,7 +6,6 @@
         attempt             one start of the workers: their store (rendezvous), pipes, engine and logs (joblog)
           supervisor        the one wait loop while they run: requests of people, the way down (stop_ladder), SIGTERM
                             (termination), what they take of the host (memory_watch) and its devices (device_watch)
-          node_link         the other machines: agent_line, node_wait, neighbours, common_stop
     diagnosis/              why it failed, or makes no progress
 
 Called as ``nblaunch.launch(function, args, ...)``, it runs a function on every device; see

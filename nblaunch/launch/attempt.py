@@ -21,10 +21,9 @@ from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.guardian import Guardian
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.logtail import LogTail
-from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.launch.supervisor import Supervisor
+from nblaunch.launch.supervisor import Peers, Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import descriptors, outbox, sealing
@@ -54,7 +53,7 @@ class Attempt:
         tell: takes every event.
         show: takes the board's samples.
         saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
-        nodes: the connection to other machines, where there are any.
+        peers: the other nodes of the job, where there are any.
         restart_count: how often workers were started before, the same number on all machines.
     """
 
@@ -70,7 +69,7 @@ class Attempt:
     tell: Callable[[Event], None]
     show: Callable[[Sequence[Sample]], None]
     saved: SavedCall | None = None
-    nodes: NodeLink | None = None
+    peers: Peers | None = None
     restart_count: int = 0
 
     def start(self) -> None:
@@ -151,7 +150,7 @@ class Attempt:
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
             hang_timeout_s=self.spec.hang_timeout_s,
             stops_on_hang=self.spec.on_hang == "stop",
-            nodes=self.nodes,
+            peers=self.peers,
         )
         stack.callback(supervisor.close)
         self._guardian = guardian
@@ -179,11 +178,11 @@ class Attempt:
         if self.place.master_port:
             return None
         # Among nodes, that port is where the agents meet.
-        port = self.spec.master_port if self.nodes is None else None
+        port = self.spec.master_port if self.peers is None else None
         rendezvous = RendezvousHost(self.place.master_addr, port)
         stack.callback(rendezvous.close)
-        if self.nodes is not None:
-            self.nodes.tell_port(rendezvous.port)
+        if self.peers is not None:
+            self.peers.send_port(rendezvous.port)
         return rendezvous
 
     def _show_with(self, watch: DeviceWatch, samples: Sequence[Sample]) -> None:
@@ -238,8 +237,8 @@ class Attempt:
 
     def _assignment(self, topology: Topology, board_fd: int, event_fd: int, outbox_fd: int) -> Assignment:
         settings = {**topology.to_env(self.number), **self.spec.environment, **self._device_env(topology)}
-        if self.nodes is not None:
-            settings |= self.nodes.worker_settings(topology, self.restart_count)
+        if self.peers is not None:
+            settings |= self.peers.worker_settings(topology, self.restart_count)
         return Assignment(
             topology=topology,
             backend=self.backend.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from nblaunch import engines
 from nblaunch.engines.inline import run_inline
@@ -18,11 +18,10 @@ from nblaunch.launch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.launch.joblog import JobLog
-from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.preflight import LaunchPlan, judge_again
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.nodes.messages import WorldFormed
+from nblaunch.launch.supervisor import Peers
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
@@ -59,6 +58,10 @@ class Ending:
     weights: Mapping[Place, dict[str, Any]] = field(default_factory=dict)
 
 
+AttemptsRunner: TypeAlias = "Callable[[Course], tuple[AttemptReport, dict[int, Outcome]]]"
+"""Runs attempts through :meth:`Course.run_in_world`; returns the report and the outcomes of the last one."""
+
+
 class Course:
     """Runs a job's attempts to its end.
 
@@ -70,6 +73,7 @@ class Course:
         tell: takes every event.
         show: takes the board's samples.
         set_free: called when other machines are waited for, which a cell need not do.
+        run_attempts: runs the attempts of a launch on several machines.
 
     ``place`` is that of this machine's ranks in the world of ``num_processes``; ``attempt`` the number of the present
     one, from 0; ``pids`` its processes, by rank.
@@ -85,6 +89,7 @@ class Course:
         tell: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
         set_free: Callable[[], None],
+        run_attempts: AttemptsRunner | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -94,12 +99,13 @@ class Course:
         )
         self.attempt = 0
         self.pids: dict[int, int] = {}
-        self._log = log
-        self._requests = requests
+        self.log = log
+        self.requests = requests
         self._tell_job = tell
-        self._show = show
-        self._set_free = set_free
-        self._past_failures: list[str] = []
+        self.show = show
+        self.set_free = set_free
+        self._run_attempts = run_attempts
+        self.past_failures: list[str] = []
         self._saved: SavedCall | None = None
         self._first_attempt: Attempt | None = None
 
@@ -124,7 +130,7 @@ class Course:
         if not self.spec.is_elastic:
             self._announce()
         for warning in self.plan.warnings:
-            self._tell(Note.of_job(warning, "warning"))
+            self.emit(Note.of_job(warning, "warning"))
         if self.plan.starts_later:
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
         if not (self.is_inline or self.spec.is_elastic):
@@ -141,7 +147,8 @@ class Course:
         if self.is_inline:
             return self._run_inline()
         if self._first_attempt is None:
-            return self._run_among_nodes()
+            assert self._run_attempts is not None, "several machines need nodes.runner.run_attempts"
+            return self._ending(*self._run_attempts(self))
         report, outcomes = self._first_attempt.watch()
         self._first_attempt = None
         while self._wants_restart(report):
@@ -161,66 +168,54 @@ class Course:
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
-    def _run_among_nodes(self) -> Ending:
-        """Attempts as the agent of this machine wants them: it decides on restarts, with those of the others."""
-        log_path = str(self._log.new_file("agent.log"))
-        with NodeLink(
-            self.spec, self.plan.num_processes, log_path, self._requests, self._tell, self._show
-        ) as nodes:
-            self._set_free()
-            report, outcomes = self._run_in(nodes.first_world(), nodes)
-            while not self._was_stopped(report) and (formed := nodes.next_world()) is not None:
-                self.attempt += 1
-                self.pids = {}
-                report, outcomes = self._run_in(formed, nodes)
-            if nodes.last_error and not report.is_success:
-                self._past_failures.append(nodes.last_error)
-        return self._ending(report, outcomes)
+    def run_in_world(
+        self, topology: Topology, peers: Peers, restart_count: int
+    ) -> tuple[AttemptReport, dict[int, Outcome]]:
+        """Run one attempt as a part of a world of several nodes.
 
-    def _run_in(self, formed: WorldFormed, nodes: NodeLink) -> tuple[AttemptReport, dict[int, Outcome]]:
-        self.place = formed.topology
-        self.num_processes = formed.topology.world_size
+        Args:
+            topology: of the first rank of this node.
+            peers: the other nodes.
+            restart_count: how often workers were started before, the same number on all nodes.
+        """
+        self.place = topology
+        self.num_processes = topology.world_size
         self.plan = judge_again(self.plan, self.spec)
         self._announce()
-        report, outcomes = self._run_attempt(self._attempt(nodes, formed.restart_count))
-        nodes.conclude(report)
-        is_change = report.elsewhere.wants_restart and not report.elsewhere.has_cause
-        failed = not (report.is_success or self._was_stopped(report) or is_change)
-        if failed and self.spec.max_restarts:
-            self._keep_failure(report)
-            self._tell(Note.of_job(self._past_failures[-1], "warning"))
-        return report, outcomes
+        return self._run_attempt(self._attempt(peers, restart_count))
 
-    def _was_stopped(self, report: AttemptReport) -> bool:
-        return report.interrupted or report.cancelled or self._requests.terminations > 0
+    def was_stopped(self, report: AttemptReport) -> bool:
+        """Return whether the job was to end, so that no attempt may follow."""
+        return report.interrupted or report.cancelled or self.requests.terminations > 0
 
     def _wants_restart(self, report: AttemptReport) -> bool:
-        is_over = report.is_success or self._was_stopped(report)
+        is_over = report.is_success or self.was_stopped(report)
         return not is_over and self.attempt < self.spec.max_restarts
 
     def _restart(self, report: AttemptReport) -> None:
         """Keep what went wrong in words, and number the next attempt."""
-        self._keep_failure(report)
+        self.keep_failure(report)
         self.attempt += 1
         self.plan = judge_again(self.plan, self.spec)
         text = (
-            f"{self._past_failures[-1]}; starting all ranks again "
+            f"{self.past_failures[-1]}; starting all ranks again "
             f"(restart {self.attempt} of at most {self.spec.max_restarts}) "
             f"by {self.plan.start_method}: {self.plan.reason}"
         )
-        self._tell(Note.of_job(text, "warning"))
+        self.emit(Note.of_job(text, "warning"))
         self.pids = {}
         self._announce()
 
-    def _keep_failure(self, report: AttemptReport) -> None:
-        failure = failure_of(report, self.pids, self._log, self.attempt)
-        self._past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+    def keep_failure(self, report: AttemptReport) -> None:
+        """Keep the failure of this attempt in words, for the errors of later ones."""
+        failure = failure_of(report, self.pids, self.log, self.attempt)
+        self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
 
     def _run_attempt(self, attempt: Attempt) -> tuple[AttemptReport, dict[int, Outcome]]:
         attempt.start()
         return attempt.watch()
 
-    def _attempt(self, nodes: NodeLink | None = None, restart_count: int = 0) -> Attempt:
+    def _attempt(self, peers: Peers | None = None, restart_count: int = 0) -> Attempt:
         return Attempt(
             spec=self.spec,
             number=self.attempt,
@@ -229,12 +224,12 @@ class Course:
             engine=engines.local(self.plan.start_method),
             num_threads=self.plan.num_threads,
             weights_of=tuple(self.plan.modules),
-            log=self._log,
-            requests=self._requests,
-            tell=self._tell,
-            show=self._show,
+            log=self.log,
+            requests=self.requests,
+            tell=self.emit,
+            show=self.show,
             saved=self._saved,
-            nodes=nodes,
+            peers=peers,
             restart_count=restart_count,
         )
 
@@ -246,14 +241,14 @@ class Course:
             call = (self.spec.function, self.spec.args)
             spec, backend = self.spec, self.plan.backend
             value = run_inline(
-                call, topology, backend, spec.defaults, self._tell, spec.environment, spec.spans_devices
+                call, topology, backend, spec.defaults, self.emit, spec.environment, spec.spans_devices
             )
         finally:
             rendezvous.close()
         return Ending("done", values={0: value})
 
     def _announce(self) -> None:
-        self._tell(
+        self.emit(
             JobStarted(
                 rank=-1,
                 time_s=time.time(),
@@ -263,7 +258,7 @@ class Course:
                 start_method=self.plan.start_method,
                 reason=self.plan.reason,
                 detour=self.plan.detour,
-                log_dir=str(self._log.attempt_path(self.attempt)),
+                log_dir=str(self.log.attempt_path(self.attempt)),
                 attempt=self.attempt,
                 label_template=self.spec.log_line_prefix_template,
                 spans_devices=self.spec.spans_devices,
@@ -277,18 +272,18 @@ class Course:
     def _ending(self, report: AttemptReport, outcomes: dict[int, Outcome]) -> Ending:
         left_behind = list(report.unkillable.values())
         if report.cancelled:
-            text = f"{self.spec.function_name} was cancelled; logs: {self._log.path}"
+            text = f"{self.spec.function_name} was cancelled; logs: {self.log.path}"
             return Ending("cancelled", JobCancelled("\n".join([text, *left_behind])))
         if report.interrupted:
             error = KeyboardInterrupt(*["\n".join(left_behind)] if left_behind else [])
             return Ending("interrupted", error)
         if not report.is_success:
-            failure = failure_of(report, self.pids, self._log, self.attempt, self._past_failures)
+            failure = failure_of(report, self.pids, self.log, self.attempt, self.past_failures)
             return Ending("failed", failure.error, failure.rank, failure.headline)
         kept = self._take_weights(report, outcomes)
         self._tell_of_left_weights(report)
         if left := early_leavers(report):
-            self._tell(Note.of_job(left, "warning"))
+            self.emit(Note.of_job(left, "warning"))
         lost = _result_error(report, outcomes)
         values = {rank: outcome.value for rank, outcome in outcomes.items()}
         return Ending("done", lost, is_early=report.stopped_early, values=values, weights=kept)
@@ -305,9 +300,9 @@ class Course:
         back = {place: state for place, state in back.items() if place not in unsent}  # all parts, or none
         loaded = weights.load_back(self.plan.modules, back, errors)
         for line in loaded.lines:
-            self._tell(Note.of_job(line))
+            self.emit(Note.of_job(line))
         for line in (*loaded.warnings, *weights.unsent_lines(self.plan.modules, unsent)):
-            self._tell(Note.of_job(line, "warning"))
+            self.emit(Note.of_job(line, "warning"))
         # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
         return {
             place: weights.assembled(state, self.plan.modules[place])
@@ -321,9 +316,10 @@ class Course:
         if has_trained and self.spec.sync_weights and not self.plan.modules:
             text = left_weights.sentence(self.spec.function, self.spec.function_name)
             if text:
-                self._tell(Note.of_job(text))
+                self.emit(Note.of_job(text))
 
-    def _tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
+        """Send an event to the listeners."""
         if isinstance(event, Started):
             self.pids[event.rank] = event.pid
         self._tell_job(event)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nblaunch.errors import LaunchError, ResultError
 from nblaunch.events import Event, JobFinished, Metric, Started
-from nblaunch.launch.course import Course, Ending
+from nblaunch.launch.course import AttemptsRunner, Course, Ending
 from nblaunch.launch.diagnosis.rendering import ShownAtCall, hide_launcher
 from nblaunch.launch.joblog import JobLog
 from nblaunch.launch.logtail import read_log
@@ -55,7 +55,13 @@ class Job:
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
     """
 
-    def __init__(self, spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        plan: LaunchPlan,
+        listeners: Sequence[Listener],
+        run_attempts: AttemptsRunner | None = None,
+    ) -> None:
         self.metrics: list[dict[str, Any]] = []
         self._log = JobLog(spec.log_dir)
         self._listeners = list(listeners)
@@ -73,6 +79,7 @@ class Job:
             tell=self._tell,
             show=self._show,
             set_free=self._has_started.set,
+            run_attempts=run_attempts,
         )
         self._end_lock = threading.Lock()
         self._at_end: list[Callable[[], None]] = []

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from nblaunch import in_words
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc
-from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.launch.diagnosis.hang import Position, describe_hang
 from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
@@ -32,15 +32,15 @@ from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.diagnosis.watchdog import Finding
 from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
-from nblaunch.launch.node_link import NodeLink
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
 from nblaunch.launch.stop_ladder import StopLadder
 from nblaunch.launch.termination import Termination
+from nblaunch.topology import Topology
 from nblaunch.wire import descriptors
-from nblaunch.wire.board import Board, Sample
+from nblaunch.wire.board import Board, Sample, Slot
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.stop_agreement import StopAgreement
+from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
 TICK_S = 0.1
 _SETTLE_S = 0.025
@@ -54,6 +54,38 @@ _POLL_S = 0.02
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
+
+
+class Peers(Protocol):
+    """The other nodes of a job, as the launcher of one node needs them while workers run."""
+
+    def fileno(self) -> int:
+        """Readable when something has arrived from them."""
+
+    def receive(self) -> None:
+        """Handle what has arrived."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will arrive."""
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the workers of this node have to end, because of other nodes."""
+
+    def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
+        """Start an agreement with them on the step at which all ranks leave their loops."""
+
+    def exchange(
+        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[Sample]:
+        """Send them the state of this node's ranks; return the samples of all ranks, and add failures to the report."""
+
+    def send_port(self, port: int) -> None:
+        """Send them the port of the workers' store, which this node hosts."""
+
+    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+        """Return the environment of this node's workers beyond that of their topology."""
 
 
 class Supervisor:
@@ -73,7 +105,7 @@ class Supervisor:
         stacks_paths: rank -> the file that its faulthandler writes to.
         hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
         stops_on_hang: whether a hang ends the job, or is only reported.
-        nodes: the connection to other machines, where there are any.
+        peers: the other nodes of the job, where there are any.
     """
 
     def __init__(
@@ -92,7 +124,7 @@ class Supervisor:
         stacks_paths: Mapping[int, Path],
         hang_timeout_s: float | None,
         stops_on_hang: bool,
-        nodes: NodeLink | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._group = group
         self._receivers = receivers
@@ -107,11 +139,11 @@ class Supervisor:
         self._grace_s = grace_s
         self._stacks_paths = stacks_paths
         self._stops_on_hang = stops_on_hang
-        self._nodes = nodes
+        self._peers = peers
         self._inspector = Inspector(hang_timeout_s)
         self._memory_watch = MemoryWatch()
         self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
-        self._agreement: StopAgreement | CommonStop | None = None
+        self._agreement: Agreement | None = None
         self._termination: Termination | None = None
         self._started: set[int] = set()
         self._num_outputs = dict.fromkeys(receivers, 0)
@@ -149,7 +181,7 @@ class Supervisor:
                 key.data()
             self._reap()
             self._heed_requests()
-            self._heed_other_nodes()
+            self._check_peers()
             self._look_at_clock()
             self._step_down()
             self._abandon_unkillable()
@@ -165,8 +197,8 @@ class Supervisor:
             self._selector.register(
                 self._rendezvous, selectors.EVENT_READ, partial(self._host_store, self._rendezvous)
             )
-        if self._nodes is not None:
-            self._selector.register(self._nodes, selectors.EVENT_READ, self._nodes.hear)
+        if self._peers is not None:
+            self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
         self._watch_ends()
 
     def _watch_ends(self) -> None:
@@ -255,8 +287,8 @@ class Supervisor:
             slots = {rank: self._board.slot(rank) for rank in self._receivers}
             self._agreement = (
                 StopAgreement(slots, time.monotonic())
-                if self._nodes is None
-                else self._nodes.agreement(slots)
+                if self._peers is None
+                else self._peers.agreement(slots)
             )
         for query in requests.take_queries():
             self._dump_stacks(partial(self._answer, query))
@@ -270,12 +302,12 @@ class Supervisor:
     def _note(self, text: str) -> None:
         self._tell(Note.of_job(text))
 
-    def _heed_other_nodes(self) -> None:
-        if self._nodes is None:
+    def _check_peers(self) -> None:
+        if self._peers is None:
             return
-        if self._nodes.is_closed and self._nodes in self._selector.get_map():
-            self._selector.unregister(self._nodes)  # or its end would wake the loop for ever
-        if self._nodes.must_stop:
+        if self._peers.is_closed and self._peers in self._selector.get_map():
+            self._selector.unregister(self._peers)  # or its end would wake the loop for ever
+        if self._peers.must_stop:
             self._begin_stop_after_failure()
 
     def _begin_stop_after_failure(self) -> None:
@@ -393,10 +425,10 @@ class Supervisor:
 
     def _sample(self) -> list[Sample]:
         samples = self._board.sample()
-        if self._nodes is None:
+        if self._peers is None:
             return samples
         slots = {rank: self._board.slot(rank) for rank in self._alive - self.report.finished.keys()}
-        return self._nodes.exchange(samples, self.report, answers_of(slots))
+        return self._peers.exchange(samples, self.report, slots)
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""

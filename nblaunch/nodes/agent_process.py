@@ -8,10 +8,10 @@
 torch's agent usually starts workers itself, as children of its own. Then they could have neither the function nor the
 model of the notebook by fork, and everything that watches workers here (events, logs, diagnosis, results, trained
 weights, escalation after an interrupt) would need a second path through it. So the agent keeps what is its own,
-``SimpleElasticAgent`` with its rendezvous handlers (who takes part, who gets which ranks, restarts, the exit barrier,
-nodes that come back), in a fresh process, where its threads and signal handlers are out of the kernel's way; its four
-abstract methods about workers are answered by messages to the launcher, which starts them by fork, forkserver or spawn,
-and watches them, just as on one machine. See ``nodes/agent.py``.
+``SimpleElasticAgent`` with its rendezvous handlers (which nodes take part, which ranks they get, restarts, the exit
+barrier, nodes that come back), in a fresh process, where its threads and signal handlers are out of the kernel's way;
+its four abstract methods about workers are answered by messages to the launcher, which starts them by fork, forkserver
+or spawn, and watches them, just as on one machine. See ``nodes/agent.py``.
 
 Two things of torch's are not used. Workers do not share the agents' store: each start gets a store of its own on node
 0, so that nothing of a former start can be read by mistake. And no store listens on all interfaces.

@@ -1,1 +1,1 @@
-"""How things travel between a launcher and its workers, and between nodes."""
+"""How things travel between a launcher and its workers."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from nblaunch.wire.board import Slot
 
@@ -47,6 +48,15 @@ def _wait_for_decision(slot: Slot, proposal: int) -> bool:
             return slot.stop_decision == proposal
         time.sleep(_SPIN_S)
     return False
+
+
+class Agreement(Protocol):
+    """The launcher's side of an agreement, on one node or on several."""
+
+    is_settled: bool
+
+    def poll(self, running: Iterable[int], now_s: float) -> None:
+        """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
 
 
 class StopAgreement:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import Module, listing, modules
+from tests.kernels import Kernel
 
 GROUND_FLOOR = {
     f"nblaunch.{name}"
@@ -32,6 +33,7 @@ GROUND_FLOOR = {
 # wrong floor.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
+    ("nblaunch.running", "nblaunch.nodes.runner"): "a launch on one machine does not load it",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     (
         "nblaunch.dashboard.widgets",
@@ -52,6 +54,15 @@ def test_importing_nblaunch_loads_nothing_but_the_standard_library(tmp_path: Pat
     assert loaded <= sys.stdlib_module_names, (
         f"`import nblaunch` also loads {loaded - sys.stdlib_module_names}"
     )
+
+
+def test_a_launch_on_one_machine_loads_nothing_for_several(kernel: Kernel) -> None:
+    kernel.run("import sys; from nblaunch import notebook_launcher")
+    kernel.run("def loaded(): return [name for name in sys.modules if name.startswith('nblaunch.nodes')]")
+    cell = kernel.run("print(notebook_launcher(loaded, (), 2, return_all=True, max_restarts=1), loaded())")
+    assert "[[], []] []" in cell.stdout
+    kernel.run("import nblaunch.nodes.runner")
+    assert "nblaunch.nodes.runner" in kernel.run("print(loaded())").stdout
 
 
 def test_every_module_can_be_imported() -> None:

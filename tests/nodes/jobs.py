@@ -58,7 +58,7 @@ def train(model: nn.Module, steps: int) -> dict[str, Any]:
 
 
 def step_on(model: nn.Module, steps: int, pause_s: float = 0.05) -> int:
-    """One all_reduce a step; tells of each tenth. Returns the number of ranks, as they counted themselves."""
+    """One all_reduce a step; prints each tenth. Returns the number of ranks, as they counted themselves."""
     accelerator = Accelerator()
     for step in accelerator.progress(range(steps)):
         total = accelerator.reduce(torch.ones(()), "sum")
@@ -97,7 +97,7 @@ def resume(model: nn.Module, steps: int, folder: str) -> dict[str, Any]:
 
 
 def go_on_until_stopped(model: nn.Module) -> int:
-    """Steps of all ranks together, until all are told to stop; returns how many there were."""
+    """Steps of all ranks together, until all are to stop; returns how many there were."""
     accelerator = Accelerator()
     step = 0
     while not accelerator.should_stop:

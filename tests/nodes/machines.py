@@ -74,7 +74,7 @@ class Launch:
         for line in self._lines:
             if line.startswith("OUTCOME "):
                 return dict(json.loads(line.removeprefix("OUTCOME ")))
-        raise AssertionError(f"it told no outcome:\n{self.output}")
+        raise AssertionError(f"it reported no outcome:\n{self.output}")
 
     def descendants(self) -> list[psutil.Process]:
         return list(self.process.children(recursive=True))

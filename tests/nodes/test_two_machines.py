@@ -14,7 +14,7 @@ from tests.nodes.machines import Launch, Pair
 
 Settings = dict[str, Any]
 
-# How soon the loss of a machine is told, on a busy machine: two seconds of silence, and some to stop the workers.
+# How soon the loss of a machine is reported, on a busy machine: two seconds of silence, and some to stop the workers.
 SOON_S = 15.0
 
 
@@ -70,7 +70,7 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
     assert first["ranks"] == 2
     assert first["weights"] == second["weights"] == outcomes[0]["model"] == outcomes[1]["model"]
     assert f"rank {victim} was lost: node {victim} (host " in survivor.output
-    assert "attempt 2" in survivor.output  # counted from 1, for people
+    assert "attempt 2" in survivor.output  # counted from 1, for users
     pair.wait_until_empty()
 
 
@@ -131,7 +131,7 @@ def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
 
 
 def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
-    """The rendezvous is destroyed by it, which the job says."""
+    """The rendezvous is destroyed by it, which the job reports."""
     launches = [pair[rank].start("step_on", 10_000, **c10d) for rank in range(2)]
     for launch in launches:
         launch.wait_for("on 2 ranks")
@@ -148,7 +148,7 @@ def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Setti
     ("kind", "error"),
     [("raise", "LookupError: no such sample"), ("kill", "WorkerDied: rank 1 was killed by SIGKILL")],
 )
-def test_a_failure_on_the_other_machine_is_told_as_it_is(
+def test_a_failure_on_the_other_machine_is_raised_as_it_is(
     pair: Pair, static: Settings, kind: str, error: str
 ) -> None:
     launches = [pair[rank].start("fail_on_node_1", kind, **static) for rank in range(2)]
@@ -163,7 +163,7 @@ def test_a_failure_on_the_other_machine_is_told_as_it_is(
 @pytest.mark.parametrize(
     ("victim", "whole_machine"), [(1, False), (1, True), (0, True)], ids=["launcher", "machine", "host"]
 )
-def test_the_death_of_one_is_told_by_name_on_the_other(
+def test_the_death_of_one_is_named_on_the_other(
     pair: Pair, static: Settings, victim: int, whole_machine: bool
 ) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
@@ -172,14 +172,14 @@ def test_the_death_of_one_is_told_by_name_on_the_other(
     launches[victim].kill(whole_machine=whole_machine)
     outcome = survivor.result(SOON_S)
     assert re.match(
-        rf"NodeLost: node {victim} \(host \S+, rank {victim}\) (has not been heard of for \d s|ended: its launching)",
+        rf"NodeLost: node {victim} \(host \S+, rank {victim}\) (has sent no heartbeat for \d s|ended: its launching)",
         error_of(outcome),
     )
     assert rows(survivor)[victim] == "failed"
     pair.wait_until_empty()
 
 
-def test_an_interrupt_on_one_is_told_on_the_other(pair: Pair, static: Settings) -> None:
+def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[0].wait_for("step 10 ")
     launches[1].wait_for("step 10 ")
@@ -210,18 +210,18 @@ def cable(pair: Pair) -> Pair:
     return pair
 
 
-def test_a_cut_is_told_and_survived_if_it_is_short(cable: Pair, static: Settings) -> None:
+def test_a_cut_is_reported_and_survived_if_it_is_short(cable: Pair, static: Settings) -> None:
     settings = {**static, "rdzv_conf": {"keep_alive_interval": 2, "keep_alive_max_attempt": 10}}
     launches = [cable[rank].start("step_on", 60, **settings) for rank in range(2)]
     launches[0].wait_for("step 10 ")
     cable.cut()
     for rank, launch in enumerate(launches):
         launch.wait_for(f"node {1 - rank} (host ")
-        assert "has not been heard of for 2 s" in launch.output
+        assert "has sent no heartbeat for 2 s" in launch.output
     cable.mend()
     for launch in launches:
         assert launch.result()["value"] == [2]
-        assert "is heard of again, after" in launch.output
+        assert "sends heartbeats again, after" in launch.output
 
 
 def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) -> None:
@@ -231,7 +231,7 @@ def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) ->
     for rank, launch in enumerate(launches):
         text = error_of(launch.result(2 * SOON_S))
         assert re.match(
-            rf"NodeLost: node {1 - rank} \(host \S+, rank \d\) has not been heard of for \d+ s", text
+            rf"NodeLost: node {1 - rank} \(host \S+, rank \d\) has sent no heartbeat for \d+ s", text
         )
     cable.wait_until_empty()
 
@@ -240,20 +240,20 @@ def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) ->
 
 
 def test_who_does_not_come_is_named(pair: Pair, static: Settings, c10d: Settings) -> None:
-    """Three jobs that miss somebody, at the same time."""
+    """Three jobs that miss a node, at the same time."""
     short = {"rdzv_timeout_s": 3}
     waiting = pair[0].start("train", 1, **{**static, **short})
     flocking = pair[0].start("train", 1, **{**c10d, **short})
     searching = pair[1].start("train", 1, use_port=29700, **{**static, **short})
     address = re.escape(pair[0].address)
-    for launch, said in (
+    for launch, expected in (
         (waiting, rf"at {address}:29500 within 3 s: node 1 did not come; here is node 0 \(host .*\) of 2"),
         (flocking, rf"at {address}:29400 within 3 s: 1 more must come; here is node 0 \(host .*\) of 2"),
         (searching, rf"node 1 can't reach the rendezvous at {address}:29700 \(3 s\): node 0 is missing"),
     ):
         text = error_of(launch.result())
         assert text.startswith("LaunchError")
-        assert re.search(said, text)
+        assert re.search(expected, text)
     pair.wait_until_empty()
 
 
@@ -274,14 +274,14 @@ def test_what_can_not_work_is_refused_at_once(pair: Pair, static: Settings) -> N
     taken = pair[0].start("train", 1, **static)
     foreign = pair[0].start("train", 1, **{**static, "master_addr": "192.0.2.200"})
     unknown = pair[1].start("train", 1, **{**static, "master_addr": "no-such-host.invalid"})
-    for launch, said in (
+    for launch, expected in (
         (taken, r"port 29500 on \S+ is in use by another process; choose another .* use_port"),
         (foreign, r"192\.0\.2\.200, which is not an address of this machine \(.*127\.0\.0\.1"),
         (unknown, r"this machine knows no host 'no-such-host\.invalid'"),
     ):
         outcome = launch.result()
         assert outcome["error"] == "LaunchError"
-        assert re.search(said, outcome["message"])
+        assert re.search(expected, outcome["message"])
         assert "waiting at" not in launch.output
     os.kill(holder.process.pid, signal.SIGINT)  # while it waits
     assert holder.result()["error"] == "KeyboardInterrupt"

@@ -11,7 +11,7 @@ from pathlib import Path
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.host import disk
 from nblaunch.launch.diagnosis import memory, stacks
-from nblaunch.launch.diagnosis.elsewhere import Story, left_early, story_of
+from nblaunch.launch.diagnosis.remote_failures import Explanation, explain_remote, left_early
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.reraise import rebuild
 from nblaunch.launch.diagnosis.root_cause import (
@@ -65,9 +65,9 @@ def failure_of(
     """
     if report.hang:
         return _hung(report, log.attempt_path(attempt))
-    elsewhere = _story_elsewhere(report, [f"logs of this node: {log.attempt_path(attempt)}", *past])
-    if elsewhere is not None:
-        return Failure(*elsewhere)
+    remote = _remote_explanation(report, [f"logs of this node: {log.attempt_path(attempt)}", *past])
+    if remote is not None:
+        return Failure(*remote)
     root = find_root_cause(report)
     if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
         rank = min(rank for rank in report.exits if rank not in report.finished)
@@ -92,14 +92,14 @@ def failure_of(
     return Failure(error, root.rank, headline)
 
 
-def _story_elsewhere(report: AttemptReport, notes: Sequence[str]) -> Story | None:
+def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanation | None:
     """What happened on another node, where nothing failed here by itself."""
     if own_failures(report):
         return None
-    story = story_of(report.elsewhere, notes)
+    story = explain_remote(report.remote, notes)
     if story is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
-        story = left_early(report.elsewhere, first.time_s, f"rank {first.rank}", notes)
+        story = left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
     return story
 
 

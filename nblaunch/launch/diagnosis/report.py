@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nblaunch.events import ExitStatus, Failed, Finished, WeightsSent
-from nblaunch.launch.diagnosis.elsewhere import Elsewhere
 from nblaunch.launch.diagnosis.inspection import MemoryRecord
+from nblaunch.launch.diagnosis.remote_failures import RemoteFailures
 from nblaunch.wire.board import Sample
 from nblaunch.wire.modules import Place
 
@@ -28,7 +28,7 @@ class AttemptReport:
         memory: of host and workers while it ran.
         unkillable: rank -> a sentence about its process, which SIGKILL did not end and which was left behind.
         hang: where every rank was when the job was stopped because it hung; empty otherwise.
-        elsewhere: what is known of ranks on other nodes.
+        remote: failures of ranks on other nodes.
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class AttemptReport:
     memory: MemoryRecord | None = None
     unkillable: dict[int, str] = field(default_factory=dict)
     hang: tuple[str, ...] = ()
-    elsewhere: Elsewhere = field(default_factory=Elsewhere)
+    remote: RemoteFailures = field(default_factory=RemoteFailures)
 
     @property
     def is_success(self) -> bool:

@@ -19,7 +19,7 @@ from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, is_own_file
 _MAX_NOTES_LINES = 4
 
 
-def rebuild(failed: Failed, notes: Sequence[str], *, is_from_elsewhere: bool = False) -> BaseException:
+def rebuild(failed: Failed, notes: Sequence[str], *, is_remote: bool = False) -> BaseException:
     """The exception that the kernel raises for ``failed``: its traceback goes on into the worker's frames.
 
     Causes, and the members of a group, have theirs as well.
@@ -27,10 +27,10 @@ def rebuild(failed: Failed, notes: Sequence[str], *, is_from_elsewhere: bool = F
     Args:
         failed: what the worker told.
         notes: lines added to the exception: rank, process, host, log, other ranks.
-        is_from_elsewhere: it happened on another machine: only its text has come, and the class is the one that this
+        is_remote: it happened on another machine: only its text has come, and the class is the one that this
             process knows by that name.
     """
-    error = _from_text(failed.info) if is_from_elsewhere else _load(failed)
+    error = _from_text(failed.info) if is_remote else _load(failed)
     if error is None:
         error = _failure(failed, "only text comes from other machines, and its class is not loaded here")
     _give_traceback(error, failed.info)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nblaunch import in_words
 from nblaunch.events import ExitStatus, Failed
-from nblaunch.launch.diagnosis.elsewhere import SAME_COLLECTIVES
+from nblaunch.launch.diagnosis.remote_failures import SAME_COLLECTIVES
 from nblaunch.launch.diagnosis.report import AttemptReport
 
 _MEANINGS = {

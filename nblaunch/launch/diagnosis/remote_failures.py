@@ -1,4 +1,4 @@
-"""What went wrong on other nodes, and what the launcher of this one makes of it."""
+"""Failures on other nodes, and the exceptions that the launcher of this one raises for them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from nblaunch.errors import NodeLost, WorkerDied
 from nblaunch.events import ExitStatus, Failed, Finished
 from nblaunch.launch.diagnosis.reraise import rebuild
 
-Story = tuple[BaseException, int, str]
+Explanation = tuple[BaseException, int, str]
 """What to raise, the rank that it is about, and a few words."""
 
 SAME_COLLECTIVES = (
     "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
     "the rank."
 )
-"""What to do where a rank returned, here or elsewhere, while others still needed it."""
+"""What to do where a rank returned, on any node, while others still needed it."""
 
 
 @dataclass
-class Elsewhere:
-    """How the workers of other nodes ended, as far as it was not in consequence of something else.
+class RemoteFailures:
+    """How the workers of other nodes ended, apart from consequences of other failures.
 
     Args:
-        places: rank -> its node in words, for all ranks of other nodes.
+        labels: rank -> its node in words, for all ranks of other nodes.
         failed: ranks whose function raised.
         exits: ranks whose process ended without raising, and when.
         finished: ranks whose function returned.
@@ -32,7 +32,7 @@ class Elsewhere:
         wants_restart: the set of nodes changes: nothing failed, but all workers start again.
     """
 
-    places: Mapping[int, str] = field(default_factory=dict)
+    labels: Mapping[int, str] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -45,43 +45,43 @@ class Elsewhere:
         return bool(self.failed or self.exits or self.lost)
 
 
-def story_of(elsewhere: Elsewhere, notes: Sequence[str]) -> Story | None:
-    """The first thing that went wrong on another node, with ``notes`` below; None where nothing is known to have."""
-    times = {rank: failed.time_s for rank, failed in elsewhere.failed.items()}
-    times |= {rank: time_s for rank, (_, time_s) in elsewhere.exits.items()}
+def explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation | None:
+    """Return the first failure on another node, with ``notes`` below; None where none is known."""
+    times = {rank: failed.time_s for rank, failed in remote.failed.items()}
+    times |= {rank: time_s for rank, (_, time_s) in remote.exits.items()}
     if times:
         rank = min(times, key=lambda rank: times[rank])
-        place = elsewhere.places[rank]
-        if rank in elsewhere.failed:
-            return _raised(elsewhere.failed[rank], place, notes)
-        return _died(elsewhere, rank, notes)
-    for rank, why in elsewhere.lost.items():
+        label = remote.labels[rank]
+        if rank in remote.failed:
+            return _raised(remote.failed[rank], label, notes)
+        return _died(remote, rank, notes)
+    for rank, why in remote.lost.items():
         error = NodeLost("\n".join([f"{why}.", *notes]), rank=rank, exitcode=1)
         return error, rank, f"was lost: {why}"
     return None
 
 
 def left_early(
-    elsewhere: Elsewhere, first_error_s: float, waiting: str, notes: Sequence[str]
-) -> Story | None:
-    """A rank of another node that had returned when ranks here could not go on without it."""
-    for rank, finished in sorted(elsewhere.finished.items()):
+    remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
+) -> Explanation | None:
+    """Return a rank of another node that had returned when ranks here could not go on without it."""
+    for rank, finished in sorted(remote.finished.items()):
         if finished.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
-            text = f"rank {rank} on {elsewhere.places[rank]} {headline}. {SAME_COLLECTIVES}"
+            text = f"rank {rank} on {remote.labels[rank]} {headline}. {SAME_COLLECTIVES}"
             return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
     return None
 
 
-def _raised(failed: Failed, place: str, notes: Sequence[str]) -> Story:
+def _raised(failed: Failed, label: str, notes: Sequence[str]) -> Explanation:
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
-    note = f"rank {failed.rank} on {place}; its complete log is there"
-    return rebuild(failed, [note, *notes], is_from_elsewhere=True), failed.rank, f"{lines[0]} (on {place})"
+    note = f"rank {failed.rank} on {label}; its complete log is there"
+    return rebuild(failed, [note, *notes], is_remote=True), failed.rank, f"{lines[0]} (on {label})"
 
 
-def _died(elsewhere: Elsewhere, rank: int, notes: Sequence[str]) -> Story:
-    status, _ = elsewhere.exits[rank]
+def _died(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Explanation:
+    status, _ = remote.exits[rank]
     how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
-    headline = f"{how} (on {elsewhere.places[rank]})"
+    headline = f"{how} (on {remote.labels[rank]})"
     text = f"rank {rank} {headline}. Its last lines and its complete log are there."
     return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline

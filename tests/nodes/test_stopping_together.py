@@ -1,4 +1,4 @@
-"""Ranks of two nodes that leave at the same check: news travel when the test says so."""
+"""Ranks of two nodes that leave at the same check: the test decides when heartbeats travel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nblaunch.launch.common_stop import CommonStop, answers_of
 from nblaunch.nodes.messages import StopState
+from nblaunch.nodes.peers import NodesStopAgreement, answers_of
 from nblaunch.wire.board import private_slot
 from nblaunch.wire.stop_agreement import should_stop
 
@@ -24,8 +24,8 @@ class Node:
         ranks = (2 * node_rank, 2 * node_rank + 1)
         self.slots = {rank: private_slot() for rank in ranks}
         self.own = StopState(is_wanted=True)
-        self.theirs: dict[int, StopState] = {}
-        self.stop = CommonStop(self.slots, node_rank == 0, self.own, self.theirs, time.monotonic())
+        self.peers: dict[int, StopState] = {}
+        self.stop = NodesStopAgreement(self.slots, node_rank == 0, self.own, self.peers, time.monotonic())
         self.steps: dict[int, int] = {}
         self.threads = [threading.Thread(target=self._loop, args=(rank,)) for rank in ranks]
 
@@ -37,32 +37,32 @@ class Node:
             time.sleep(0.002 * (1 + rank))
         self.steps[rank] = step
 
-    def tell(self, other: Node) -> None:
+    def send_to(self, other: Node) -> None:
         self.own.answers = answers_of(
             {rank: self.slots[rank] for rank in self.slots if rank not in self.steps}
         )
-        other.theirs[self.node_rank] = copy.copy(self.own)
+        other.peers[self.node_rank] = copy.copy(self.own)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
 def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
     leader, follower = Node(0), Node(1)
-    leader.tell(follower)
-    follower.tell(leader)
+    leader.send_to(follower)
+    follower.send_to(leader)
     threads = [*leader.threads, *follower.threads]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + LIMIT_S
-    last_news_s = 0.0
+    last_sent_s = 0.0
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         for node in (leader, follower):
             running = [rank for rank in node.slots if rank not in node.steps]
             if running and not node.stop.is_settled:
                 node.stop.poll(running, time.monotonic())
-        if time.monotonic() - last_news_s >= delay_s:
-            last_news_s = time.monotonic()
-            leader.tell(follower)
-            follower.tell(leader)
+        if time.monotonic() - last_sent_s >= delay_s:
+            last_sent_s = time.monotonic()
+            leader.send_to(follower)
+            follower.send_to(leader)
         time.sleep(0.001)
     for thread in threads:
         thread.join()
@@ -71,10 +71,10 @@ def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
     assert follower.stop.is_settled
 
 
-def test_nobody_follows_before_there_is_a_proposal() -> None:
+def test_no_rank_follows_before_there_is_a_proposal() -> None:
     follower = Node(1)
     follower.stop.poll(follower.slots, 0.0)
-    follower.theirs[0] = StopState(is_wanted=True)
+    follower.peers[0] = StopState(is_wanted=True)
     follower.stop.poll(follower.slots, 0.0)
     assert not should_stop(follower.slots[2])
     assert follower.slots[2].stop_proposal == 0

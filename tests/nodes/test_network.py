@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nblaunch.errors import LaunchError
-from nblaunch.launch import network
+from nblaunch.nodes import network
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_way_to_an_address_decides_on_ours() -> None:
     with pytest.raises(LaunchError, match="no network interface of this machine reaches"):
         network.address_towards(
             "255.255.255.255", 29500
-        )  # a broadcast needs a permission that nobody asks for
+        )  # a broadcast needs a permission that is not asked for
 
 
 def test_names_are_looked_up() -> None:

@@ -46,7 +46,7 @@ def address_towards(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address of this machine; None where the system does not tell."""
+    """The name of the interface that has an address of this machine; None where the system has none with it."""
     if address.startswith("127.") or address == "::1":
         return LOOPBACK
     return next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)

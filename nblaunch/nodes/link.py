@@ -1,0 +1,267 @@
+"""This node among the others: what it sends of its workers, and what it concludes from the others' heartbeats.
+
+    runner ──> next_world ──> attempt, watched by the supervisor ──> conclude ──> next_world ... until the agent is done
+                                  │ receive, exchange
+                                agent
+
+Never starts or signals a worker. ``agent_client.py`` owns the connection to the agent and the wait for other nodes,
+``peers.py`` what is known of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from nblaunch import env
+from nblaunch.events import Event, Note
+from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launch.diagnosis.root_cause import own_failures
+from nblaunch.launch.requests import StopRequests
+from nblaunch.nodes import messages, network
+from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
+from nblaunch.nodes.messages import (
+    Node,
+    PeerHeartbeats,
+    StopState,
+    StopWorkers,
+    StoreHosted,
+    Summary,
+    WorkersEnded,
+    WorldFormed,
+)
+from nblaunch.nodes.peers import NodesStopAgreement, PeerStates, answers_of
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.board import Sample, Slot
+from nblaunch.wire.polling import wait_until_readable
+
+_TICK_S = 0.1
+_SUMMARY_S = 0.4
+"""Between two summaries for the other nodes."""
+
+_CAUSE_SLACK_S = 1.5
+
+
+class NodeLink:
+    """A launcher's connection to the other nodes of its job; a context manager. Implements ``supervisor.Peers``.
+
+    Args:
+        spec: what is launched.
+        num_workers: of this node.
+        log_path: file for what the agent prints.
+        requests: stop requests of the job.
+        emit: takes every event, for the listeners.
+        update: takes samples; called while there are no workers, too, so that new events are shown.
+
+    Raises:
+        LaunchError: the nodes can't meet from here: the port is taken, the address unknown.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        num_workers: int,
+        log_path: str,
+        requests: StopRequests,
+        emit: Callable[[Event], None],
+        update: Callable[[Sequence[Sample]], None],
+    ) -> None:
+        self._requests = requests
+        self._emit = emit
+        self._update = update
+        self._agent = AgentClient(spec, num_workers, log_path)
+        self._wait = RendezvousWait(spec, self._agent, requests, self._note)
+        self._samples: list[Sample] = []
+        self._last_summary_s = 0.0
+        self._stop = StopState()
+        self._leads = False
+        self._first_rank = 0
+        self._is_finished = False
+        self._peers = self._states_of(())
+
+    def __enter__(self) -> NodeLink:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._agent.close()
+
+    def _states_of(self, nodes: Sequence[Node], restart_count: int = 0) -> PeerStates:
+        agent = self._agent
+        return PeerStates(nodes, time.monotonic(), agent.silence_s, agent.patience_s, restart_count)
+
+    # --- between attempts ----------------------------------------------------------------------------------------
+
+    def first_world(self) -> WorldFormed:
+        """Wait until all nodes have joined; raises what :meth:`next_world` raises."""
+        world = self.next_world()
+        assert world is not None, "an agent that ends before the first rendezvous has an error"
+        return world
+
+    def next_world(self) -> WorldFormed | None:
+        """Wait until all nodes have joined; None when the agent has nothing more to do.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted meanwhile.
+            JobCancelled: the job was cancelled meanwhile.
+            LaunchError: the nodes did not find each other, and never had before.
+        """
+        world = self._wait.wait(self._receive_and_show, self._is_finished)
+        if world is not None:
+            self._enter(world)
+        return world
+
+    def _receive_and_show(self) -> bool:
+        self.receive()
+        self._update(self._peers.merged(self._samples))
+        return self._peers.is_any_expected
+
+    def _enter(self, world: WorldFormed) -> None:
+        own = world.topology.node_rank
+        others = [node for node in world.nodes if node.node_rank != own]
+        self._peers = self._states_of(others, world.restart_count)
+        self._peers.update(self._agent.heartbeats, time.monotonic())
+        self._samples = []
+        self._stop = StopState()
+        self._leads = own == 0
+        self._first_rank = world.topology.rank
+        self._is_finished = False
+
+    @property
+    def last_error(self) -> str:
+        """Why the nodes could not meet once more; empty if they could."""
+        return self._agent.ended.error if self._agent.ended is not None else ""
+
+    # --- while workers run ---------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when the agent has sent something."""
+        return self._agent.fileno()
+
+    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+        """Return the environment of this node's workers beyond that of their topology."""
+        chosen = network.interface_settings(network.interface_of(self._agent.address))
+        given = env.snapshot()
+        own = {name: value for name, value in chosen.items() if topology.num_nodes > 1 and name not in given}
+        return {**own, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
+
+    def send_port(self, port: int) -> None:
+        """Send the port of the workers' store, which this launcher hosts, to the other nodes."""
+        self._agent.send(StoreHosted(-1, time.time(), port=port))
+
+    def receive(self) -> None:
+        """Handle the messages that have arrived from the agent."""
+        for message in self._agent.receive():
+            self._handle(message)
+        if self._is_alone and self._peers.failures.labels:
+            self._peers.blame_silent(time.monotonic())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the agent will send nothing more."""
+        return self._agent.is_closed
+
+    def _handle(self, message: Event) -> None:
+        if isinstance(message, PeerHeartbeats):
+            events, notes = self._peers.update(message.heartbeats, time.monotonic())
+            for event in events:
+                self._emit(event)
+            for text in notes:
+                self._note(text)
+        elif isinstance(message, Note):
+            self._emit(message)
+        elif isinstance(message, StopWorkers):
+            self._peers.failures.wants_restart = True
+            self._note(message.reason)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the workers of this node have to end, because of other nodes."""
+        return self._is_alone or self._peers.must_stop
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the agent has failed, so that no heartbeat of other nodes arrives any more."""
+        ended = self._agent.ended
+        return ended is not None and not ended.is_success
+
+    def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
+        """Start an agreement with the others on the step at which all ranks leave their loops."""
+        return NodesStopAgreement(slots, self._leads, self._stop, self._peers.stop_states, time.monotonic())
+
+    def exchange(
+        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[Sample]:
+        """Send the state of this node's ranks to the others, and return the samples of all ranks.
+
+        Args:
+            samples: of the board.
+            report: of the attempt; gets the failures of other nodes.
+            running: rank -> slot of this node's ranks whose function has not returned.
+        """
+        now = time.monotonic()
+        self._stop.answers = answers_of(running)
+        if any(other.is_wanted for other in self._peers.stop_states.values()):
+            self._requests.wants_stop = True
+        self._stop.is_wanted = self._requests.wants_stop
+        summary_s = _TICK_S / 2 if self._stop.is_wanted else _SUMMARY_S
+        for text in self._peers.check(now):
+            self._note(text)
+        report.remote = self._peers.failures
+        if now - self._last_summary_s >= summary_s:
+            self._last_summary_s = now
+            self._agent.send_if_ready(self._summary(samples, report))
+        self._samples = list(samples)
+        return self._peers.merged(samples)
+
+    def conclude(self, report: AttemptReport) -> None:
+        """Send the end of this node's workers to the agent; wait for the cause if it is on another node."""
+        report.remote = self._peers.failures
+        if report.interrupted or report.cancelled:
+            self._agent.leave("was interrupted" if report.interrupted else "was cancelled")
+            return
+        summary = self._summary(self._samples, report)
+        self._is_finished = report.is_success
+        self._agent.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
+        if not report.is_success and not own_failures(report):
+            self._wait_for_cause()
+            if not report.remote.has_cause and self.last_error:
+                report.remote.lost[self._first_rank] = self.last_error
+
+    def _wait_for_cause(self) -> None:
+        """Wait until it is known which node did not answer, so that workers ended here; as long as that may take."""
+        deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
+        peers = self._peers
+        while peers.can_be_waited_for and not peers.must_stop and time.monotonic() < deadline:
+            if self._requests.interrupts or self._requests.is_cancelled:
+                return
+            wait_until_readable([self._agent.fileno(), self._requests.fileno()], _TICK_S)
+            self._requests.acknowledge()
+            self.receive()
+            for text in peers.check(time.monotonic()):
+                self._note(text)
+            peers.blame_silent(time.monotonic())
+            self._update(peers.merged(self._samples))
+
+    def _summary(self, samples: Sequence[Sample], report: AttemptReport) -> Summary:
+        remote = report.remote.labels
+        own = own_failures(report)
+        return Summary(
+            -1,
+            time.time(),
+            samples=tuple(sample for sample in samples if sample.rank not in remote),
+            failed={
+                cause.rank: messages.failed_for_peers(cause.failed)
+                for cause in own
+                if cause.failed is not None
+            },
+            exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
+            finished={
+                rank: messages.finished_for_peers(finished) for rank, finished in report.finished.items()
+            },
+            stop=replace(self._stop),
+        )
+
+    def _note(self, text: str, kind: str = "warning") -> None:
+        self._emit(Note.of_job(text, kind))

@@ -1,0 +1,244 @@
+"""State of the other nodes of a job as the launcher of one node knows it, and the agreement with them on a last step.
+
+    heartbeats, twice a second ──> update ──> events and samples of their ranks, for the dashboard
+    clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
+
+Plain state: nothing here waits, reads or sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from nblaunch.events import Event, Exited, Finished
+from nblaunch.launch.diagnosis.remote_failures import RemoteFailures
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import Heartbeat, Node, StopState
+from nblaunch.wire.board import Sample, Slot, private_slot
+from nblaunch.wire.stop_agreement import StopAgreement
+
+_T = TypeVar("_T")
+
+_AHEAD_S = 2.0
+_PATIENCE_S = 3.0
+
+
+@dataclass
+class _Peer:
+    node: Node
+    received_s: float
+    count: int = -1
+    state: str = messages.RUNNING
+    is_silent: bool = False
+    ahead_s: float = math.inf
+    """How much our monotonic clock is ahead of its own: the least seen, which had the least delay on its way."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether its heartbeats must go on: it is neither done nor gone."""
+        return self.state in (messages.JOINING, messages.RUNNING)
+
+
+class PeerStates:
+    """Every node of a formed world but this one.
+
+    Args:
+        nodes: those other nodes.
+        now_s: ``time.monotonic()``.
+        silence_s: seconds without a heartbeat after which a node is named.
+        patience_s: seconds without a heartbeat after which it is given up.
+        restart_count: which start of the workers this world is.
+    """
+
+    def __init__(
+        self, nodes: Iterable[Node], now_s: float, silence_s: float, patience_s: float, restart_count: int = 0
+    ) -> None:
+        self._by_id = {node.id: _Peer(node, now_s) for node in nodes}
+        self._restart_count = restart_count
+        self._silence_s = silence_s
+        self._patience_s = patience_s
+        self._reported: set[tuple[str, int]] = set()
+        self.stop_states: dict[int, StopState] = {}
+        self.failures = RemoteFailures(
+            labels={rank: peer.node.label for peer in self._by_id.values() for rank in peer.node.ranks}
+        )
+
+    # --- heartbeats ----------------------------------------------------------------------------------------------
+
+    def update(self, heartbeats: Iterable[Heartbeat], now_s: float) -> tuple[list[Event], list[str]]:
+        """Take in the last heartbeats; return new events of their ranks, and notes for the user."""
+        events: list[Event] = []
+        notes: list[str] = []
+        for heartbeat in heartbeats:
+            peer = self._by_id.get(heartbeat.id)
+            if peer is None or heartbeat.count == peer.count:
+                continue
+            if peer.is_silent:
+                notes.append(f"{peer.node} sends heartbeats again, after {now_s - peer.received_s:.0f} s")
+            peer.ahead_s = min(peer.ahead_s, now_s - heartbeat.clock_s)
+            peer.count, peer.received_s, peer.is_silent = heartbeat.count, now_s, False
+            events += self._take_summary(peer, heartbeat)
+            notes += self._take_state(peer, heartbeat)
+        return events, notes
+
+    def _take_summary(self, peer: _Peer, heartbeat: Heartbeat) -> list[Event]:
+        if heartbeat.restart_count != self._restart_count:
+            return []
+        summary, own = heartbeat.summary, peer.node.ranks
+        self.stop_states[peer.node.node_rank] = replace(summary.stop, answers=_of(own, summary.stop.answers))
+        for sample in summary.samples:
+            if sample.rank in own:
+                peer.samples[sample.rank] = _moved(sample, peer.ahead_s)
+        events: list[Event] = []
+        for rank, finished in _of(own, summary.finished).items():
+            self.failures.finished.setdefault(rank, finished)
+            events += self._once("finished", rank, Finished(rank, finished.time_s))
+        for rank, failed in _of(own, summary.failed).items():
+            there = self.failures.failed.setdefault(rank, replace(failed, rank=rank))
+            events += self._once("failed", rank, there)
+        for rank, (status, time_s) in _of(own, summary.exits).items():
+            self.failures.exits.setdefault(rank, (status, time_s))
+            events += self._once("exit", rank, Exited(rank, time_s, status=status))
+        return events
+
+    def _take_state(self, peer: _Peer, heartbeat: Heartbeat) -> list[str]:
+        before, peer.state = peer.state, heartbeat.state
+        if heartbeat.state == before or heartbeat.state not in (messages.LEFT, messages.FAILED):
+            return []
+        if heartbeat.reason == messages.FINISHED or (
+            heartbeat.state == messages.FAILED and self.failures.has_cause
+        ):
+            return []  # as was to be expected
+        text = f"{peer.node} {heartbeat.reason or 'gave up'}"
+        self.failures.lost.setdefault(peer.node.first_rank, text)
+        return [text]
+
+    def _once(self, kind: str, rank: int, event: Event) -> list[Event]:
+        is_new = (kind, rank) not in self._reported
+        self._reported.add((kind, rank))
+        return [event] if is_new else []
+
+    # --- silence -------------------------------------------------------------------------------------------------
+
+    def check(self, now_s: float) -> list[str]:
+        """Return notes about nodes that have fallen silent since the last check; give up those silent for too long."""
+        expected = [peer for peer in self._by_id.values() if peer.is_expected]
+        new = [peer for peer in expected if not peer.is_silent and now_s - peer.received_s >= self._silence_s]
+        for peer in new:
+            peer.is_silent = True
+        for peer in expected:
+            silent_s = now_s - peer.received_s
+            if silent_s >= self._patience_s:
+                self.failures.lost.setdefault(peer.node.first_rank, _silence(peer, silent_s))
+        if len(new) > 1 and len(new) == len(expected):
+            return [
+                f"none of the other {len(new)} nodes has sent a heartbeat for {self._silence_s:.0f} s: the network of "
+                "this node may be cut, or the node that hosts the rendezvous is gone"
+            ]
+        return [_silence(peer, now_s - peer.received_s) for peer in new]
+
+    def blame_silent(self, now_s: float) -> None:
+        """Count nodes that are silent as lost: workers here have failed because others did not answer."""
+        for peer in self._by_id.values():
+            if peer.is_silent:
+                text = _silence(peer, now_s - peer.received_s)
+                self.failures.lost.setdefault(peer.node.first_rank, text)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether workers here have to end, because of other nodes."""
+        return self.failures.has_cause or self.failures.wants_restart
+
+    @property
+    def is_any_expected(self) -> bool:
+        """Whether any node still has work to do, as far as is known."""
+        lost = self.failures.lost
+        return any(peer.is_expected and peer.node.first_rank not in lost for peer in self._by_id.values())
+
+    @property
+    def can_be_waited_for(self) -> bool:
+        """Whether a silent node could still turn out to be the reason of a failure here."""
+        return bool(self._by_id) and not self.failures.has_cause
+
+    def merged(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return samples of all ranks: of this node's as given, of the others' the last received."""
+        others = {rank: sample for peer in self._by_id.values() for rank, sample in peer.samples.items()}
+        return [others.get(sample.rank, sample) for sample in samples]
+
+
+def _of(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
+    return {rank: value for rank, value in by_rank.items() if rank in ranks}
+
+
+def _silence(peer: _Peer, silent_s: float) -> str:
+    return f"{peer.node} has sent no heartbeat for {silent_s:.0f} s"
+
+
+def _moved(sample: Sample, ahead_s: float) -> Sample:
+    """Return the sample with times of our clock."""
+    return replace(sample, step_time_s=sample.step_time_s + ahead_s) if sample.step_time_s > 0 else sample
+
+
+@dataclass
+class NodesStopAgreement:
+    """One node's part in :class:`StopAgreement` over the ranks of all nodes, with heartbeats in between.
+
+        node 0: StopAgreement over all slots; of other nodes' ranks it has copies
+            ── proposal, decision ──> other nodes write them into their ranks' slots
+            <── checks, replies ──    and report what their ranks have answered
+
+    Any node may begin it. Heartbeats take about half a second, so proposals are made that much further ahead.
+
+    Args:
+        slots: rank -> slot of this node's ranks.
+        leads: this is node 0.
+        own: this node's part; it is in every summary for the others.
+        peers: node rank -> the last part received of that node.
+        now_s: ``time.monotonic()``.
+    """
+
+    slots: Mapping[int, Slot]
+    leads: bool
+    own: StopState
+    peers: Mapping[int, StopState]
+    now_s: float
+    is_settled: bool = False
+    _copies: dict[int, Slot] = field(default_factory=dict)
+    _agreement: StopAgreement | None = None
+
+    def poll(self, running: Iterable[int], now_s: float) -> None:
+        """Pass on proposals and replies. ``running``: ranks of this node whose function has not returned."""
+        if self.leads:
+            self._lead(running, now_s)
+        else:
+            self._follow()
+
+    def _lead(self, running: Iterable[int], now_s: float) -> None:
+        answers = {rank: answer for node in self.peers.values() for rank, answer in node.answers.items()}
+        for rank, (num_checks, reply) in answers.items():
+            copy = self._copies.setdefault(rank, private_slot())
+            copy.num_checks, copy.stop_reply = num_checks, reply
+        slots = {**self.slots, **self._copies}
+        if self._agreement is None:
+            self._agreement = StopAgreement(slots, self.now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S)
+        self._agreement.poll([*running, *answers], now_s)
+        any_slot = next(iter(slots.values()))
+        self.own.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
+        self.is_settled = self._agreement.is_settled
+
+    def _follow(self) -> None:
+        leader = self.peers.get(0)
+        if leader is None or not leader.proposal:
+            return
+        for slot in self.slots.values():
+            slot.stop_proposal, slot.stop_decision = leader.proposal, leader.decision
+        self.is_settled = leader.decision == leader.proposal
+
+
+def answers_of(slots: Mapping[int, Slot]) -> dict[int, tuple[int, int]]:
+    """Return the answers of ranks to the proposal: rank -> (checks so far, reply)."""
+    return {rank: (slot.num_checks, slot.stop_reply) for rank, slot in slots.items()}

@@ -1,0 +1,153 @@
+"""What a launcher concludes about the other nodes, from given heartbeats and a given clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Finished
+from nblaunch.nodes import messages
+from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
+from nblaunch.nodes.peers import PeerStates
+from nblaunch.wire.board import Sample
+
+NODES = [
+    Node(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=2, num_workers=2),
+    Node(id="c", node_rank=2, host="gamma", address="10.0.0.3", first_rank=4, num_workers=1),
+]
+
+
+def peers(nodes: list[Node] | None = None) -> PeerStates:
+    return PeerStates(
+        NODES if nodes is None else nodes, now_s=100.0, silence_s=5.0, patience_s=15.0, restart_count=0
+    )
+
+
+def heartbeat(
+    id: str, count: int, state: str = messages.RUNNING, restart_count: int = 0, **fields: Any
+) -> Heartbeat:
+    return Heartbeat(id, count, 0, "host", state, restart_count=restart_count, **fields)
+
+
+def summary(**fields: Any) -> Summary:
+    return Summary(-1, 0.0, **fields)
+
+
+def failed(rank: int) -> Failed:
+    return Failed(rank, 1.0, info=ExceptionInfo("ValueError", "wrong"))
+
+
+def test_a_node_is_named_once_when_it_falls_silent_and_given_up_later() -> None:
+    others = peers()
+    others.update([heartbeat("b", 1), heartbeat("c", 1)], 101.0)
+    assert others.check(105.9) == []
+    others.update([heartbeat("c", 2)], 105.9)
+    assert others.check(106.0) == ["node 1 (host beta, ranks 2-3) has sent no heartbeat for 5 s"]
+    others.update([heartbeat("b", 1), heartbeat("c", 3)], 110.0)  # it is still there, but no younger
+    assert others.check(110.0) == []
+    assert not others.must_stop
+    others.update([heartbeat("c", 4)], 115.0)
+    others.check(116.0)
+    assert others.must_stop
+    assert others.failures.lost == {2: "node 1 (host beta, ranks 2-3) has sent no heartbeat for 15 s"}
+
+
+def test_a_node_whose_heartbeats_go_on_is_not_given_up() -> None:
+    others = peers([NODES[1]])
+    assert others.check(107.0) == ["node 2 (host gamma, rank 4) has sent no heartbeat for 7 s"]
+    _, notes = others.update([heartbeat("c", 1)], 108.0)
+    assert notes == ["node 2 (host gamma, rank 4) sends heartbeats again, after 8 s"]
+    assert others.check(112.9) == []
+    assert not others.must_stop
+
+
+def test_silence_of_all_at_once_is_one_note() -> None:
+    (note,) = peers().check(105.0)
+    assert "none of the other 2 nodes has sent a heartbeat for 5 s" in note
+
+
+def test_silence_explains_a_failure_here() -> None:
+    others = peers([NODES[0]])
+    others.check(105.0)
+    assert others.can_be_waited_for
+    others.blame_silent(106.0)
+    assert others.must_stop
+    assert not others.can_be_waited_for
+
+
+def test_no_heartbeats_are_expected_of_nodes_that_are_done() -> None:
+    others = peers()
+    others.update([heartbeat("b", 1, messages.DONE), heartbeat("c", 1, messages.DONE)], 101.0)
+    assert others.check(1000.0) == []
+    assert not others.is_any_expected
+    assert not others.must_stop
+
+
+def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
+    others = peers()
+    _, notes = others.update([heartbeat("b", 1, messages.LEFT, reason="was interrupted")], 101.0)
+    assert notes == ["node 1 (host beta, ranks 2-3) was interrupted"] == list(others.failures.lost.values())
+    assert others.must_stop
+
+
+def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
+    """Nodes notice in turn that all is done; the last ones receive it from nodes that are gone already."""
+    others = peers()
+    assert others.update([heartbeat("b", 1, messages.LEFT, reason=messages.FINISHED)], 101.0) == ([], [])
+    assert not others.must_stop
+    assert not others.failures.lost
+
+
+def test_failures_and_ends_are_emitted_once_and_kept() -> None:
+    others = peers()
+    sent = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, finished={2: Finished(2, 3.0)})
+    events: list[Event] = []
+    for count in (1, 2):
+        new, _ = others.update([heartbeat("b", count, summary=sent)], 101.0)
+        events += new
+    assert events == [Finished(2, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
+    assert others.must_stop
+    assert others.failures.failed == {3: failed(3)}
+    assert others.failures.labels[3] == "node 1 (host beta)"
+
+
+def test_a_node_reports_on_its_own_ranks_alone() -> None:
+    others = peers()
+    sent = summary(
+        failed={0: failed(0), 9: failed(9)},
+        exits={4: (ExitStatus(-9), 2.0)},
+        finished={-1: Finished(-1, 3.0)},
+        stop=StopState(answers={2: (1, 0), 77: (1, 0)}),
+    )
+    assert others.update([heartbeat("b", 1, summary=sent)], 101.0) == ([], [])
+    assert not others.failures.has_cause
+    assert others.stop_states[1].answers == {2: (1, 0)}
+
+
+def test_heartbeats_of_a_former_start_report_nothing() -> None:
+    """The heartbeat of a node that failed before the restart may still lie there when all have met again."""
+    others = peers()
+    old = heartbeat("b", 9, restart_count=-1, summary=summary(failed={3: failed(3)}))
+    assert others.update([old], 101.0) == ([], [])
+    assert not others.must_stop
+
+
+def test_strangers_are_ignored() -> None:
+    others = peers()
+    assert others.update(
+        [heartbeat("x", 1, messages.LEFT, summary=summary(failed={3: failed(3)}))], 101.0
+    ) == (
+        [],
+        [],
+    )
+    assert not others.must_stop
+
+
+def test_samples_of_others_take_their_places_in_our_time() -> None:
+    others = peers()
+    sample = Sample(rank=2, step=7, total=9, step_time_s=5000.0)
+    others.update([heartbeat("b", 1, summary=summary(samples=(sample,)), clock_s=5001.0)], 101.0)
+    own = [Sample(rank=rank, step=1) for rank in range(5)]
+    merged = others.merged(own)
+    assert [found.step for found in merged] == [1, 1, 7, 1, 1]
+    assert merged[2].step_time_s == 100.0  # a second ago, as it was there
+    assert merged[0] is own[0]
