@@ -25,7 +25,7 @@ _SLOT_BYTES = 8 * _WORDS
 # Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS = 7
-_CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stopping.py
+_CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
 _OWN_STEPS, _UPDATES, _MARKS = 19, 20, 21

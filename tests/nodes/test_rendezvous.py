@@ -51,7 +51,7 @@ def test_nodes_meet_by_their_ranks_and_what_one_round_has_stored_is_not_in_the_n
     assert not second[1].store.check(["key"])
 
 
-def test_who_is_missing_is_named() -> None:
+def test_missing_nodes_are_named() -> None:
     store = HashStore()
     lone = handler(store, 1, num_nodes=4, timeout_s=0.3)
     with pytest.raises(RendezvousTimeoutError, match="node 0, node 2, node 3"):
@@ -112,7 +112,7 @@ class Interrupted(HashStore):
             meanwhile()
 
 
-def test_who_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> None:
+def test_a_node_that_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> None:
     store = Interrupted("add", "/round/2/arrivals")
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     rounds: list[int] = []
@@ -121,7 +121,7 @@ def test_who_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> No
     assert rounds == [2]
 
 
-def test_who_is_slow_to_arrive_in_a_round_leads_no_other_back_to_it() -> None:
+def test_a_node_that_is_slow_to_arrive_in_a_round_leads_no_other_back_to_it() -> None:
     store = Interrupted("compare_set", "/round/1/0")
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     store.meanwhile = lambda: handler(store, 1, num_nodes=3, id="alive")._arrive()
