@@ -59,20 +59,24 @@ def _overrides(owner: ast.ClassDef, name: str) -> bool:
     bases = {ast.unparse(base).partition("[")[0].split(".")[-1] for base in owner.bases} - {"ABC", "Protocol"}
     return any(
         base not in _classes()
-        or any(isinstance(one, FunctionNode) and one.name == name for one in _classes()[base].body)
-        or _overrides(_classes()[base], name)
+        or any(
+            any(isinstance(one, FunctionNode) and one.name == name for one in found.body)
+            or _overrides(found, name)
+            for found in _classes()[base]
+        )
         for base in bases
     )
 
 
 @cache
-def _classes() -> dict[str, ast.ClassDef]:
-    return {
-        node.name: node
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
-    }
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    """Classes by name, which several modules may have."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
 
 
 def _described(node: Definition) -> set[str]:

@@ -25,7 +25,8 @@ GROUND_FLOOR = {
         "env",
         "host",
         "in_words",
-        "installed",
+        "packages",
+        "compat",
     )
 }
 
