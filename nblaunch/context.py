@@ -1,6 +1,6 @@
 """The one process-wide slot: what this process knows about its place in a job.
 
-``worker/bootstrap.py`` installs a context before it calls the user's function. In a process that nobody of ours
+``worker/bootstrap.py`` installs a context before it calls the user's function. In a process that no launcher of ours
 launched (``torchrun``, plain ``python``, a notebook cell), :func:`current` makes one from the environment. Training
 code meets the launcher only here, so that the same script runs everywhere.
 """
@@ -20,16 +20,16 @@ from nblaunch.wire.board import Slot, private_slot
 
 
 def _at_once(is_alone: bool = False) -> AbstractContextManager[None]:
-    """Where nobody launched us, nobody else is in a turn."""
+    """Take a turn without a launcher: at once."""
     return nullcontext()
 
 
 def _nothing() -> None:
-    """Where nobody launched us, nobody waits."""
+    """End a turn without a launcher: there is none."""
 
 
 def _discard(event: Event) -> None:
-    """Where nobody launched us, nobody listens."""
+    """Emit without a launcher: to nothing."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class WorkerContext:
         end_building: lets the next worker build a model, if this one had the turn; never blocks.
         defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
             given, as ``{"mixed_precision": "bf16"}``.
-        parent_pid: the process that started this worker; 0 where nobody did.
+        parent_pid: the process that started this worker; 0 where there was none.
         attempt: how often the job was restarted before this worker, from 0.
         key: with which objects from other ranks of the job are sealed (``wire/sealing.py``); b"" where there is none.
         is_launched: True in a worker of ours, False where the context was made from the environment.

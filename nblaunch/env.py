@@ -1,6 +1,6 @@
 """The only module that touches ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads: settings of a person or a cluster, never messages from one part of
+``TABLE`` lists every variable that nblaunch reads: settings of a user or a cluster, never messages from one part of
 nblaunch to another (those travel typed, in the payload of a launch).
 """
 

@@ -6,7 +6,7 @@
     ├── WorkerError           a worker failed
     │   ├── WorkerFailed      it raised an exception that can't travel; carries its type, message and traceback as text
     │   └── WorkerDied        it ended without raising: a signal, os._exit, or leaving while others needed it
-    │       └── NodeLost      it was on another machine, which has gone away or is not heard of any more
+    │       └── NodeLost      it was on another machine, which has gone away or sends no heartbeats any more
     ├── JobHung               no rank made progress any more, and ``on_hang="stop"`` was asked for
     ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
@@ -66,7 +66,7 @@ class WorkerDied(WorkerError):
 
 
 class NodeLost(WorkerDied):
-    """Another machine of the job has gone away, or has not been heard of for too long.
+    """Another machine of the job has gone away, or has sent no heartbeat for too long.
 
     ``rank`` is its first rank; ``exitcode`` says nothing about how its workers ended.
     """

@@ -1,6 +1,6 @@
 """What happens in a job, as plain data.
 
-Workers tell the first group to their launcher through a channel (``wire/channel.py``). The launcher adds the second
+Workers send the first group to their launcher through a channel (``wire/channel.py``). The launcher adds the second
 group and hands everything to its listeners: dashboards, logs, tests. Step counts do not travel as events; each rank
 writes them to its slot of the shared board (``wire/board.py``), which the launcher samples.
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class WorkerState(enum.IntEnum):
-    """What a worker is doing, as shown to people. Values are stored in the board."""
+    """What a worker is doing, as shown to users. Values are stored in the board."""
 
     STARTING = 0
     RUNNING = 1
@@ -108,7 +108,7 @@ class Event:
     time_s: float
 
 
-# --- told by workers ---------------------------------------------------------------------------------------------
+# --- sent by workers ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Metric(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """One line for the person, from a worker or (``rank`` -1) from the launcher.
+    """One line for the user, from a worker or (``rank`` -1) from the launcher.
 
     Args:
         text: what there is to say.
@@ -151,7 +151,7 @@ class Note(Event):
 
     @classmethod
     def of_job(cls, text: str, kind: str = "note") -> Note:
-        """About the job as a whole rather than about one rank; told now."""
+        """About the job as a whole rather than about one rank; of now."""
         return cls(rank=-1, time_s=time.time(), text=text, kind=kind)
 
 
@@ -239,7 +239,7 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """``rank`` is -1. The plan of the launch, in words for the person.
+    """``rank`` is -1. The plan of the launch, in words for the user.
 
     Args:
         function_name: what runs.
@@ -291,7 +291,7 @@ class HostMemory(Event):
     Args:
         num_bytes: as a number.
         is_proportional: pages shared by several processes count in parts, so that the sum over ranks is what they
-            take together; False: they count in full, because the system does not tell more.
+            take together; False: they count in full, because the system reports no more.
     """
 
     num_bytes: int = 0
@@ -317,7 +317,7 @@ class JobFinished(Event):
     """``rank`` is -1. ``outcome`` is ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
 
     ``failed_rank`` is the rank with the root cause (None where there is none), ``message`` one line about it.
-    ``is_early``: done, and before its time, because somebody asked for that.
+    ``is_early``: done, and before its time, because that was requested.
     """
 
     outcome: str = "done"

@@ -104,7 +104,7 @@ def notebook_launcher(
             before the workers run ends the job.
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
             that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
-            ``"auto"``: widgets where a person can see them, else HTML in a notebook, else text.
+            ``"auto"``: widgets where a user can see them, else HTML in a notebook, else text.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         interrupt_grace_s: seconds for ``finally`` blocks after an interrupt, before workers are killed.
         hang_timeout_s: seconds without progress after which the position of every rank is shown; None = never. Progress

@@ -123,7 +123,7 @@ class LaunchSpec:
 
     @property
     def function_name(self) -> str:
-        """As people know it: ``training_function``."""
+        """Its usual name: ``training_function``."""
         return name_of(self.function)
 
     def without_call(self) -> LaunchSpec:
@@ -174,7 +174,7 @@ class LaunchSpec:
 def parse_strategy(strategy: Any) -> bool:
     """Whether one process drives all devices, by the ``strategy`` of a launcher's or an Accelerator's call.
 
-    A word of the Python API alone. How a *model* is spread is not said there but by the Accelerator's plugins, or by
+    A word of the Python API alone. How a *model* is spread is not set there but by the Accelerator's plugins, or by
     the setting of that name (``config/settings.py``), which knows both kinds.
 
     Raises:

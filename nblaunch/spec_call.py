@@ -1,4 +1,4 @@
-"""The function of a launch: what people call it, and whether a call of it with its arguments can work."""
+"""The function of a launch: its name, and whether a call of it with its arguments can work."""
 
 from __future__ import annotations
 

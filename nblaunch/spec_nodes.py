@@ -1,4 +1,4 @@
-"""How many machines take part in a launch, and where and how they meet: read from what people write."""
+"""How many machines take part in a launch, and where and how they meet: read from what users write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RDZV_SETTINGS = (
 """What ``rdzv_conf`` may hold: torch's own names. ``rank`` is accepted because other launchers put it there."""
 
 DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
-"""Where machines meet unless told otherwise; the numbers that ``torchrun`` has."""
+"""Where machines meet by default; the numbers that ``torchrun`` has."""
 
 DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
@@ -76,7 +76,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
 
 
 def parse_port(use_port: str | int | None) -> int | None:
-    """The port that a person asked for; None or 0 = let the system choose.
+    """Return the port that was asked for; None or 0 = let the system choose.
 
     Raises:
         ValueError: it is not a whole number from 0 to 65535.

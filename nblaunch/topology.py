@@ -21,7 +21,7 @@ class Topology:
         local_world_size: number of workers on this node.
         num_nodes: number of nodes.
         master_addr: host name or address at which the rendezvous store listens.
-        master_port: its TCP port; 0 where there is no store (a single process that nobody launched).
+        master_port: its TCP port; 0 where there is no store (a single process without a launcher).
 
     Raises:
         ValueError: a rank outside its range, named with its value.
@@ -49,7 +49,7 @@ class Topology:
         """The variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
         ``TORCHELASTIC_USE_AGENT_STORE`` makes ``init_process_group("env://")`` a *client* of the store that the
-        launcher hosts, on every rank; ``TORCHELASTIC_RUN_ID`` tells frameworks that somebody else starts processes.
+        launcher hosts, on every rank; ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher starts processes.
         """
         return {
             "RANK": str(self.rank),

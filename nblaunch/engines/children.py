@@ -14,7 +14,7 @@ from nblaunch.wire import descriptors
 _REAP_INTERVAL_S = 0.002
 
 UNKNOWN_EXIT = ExitStatus(255)
-"""Where somebody else has reaped our child (a ``waitpid(-1)`` in user code), its status is lost."""
+"""Where other code has reaped our child (a ``waitpid(-1)`` in user code), its status is lost."""
 
 
 class Children(WorkerGroup):
@@ -101,9 +101,9 @@ def kill_and_reap(pids: Iterable[int], patience_s: float = KILL_PATIENCE_S) -> s
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:
-    """If child ``pid`` has ended, kill what it left running in its group, reap it and tell how it ended.
+    """If child ``pid`` has ended, kill what it left running in its group, reap it and return how it ended.
 
-    The leftovers are killed while the child is still a zombie: as long as it is, nobody else can get its number.
+    The leftovers are killed while the child is still a zombie: as long as it is, no other process can get its number.
     """
     try:
         if hasattr(os, "waitid"):

@@ -128,7 +128,7 @@ def _memory_shown(assignments: Sequence[Assignment]) -> Iterator[Originals | Non
 
 
 _FROZEN_BY_PYTHON = 2000
-"""Python 3.12 starts with some hundred frozen objects; whoever freezes a heap with torch in it has 200,000."""
+"""Python 3.12 starts with some hundred frozen objects; a frozen heap with torch in it has 200,000."""
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class ZygoteGroup(WorkerGroup):
             self._zygote_status = reap_with_group(self._zygote)
         ended = self._read_reports()
         if self._zygote_status is not None and self._alive:
-            # Without its zygote no worker lives (they die with it), and nobody is left to tell how each one ended.
+            # Without its zygote no worker lives (they die with it), and how each one ended is not known.
             ended += [(rank, self._zygote_status) for rank in sorted(self._alive)]
             self._alive.clear()
         return ended

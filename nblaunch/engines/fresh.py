@@ -4,7 +4,7 @@
            ── call file: the function and its arguments, by cloudpickle (may import the user's modules)
 
 As a *zygote* (forkserver) it loads the call once and forks all workers from itself, so that they share one model, and
-tells the kernel of each one's start and end; where loading the call has used the device, it starts fresh workers
+reports each one's start and end to the kernel; where loading the call has used the device, it starts fresh workers
 instead. As a *worker* (spawn) it is itself the one rank of its assignment.
 """
 
@@ -36,7 +36,7 @@ from nblaunch.worker import bootstrap, guard, shell, stdio
 from nblaunch.worker.failure import describe_failure
 
 REPORT = struct.Struct("<iii")
-"""What a zygote tells the kernel: kind, rank, and a process id or an exit code."""
+"""What a zygote reports to the kernel: kind, rank, and a process id or an exit code."""
 
 STARTED, ENDED = 0, 1
 
@@ -83,7 +83,7 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
         restore_random_states(pickle.loads(boot.random_states))
         pids = _start_workers(boot, call, call_fd)
     except BaseException as error:
-        # Nobody runs yet who could tell: the zygote speaks for the first rank.
+        # No worker runs yet that could report it: the zygote does for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         stdio.flush()
         os._exit(1)

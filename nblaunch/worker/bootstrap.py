@@ -192,7 +192,7 @@ class _Worker:
             return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
 
     def _note(self, text: str) -> None:
-        """What happens on all ranks alike is told by the first."""
+        """Report what happens on all ranks alike from the first one."""
         if self.assignment.rank == 0:
             self.sender.send(Note.of_job(text))
 

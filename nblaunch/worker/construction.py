@@ -8,8 +8,8 @@ N workers that build the same model at once hold it N times on the host before t
 device. Passing the model avoids that altogether; this is for functions that don't. Small models never wait, nor does
 anything where memory is plenty.
 
-A turn ends when the model is on its device, and before anything that ranks do together: whoever holds it must never
-wait for one that waits for it. Where a function waits for other ranks in a way that nobody here sees, patience runs
+A turn ends when the model is on its device, and before anything that ranks do together: its holder must never
+wait for one that waits for it. Where a function waits for other ranks in a way that is not seen here, patience runs
 out and the waiting worker goes on.
 """
 
@@ -39,7 +39,7 @@ class Construction:
         fd: of the board, on which turns are taken.
         num_workers: on this machine.
         takes_turns: whether models leave the host's memory when they are prepared, so that waiting is of use.
-        note: takes a sentence for the person.
+        note: takes a sentence for the user.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ _CONSEQUENCE_WORDS = (
 
 
 def describe_failure(rank: int, error: BaseException) -> Failed:
-    """The event that tells the launcher about ``error``."""
+    """Return the event that reports ``error`` to the launcher."""
     return replace(_described(rank, error, ()), exception=exceptions.dump(error))
 
 
@@ -56,16 +56,16 @@ def tell_failure(
     A message that is too long to be shown is written to a file beside ``log_path``.
 
     Of an exception that takes for ever to be pickled, only the text is sent: its own code may wait for a lock that
-    nobody releases any more, and the other ranks would wait for this one.
+    will never be released, and the other ranks would wait for this one.
     """
-    told = _folded(_described(rank, error, evidence), error, Path(log_path).with_suffix(".message"))
-    timer = threading.Timer(_PATIENCE_S, send, (told,))
+    event = _folded(_described(rank, error, evidence), error, Path(log_path).with_suffix(".message"))
+    timer = threading.Timer(_PATIENCE_S, send, (event,))
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be had, for want of memory maybe: then without that patience
         timer.start()
     exception = exceptions.dump(error)
     timer.cancel()
-    send(replace(told, exception=exception))
+    send(replace(event, exception=exception))
 
 
 def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Failed:
@@ -80,19 +80,19 @@ def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Fa
     )
 
 
-def _folded(told: Failed, error: BaseException, path: Path) -> Failed:
-    """``told``, of whose message, if it is too long, only the ends are left, and where the whole of it is."""
+def _folded(event: Failed, error: BaseException, path: Path) -> Failed:
+    """Return ``event``, of whose message, if it is too long, only the ends are left, and where the whole of it is."""
     with suppress(BaseException):  # its own code; then there is no message
         message = str(error)
         if len(message) > MAX_CHARACTERS:
             where = _written(message, path)
             info = replace(
-                told.info,
+                event.info,
                 message=f"{shortened(message, _FOLDED_CHARACTERS)}\n{where}",
-                text=f"{shortened(told.info.text, _FOLDED_CHARACTERS)}\n{where}\n",
+                text=f"{shortened(event.info.text, _FOLDED_CHARACTERS)}\n{where}\n",
             )
-            return replace(told, info=info)
-    return told
+            return replace(event, info=info)
+    return event
 
 
 def _written(message: str, path: Path) -> str:

@@ -104,7 +104,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def be_first_to_go() -> None:
-    """When memory runs out, have the system kill a worker, not the kernel with everything the person has in it.
+    """When memory runs out, have the system kill a worker, not the kernel with everything the user has in it.
 
     Raising one's own score needs no privilege. Source: proc_pid_oom_score_adj(5).
     """

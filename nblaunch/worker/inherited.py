@@ -1,6 +1,6 @@
 """What a forked worker inherits from the kernel and must forget.
 
-A fork copies memory, not threads, sockets' peers or anybody's intentions. Each function here knows one library, looks
+A fork copies memory, not threads and sockets' peers. Each function here knows one library, looks
 at it only if the kernel has imported it, and leaves the worker as if it had been started on its own.
 """
 
@@ -43,7 +43,7 @@ def forget(kernel_streams: Iterable[Any]) -> None:
 def _become_main_thread() -> None:
     """A worker of a background job was forked from a daemon thread, and threads inherit that.
 
-    Then nobody would wait for a thread of the function that still writes a file when the function returns.
+    Then nothing would wait for a thread of the function that still writes a file when the function returns.
     """
     threading.main_thread()._daemonic = False  # type: ignore[attr-defined]
 
@@ -67,7 +67,7 @@ def _leave_interactive_mode() -> None:
 
 
 def _refuse_input() -> None:
-    """Nobody could answer: several workers run at once, and the kernel asks the front end for one at a time."""
+    """Input can't be answered: several workers run at once, and the kernel asks the front end for one at a time."""
 
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
@@ -221,7 +221,7 @@ _had_accelerator = False
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """What the kernel has to do with ``error``: a line for the person where it was an Accelerator made there."""
+    """What the kernel has to do with ``error``: a line for the user where it was an Accelerator made there."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

@@ -1,6 +1,6 @@
 """Signs of progress that code shows which knows nothing of nblaunch: steps of optimizers, bars of tqdm that advance.
 
-They go to the rank's slot of the board, where the launcher tells a rank that works from one that hangs.
+They go to the rank's slot of the board, by which the launcher distinguishes a rank that works from one that hangs.
 """
 
 from __future__ import annotations

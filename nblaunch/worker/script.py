@@ -25,7 +25,7 @@ class Script:
         target: path of a script as it was given, or name of a module.
         arguments: what follows it on the command line.
         is_module: ``target`` is a module, as for ``python -m``.
-        folder: the working folder of the person, in which the module is looked for.
+        folder: the working folder of the caller, in which the module is looked for.
     """
 
     target: str

@@ -19,7 +19,7 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 class EventPublisher:
     """Takes the place of IPython's display publisher: mimebundles become events.
 
-    Widgets are told as text: a front end asks the kernel for what a view shows, and this one lives in a worker.
+    Widgets are sent as text: a front end asks the kernel for what a view shows, and this one lives in a worker.
     """
 
     def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
