@@ -1,10 +1,10 @@
-"""The parent side of a launch: checking, supervising, diagnosing, and the job that a person holds.
+"""The parent side of a launch: checking, supervising, diagnosing, and the job that the caller holds.
 
     preflight               can it work here, and how?
-    job                     what the person holds: a future
+    job                     what the caller holds: a future
       course                its attempts, one after the other, until one counts; then the trained weights
         attempt             one start of the workers: their store (rendezvous), pipes, engine and logs (joblog)
-          supervisor        the one wait loop while they run: requests of people, the way down (stop_ladder), SIGTERM
+          supervisor        the one wait loop while they run: requests, escalation of stops, SIGTERM
                             (termination), what they take of the host (memory_watch) and its devices (device_watch)
     diagnosis/              why it failed, or makes no progress
 

@@ -49,8 +49,8 @@ class Attempt:
         num_threads: CPU threads of each.
         weights_of: places of the modules in the arguments whose weights are wanted back.
         log: the job's log folder.
-        requests: what people ask of the job.
-        tell: takes every event.
+        requests: requests to the job.
+        emit: takes every event.
         show: takes the board's samples.
         saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
         peers: the other nodes of the job, where there are any.
@@ -66,7 +66,7 @@ class Attempt:
     weights_of: tuple[Place, ...]
     log: JobLog
     requests: StopRequests
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     show: Callable[[Sequence[Sample]], None]
     saved: SavedCall | None = None
     peers: Peers | None = None
@@ -96,7 +96,7 @@ class Attempt:
                 self._guardian.stay()
             outcomes = _collect(self._assignments, report)
         for line in self._balance.lines():
-            self.tell(Note.of_job(line, "warning"))
+            self.emit(Note.of_job(line, "warning"))
         return report, outcomes
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Attempt:
             board=board,
             rendezvous=rendezvous,
             requests=self.requests,
-            tell=partial(self._tell_with, guardian, group),
+            emit=partial(self._emit_with, guardian, group),
             show=partial(self._show_with, watch),
             settle=partial(self._settle, guardian),
             grace_s=self.spec.interrupt_grace_s,
@@ -171,7 +171,7 @@ class Attempt:
             shown = ", ".join(found[:_SHOWN]) + (
                 f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             )
-            self.tell(Note.of_job(f"ended with the job, though out of the workers' process groups: {shown}"))
+            self.emit(Note.of_job(f"ended with the job, though out of the workers' process groups: {shown}"))
 
     def _host(self, stack: ExitStack) -> RendezvousHost | None:
         """Listen for workers that want the store; None where another machine does."""
@@ -188,7 +188,7 @@ class Attempt:
     def _show_with(self, watch: DeviceWatch, samples: Sequence[Sample]) -> None:
         self.show(samples)
         for event in watch.look():
-            self.tell(event)
+            self.emit(event)
 
     def _settle(self, guardian: Guardian) -> None:
         """What workers do not wait for, and the shortest jobs do without."""
@@ -197,13 +197,13 @@ class Attempt:
         try:
             self.log.prune()
         except OSError as error:  # old logs are no reason to end a job
-            self.tell(Note.of_job(f"logs of earlier jobs could not be removed: {error}", "warning"))
+            self.emit(Note.of_job(f"logs of earlier jobs could not be removed: {error}", "warning"))
 
-    def _tell_with(self, guardian: Guardian, group: WorkerGroup, event: Event) -> None:
+    def _emit_with(self, guardian: Guardian, group: WorkerGroup, event: Event) -> None:
         if isinstance(event, (Started, Exited)):
             own = {event.pid} if isinstance(event, Started) else set()  # a forkserver may report it later
             guardian.watch_only(own.union(group.process_groups()))
-        self.tell(event)
+        self.emit(event)
 
     def _assign(
         self, stack: ExitStack, worker_ends: ExitStack, board: Board, place: Topology

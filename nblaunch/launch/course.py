@@ -44,7 +44,7 @@ class Ending:
         error: what the job's result raises; None if there is one.
         failed_rank: the rank with the root cause of a failure.
         headline: one line about the failure; empty = the error's own text.
-        is_early: it was done before its time, because somebody asked for that.
+        is_early: it was done before its time, because that was requested.
         values: rank -> what its function returned, of a job that is done.
         weights: place in the arguments -> trained state dict of a module that did not fit the kernel's any more.
     """
@@ -69,8 +69,8 @@ class Course:
         spec: what to run.
         plan: how.
         log: where its logs go.
-        requests: what people ask of it.
-        tell: takes every event.
+        requests: requests to the job.
+        emit: takes every event.
         show: takes the board's samples.
         set_free: called when other machines are waited for, which a cell need not do.
         run_attempts: runs the attempts of a launch on several machines.
@@ -86,7 +86,7 @@ class Course:
         *,
         log: JobLog,
         requests: StopRequests,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
         set_free: Callable[[], None],
         run_attempts: AttemptsRunner | None = None,
@@ -101,7 +101,7 @@ class Course:
         self.pids: dict[int, int] = {}
         self.log = log
         self.requests = requests
-        self._tell_job = tell
+        self._emit_job = emit
         self.show = show
         self.set_free = set_free
         self._run_attempts = run_attempts
@@ -226,7 +226,7 @@ class Course:
             weights_of=tuple(self.plan.modules),
             log=self.log,
             requests=self.requests,
-            tell=self.emit,
+            emit=self.emit,
             show=self.show,
             saved=self._saved,
             peers=peers,
@@ -322,7 +322,7 @@ class Course:
         """Send an event to the listeners."""
         if isinstance(event, Started):
             self.pids[event.rank] = event.pid
-        self._tell_job(event)
+        self._emit_job(event)
 
 
 def _unsent(report: AttemptReport) -> dict[Place, str]:

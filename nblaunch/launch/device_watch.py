@@ -1,6 +1,6 @@
 """How busy the workers' devices are, looked at from outside while they run.
 
-A look costs about a millisecond (NVML for GPUs). What a worker has taken of its device's memory it tells by itself.
+A look costs about a millisecond (NVML for GPUs). What a worker has taken of its device's memory it reports by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DeviceWatch:
         self._meter: DeviceMeter = backend.open_meter()
 
     def look(self) -> list[DeviceUse]:
-        """What there is to tell about each rank; nothing most of the time."""
+        """Return what there is to report about each rank; nothing most of the time."""
         if self._clock() < self._next_s:
             return []
         self._next_s = self._clock() + _INTERVAL_S
@@ -47,12 +47,12 @@ class DeviceWatch:
         # One that can't be read, as a GPU that is lost, must not move the others to its neighbours' ranks.
         count = self._meter.num_devices or len(readings)
         placed = {index if one.position is None else one.position: one for index, one in enumerate(readings)}
-        told = []
+        events = []
         for local_rank in range(self._num_workers if readings else 0):
             reading = placed.get(local_rank % count)
             if reading is not None and reading.utilisation is not None:
-                told.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
-        return told
+                events.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
+        return events
 
     def close(self) -> None:
         """Stop reading."""

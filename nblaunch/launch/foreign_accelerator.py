@@ -1,7 +1,7 @@
 """An Accelerator of Hugging Face Accelerate that was made in the notebook and is on its way into workers.
 
 It describes the kernel's own process. In a forked worker its state is gone, since that would be of no use there;
-pickled into a fresh one it would train alone on each rank, and nobody would notice. (nblaunch's own tells by itself.)
+pickled into a fresh one it would train alone on each rank, unnoticed. (nblaunch's own notices by itself.)
 """
 
 from __future__ import annotations

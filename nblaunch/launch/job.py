@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Whoever wants to know what happens: dashboards, tests. Must not raise, nor block for long."""
+    """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
 
     def on_event(self, event: Event) -> None:
         """Something happened, in the order in which it did on each rank."""
@@ -76,7 +76,7 @@ class Job:
             plan,
             log=self._log,
             requests=self._requests,
-            tell=self._tell,
+            emit=self._emit,
             show=self._show,
             set_free=self._has_started.set,
             run_attempts=run_attempts,
@@ -96,7 +96,7 @@ class Job:
         """How it was to be run; of a job that has ended, without the modules in its arguments."""
         return self._course.plan
 
-    # --- for the person ------------------------------------------------------------------------------------------
+    # --- for users ------------------------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end and return rank 0's value (every rank's, in a list, if launched with ``return_all``).
@@ -391,7 +391,7 @@ class Job:
         # An error of another process has no traceback; one of the function run inline begins at the function.
         self._traceback = without_own_frames(error.__traceback__) if error is not None else None
         message = ending.headline or (f"{type(error).__name__}: {error}" if error is not None else "")
-        self._tell(
+        self._emit(
             JobFinished(
                 rank=-1,
                 time_s=time.time(),
@@ -405,7 +405,7 @@ class Job:
             listener.close()
         self._listeners = []
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if isinstance(event, Started):
             self._status = "running"
             self._has_started.set()

@@ -1,6 +1,6 @@
 """Modules that a function takes from the notebook without getting them in ``args``.
 
-Workers train such a module like any other, but nobody asked for its weights: what they learned ends with them. Only
+Workers train such a module like any other, but its weights were not asked for: what they learned ends with them. Only
 what is in plain sight is found: closures, global names, the object of a bound method, the arguments of a ``partial``.
 """
 
@@ -17,7 +17,7 @@ from nblaunch.wire.pickle_errors import captured_variables
 
 
 def sentence(function: Callable[..., Any], name: str) -> str:
-    """What to tell about the modules that ``function``, called ``name``, trained in workers only; empty if none."""
+    """Return a sentence about the modules that ``function``, called ``name``, trained in workers only; else empty."""
     modules = _modules(function)
     if not modules:
         return ""

@@ -34,7 +34,7 @@ class MemoryWatch:
     """Reads the memory of workers now and then.
 
     Args:
-        proportional_bytes: reads the true number of a process; None where the system does not tell it.
+        proportional_bytes: reads the true number of a process; None where the system does not report it.
         own_bytes: reads the size of its own pages, quickly; None where the process is gone.
         clock: seconds on a clock that never jumps.
     """
@@ -53,14 +53,14 @@ class MemoryWatch:
         self._next_read_s = self._next_look_s = 0.0
 
     def look(self, pids: Mapping[int, int]) -> list[HostMemory]:
-        """What there is to tell about the ranks in ``pids`` (rank -> process); nothing most of the time."""
+        """Return what there is to report about the ranks in ``pids`` (rank -> process); nothing most of the time."""
         now_s = self._clock()
         if now_s >= self._next_read_s:
             self._read_one(pids, now_s)
         if now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + _CHEAP_INTERVAL_S
-        return [told for rank, pid in pids.items() if (told := self._estimate(rank, pid)) is not None]
+        return [event for rank, pid in pids.items() if (event := self._estimate(rank, pid)) is not None]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
         """Read the rank whose number is the oldest, if it is old enough; the dearer it was, the later the next."""

@@ -37,7 +37,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their places.
-        detour: a sentence that says why workers are not forked, where nobody asked for that; empty otherwise.
+        detour: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
         warnings: what may go wrong, a sentence each.
@@ -238,7 +238,7 @@ def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
 
 
 def _first_use(backend: Backend) -> str:
-    """The line of the person's own code that first used the device in this process, if it was seen."""
+    """The line of the user's own code that first used the device in this process, if it was seen."""
     own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
     if not own:
         return ""
@@ -291,5 +291,5 @@ def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_process
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
-    """A share of the cores for each worker, unless somebody said otherwise."""
+    """A share of the cores for each worker, unless it was given."""
     return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)

@@ -3,7 +3,7 @@ r"""The one wait loop of a running attempt.
     event pipes ──┐
     process ends ─┤                ┌──> listeners: events, log lines, board samples
     stop requests ┼──> wait loop ──┤
-    store socket ─┤                └──> signals to workers, by the ladder
+    store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
 
 Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
@@ -30,11 +30,11 @@ from nblaunch.launch.diagnosis.inspection import Inspector
 from nblaunch.launch.diagnosis.report import AttemptReport
 from nblaunch.launch.diagnosis.stackdump import StackDump
 from nblaunch.launch.diagnosis.watchdog import Finding
+from nblaunch.launch.escalation import Escalation
 from nblaunch.launch.logtail import LogTail
 from nblaunch.launch.memory_watch import MemoryWatch
 from nblaunch.launch.rendezvous import RendezvousHost
 from nblaunch.launch.requests import StopRequests
-from nblaunch.launch.stop_ladder import StopLadder
 from nblaunch.launch.termination import Termination
 from nblaunch.topology import Topology
 from nblaunch.wire import descriptors
@@ -47,7 +47,7 @@ _SETTLE_S = 0.025
 """From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
 
 _BUSY_TICK_S = 0.01
-"""While ranks are being asked something and answer through memory or files, which wake nobody."""
+"""While ranks are being asked something and answer through memory or files, which do not wake the loop."""
 
 _POLL_S = 0.02
 """Between polls where the system can't wake us at the end of a process."""
@@ -97,8 +97,8 @@ class Supervisor:
         tails: rank -> its log.
         board: its progress.
         rendezvous: the store that workers may ask for; None where another machine hosts it.
-        requests: what people ask for.
-        tell: takes every event, for the listeners.
+        requests: requests to the job.
+        emit: takes every event, for the listeners.
         show: takes the board's samples, 10 times a second.
         settle: called once, when the workers have had a moment to start in.
         grace_s: seconds that workers have for their ``finally`` blocks.
@@ -117,7 +117,7 @@ class Supervisor:
         board: Board,
         rendezvous: RendezvousHost | None,
         requests: StopRequests,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         show: Callable[[Sequence[Sample]], None],
         settle: Callable[[], None],
         grace_s: float,
@@ -132,7 +132,7 @@ class Supervisor:
         self._board = board
         self._rendezvous = rendezvous
         self._requests = requests
-        self._tell = tell
+        self._emit = emit
         self._show = show
         self._settle = settle
         self._settle_at: float | None = None
@@ -149,7 +149,7 @@ class Supervisor:
         self._num_outputs = dict.fromkeys(receivers, 0)
         self._num_metrics = dict.fromkeys(receivers, 0)
         self._alive = set(receivers)
-        self._ladder: StopLadder | None = None
+        self._escalation: Escalation | None = None
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
         self._interrupts_seen = 0
@@ -180,10 +180,10 @@ class Supervisor:
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._reap()
-            self._heed_requests()
+            self._handle_requests()
             self._check_peers()
             self._look_at_clock()
-            self._step_down()
+            self._escalate()
             self._abandon_unkillable()
             self._follow_up()
 
@@ -212,8 +212,8 @@ class Supervisor:
 
     def _timeout(self) -> float:
         until = self._next_tick if self._settle_at is None else self._settle_at
-        if self._ladder is not None:
-            step = self._ladder.next_s(self._alive, self._has_noticed)
+        if self._escalation is not None:
+            step = self._escalation.next_s(self._alive, self._has_noticed)
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
@@ -225,13 +225,13 @@ class Supervisor:
 
     def _listener_to(self, rank: int) -> Callable[[], None]:
         def listen() -> None:
-            if self._hear(rank):
+            if self._receive(rank):
                 self._selector.unregister(self._receivers[rank].fd)
 
         return listen
 
-    def _hear(self, rank: int) -> bool:
-        """Take in what a rank has said; whether it has said its last."""
+    def _receive(self, rank: int) -> bool:
+        """Handle the events of a rank; returns whether its pipe was closed."""
         events, is_closed = self._receivers[rank].receive()
         for event in events:
             if isinstance(event, Started):
@@ -245,7 +245,7 @@ class Supervisor:
                 self._begin_stop_after_failure()
             counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
             counts[rank] += 1
-            self._tell(event)
+            self._emit(event)
         return is_closed
 
     def _host_store(self, rendezvous: RendezvousHost) -> None:
@@ -262,11 +262,11 @@ class Supervisor:
             self.report.exits[rank] = (status, now)
             if self._receivers[rank].fd in self._selector.get_map():
                 self._listener_to(rank)()  # its last words, before anything is concluded from its end
-            self._tell(Exited(rank=rank, time_s=now, status=status))
+            self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self.report.finished:
                 self._begin_stop_after_failure()
 
-    def _heed_requests(self) -> None:
+    def _handle_requests(self) -> None:
         requests = self._requests
         if requests.terminations and self._termination is None:
             self._begin_termination()
@@ -274,14 +274,14 @@ class Supervisor:
             self._note(text)
         if requests.is_cancelled and not self.report.cancelled:
             self.report.cancelled = True
-            self._ladder = StopLadder.kill(time.monotonic())
+            self._escalation = Escalation.kill(time.monotonic())
         if requests.interrupts > self._interrupts_seen:
             self._interrupts_seen = requests.interrupts
             self.report.interrupted = True
             now = time.monotonic()
             is_second = requests.interrupts > 1  # also where both came before this look
-            self._ladder = (
-                StopLadder.kill(now) if is_second else StopLadder.after_interrupt(now, self._grace_s)
+            self._escalation = (
+                Escalation.kill(now) if is_second else Escalation.after_interrupt(now, self._grace_s)
             )
         if requests.wants_stop and self._agreement is None:
             slots = {rank: self._board.slot(rank) for rank in self._receivers}
@@ -300,7 +300,7 @@ class Supervisor:
         self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
 
     def _note(self, text: str) -> None:
-        self._tell(Note.of_job(text))
+        self._emit(Note.of_job(text))
 
     def _check_peers(self) -> None:
         if self._peers is None:
@@ -311,13 +311,13 @@ class Supervisor:
             self._begin_stop_after_failure()
 
     def _begin_stop_after_failure(self) -> None:
-        if self._ladder is None:
-            self._ladder = StopLadder.after_failure(time.monotonic(), self._grace_s)
+        if self._escalation is None:
+            self._escalation = Escalation.after_failure(time.monotonic(), self._grace_s)
 
-    def _step_down(self) -> None:
-        if self._ladder is None:
+    def _escalate(self) -> None:
+        if self._escalation is None:
             return
-        for rank, signum in self._ladder.due(time.monotonic(), self._alive, self._has_noticed):
+        for rank, signum in self._escalation.due(time.monotonic(), self._alive, self._has_noticed):
             self.report.signalled.setdefault(rank, time.time())
             if signum == signal.SIGKILL:
                 self._killed_s.setdefault(rank, time.monotonic())
@@ -338,8 +338,8 @@ class Supervisor:
         self.report.unkillable[rank] = text
         now, status = time.time(), ExitStatus(-signal.SIGKILL)
         self.report.exits[rank] = (status, now)
-        self._tell(Note.of_job(text, "warning"))
-        self._tell(Exited(rank=rank, time_s=now, status=status))
+        self._emit(Note.of_job(text, "warning"))
+        self._emit(Exited(rank=rank, time_s=now, status=status))
 
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0
@@ -380,8 +380,8 @@ class Supervisor:
             return
         lines = self._describe(positions, finding.busy)
         text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
-        self._tell(Note.of_job(text, "hang"))
-        if finding.hung and self._stops_on_hang and self._ladder is None:
+        self._emit(Note.of_job(text, "hang"))
+        if finding.hung and self._stops_on_hang and self._escalation is None:
             # Where every function has returned there is a result, and weights alone are late.
             self.report.hang = tuple(lines) if self._alive - self.report.finished.keys() else ()
             self._begin_stop_after_failure()
@@ -412,11 +412,11 @@ class Supervisor:
             events = tail.read()
             self._num_outputs[rank] += len(events)
             for event in events:
-                self._tell(event)
+                self._emit(event)
         samples = self._sample()
         self._show(samples)
         for event in self._memory_watch.look(self._answering()):
-            self._tell(event)
+            self._emit(event)
         if self._inspector.look(
             time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
         ):
@@ -432,7 +432,7 @@ class Supervisor:
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""
-        if self._ladder is not None or not self._alive <= self.report.delivered:
+        if self._escalation is not None or not self._alive <= self.report.delivered:
             self._lingering_since = None
             return
         now = time.monotonic()
@@ -448,10 +448,10 @@ class Supervisor:
 
     def _drain(self) -> None:
         for rank in self._receivers:
-            self._hear(rank)
+            self._receive(rank)
         for tail in self._tails.values():
             for event in tail.read_rest():
-                self._tell(event)
+                self._emit(event)
         self.report.last_samples = self._sample()
         self._show(self.report.last_samples)
 

@@ -2,7 +2,7 @@
 
 SIGTERM ──> ranks that handle SIGTERM themselves get it
         ──> ``accelerator.should_stop`` turns true, at the same step on every rank
-        ──> when the grace is over, or at once where nobody listens: an interrupt, with its own way down
+        ──> when the grace is over, or at once where no rank handles it: an interrupt, with its own way down
 """
 
 from __future__ import annotations

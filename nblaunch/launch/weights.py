@@ -21,10 +21,10 @@ def trainable_bytes(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
-def join(told: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[str, Any]]:
-    """State dicts from what every rank told, by place: tensors as they are, parts of one as :class:`Pieces`."""
+def join(sent: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[str, Any]]:
+    """Return state dicts from what every rank sent, by place: tensors as they are, parts of one as :class:`Pieces`."""
     joined: dict[Place, dict[str, Any]] = {}
-    for one in told:
+    for one in sent:
         for place, state in one.items():
             names = joined.setdefault(place, {})
             for name, value in state.items():
@@ -50,7 +50,7 @@ class LoadedBack:
     """What became of weights that came back.
 
     Args:
-        lines: a line for the person about each module that is an argument, and about all inside one together.
+        lines: a line for the user about each module that is an argument, and about all inside one together.
         warnings: a line about each module whose weights are not back, or not all of them.
         places: of the modules that have their weights.
     """

@@ -70,7 +70,7 @@ def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: 
         board=board,
         rendezvous=None,
         requests=requests,
-        tell=events.append,
+        emit=events.append,
         show=lambda samples: None,
         settle=lambda: None,
         grace_s=0.1,

@@ -30,7 +30,7 @@ _LINE = 200  # characters
 # Of an error that ends a process from C++, as NCCL's watchdog does: one line says what it was, a dozen where.
 _NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
 _NATIVE_ERROR = re.compile(r"\s*what\(\): ")
-_SAID = 600
+_NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _HEADLINE = 500  # characters
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
@@ -135,7 +135,7 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
 
 
 def _shm_evidence(root: RootCause) -> list[str]:
-    """A full /dev/shm kills by SIGBUS whoever writes to it next."""
+    """A full /dev/shm kills by SIGBUS the next process that writes to it."""
     if root.status is None or root.status.signal_name != "SIGBUS":
         return []
     line = memory.shm_line(memory.read_facts())
@@ -153,10 +153,10 @@ def _last_lines(log: JobLog, rank: int, attempt: int) -> list[str]:
     path = log.log_path(rank, attempt)
     text = read_log(path, max_bytes=_LAST_BYTES)
     lines = [line for line in text.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
-    told = [line[: _SAID if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
+    shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
     refusal = disk.refuses_growth(path, _LINE)
     lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
-    return (["Its last lines:", *(f"    {line}" for line in told)] if told else []) + lost
+    return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
 
 
 def _crash_stack(log: JobLog, rank: int, attempt: int) -> list[str]:

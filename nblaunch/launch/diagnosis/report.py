@@ -21,9 +21,9 @@ class AttemptReport:
         failed: ranks whose function raised, in order of arrival.
         exits: how each process ended, and when that was seen.
         signalled: rank -> when it was first sent a signal by the launcher, for those that were.
-        interrupted: a person interrupted the job.
-        cancelled: a person cancelled it.
-        stopped_early: all ranks were told, at the same step, to leave their loops, because somebody asked for that.
+        interrupted: the job was interrupted.
+        cancelled: it was cancelled.
+        stopped_early: all ranks were asked, at the same step, to leave their loops.
         last_samples: the last sample of the board.
         memory: of host and workers while it ran.
         unkillable: rank -> a sentence about its process, which SIGKILL did not end and which was left behind.
@@ -47,7 +47,7 @@ class AttemptReport:
 
     @property
     def is_success(self) -> bool:
-        """Whether the function returned on every rank, and nobody stopped the job."""
+        """Whether the function returned on every rank, and the job was not stopped."""
         return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
 
     @property

@@ -25,7 +25,7 @@ def rebuild(failed: Failed, notes: Sequence[str], *, is_remote: bool = False) ->
     Causes, and the members of a group, have theirs as well.
 
     Args:
-        failed: what the worker told.
+        failed: what the worker reported.
         notes: lines added to the exception: rank, process, host, log, other ranks.
         is_remote: it happened on another machine: only its text has come, and the class is the one that this
             process knows by that name.
@@ -88,7 +88,7 @@ def _from_text(info: ExceptionInfo) -> BaseException | None:
 
 
 def _with_text(error: BaseException, message: str) -> BaseException:
-    """``error``, with ``message`` for its text where its own can't be made, or is longer than anybody reads.
+    """``error``, with ``message`` for its text where its own can't be made, or is too long to be read.
 
     ipykernel calls ``str``: it fails if that raises, and puts all that comes into the notebook. The exception becomes
     one of a class that differs from its own in nothing else; its ``args`` stay whole.

@@ -1,4 +1,4 @@
-"""What went wrong first, and what it means. Pure functions over a report; they signal nobody and print nothing."""
+"""What went wrong first, and what it means. Pure functions over a report; they send no signal and print nothing."""
 
 from __future__ import annotations
 

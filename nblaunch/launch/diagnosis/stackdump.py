@@ -24,7 +24,7 @@ class StackDump:
     """One collection. ``poll`` it until :attr:`is_done`; it never waits.
 
     Args:
-        pids: rank -> process; only ranks that have said ``Started``, whose handler is in place. (To any other
+        pids: rank -> process; only ranks that have sent ``Started``, whose handler is in place. (To any other
             process the signal would be deadly.)
         paths: rank -> the file that its faulthandler writes to.
     """

@@ -5,7 +5,7 @@
 
 Processor time and output are no progress: a rank that waits for ever may well have a thread that computes or prints.
 They only decide how sure the report is. Each rank without progress is looked at three times before it is judged, so
-that a stack that never changes can be told from one that moves.
+that a stack that never changes can be distinguished from one that moves.
 """
 
 from __future__ import annotations

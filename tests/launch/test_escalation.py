@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.stop_ladder import COLLECT_S, DEAF_GRACE_S, TERM_GRACE_S, StopLadder
+from nblaunch.launch.escalation import COLLECT_S, TERM_GRACE_S, UNRESPONSIVE_GRACE_S, Escalation
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 
 
 def walk(
-    ladder: StopLadder, noticed: set[int], alive: set[int], until_s: float
+    escalation: Escalation, noticed: set[int], alive: set[int], until_s: float
 ) -> list[tuple[float, int, int]]:
-    """Follow the ladder by its own timetable: (time, rank, signal)."""
+    """Follow the escalation by its own timetable: (time, rank, signal)."""
     sent, now = [], 100.0
     while now <= 100.0 + until_s:
         sent += [
             (round(now - 100.0, 6), rank, number)
-            for rank, number in ladder.due(now, alive, noticed.__contains__)
+            for rank, number in escalation.due(now, alive, noticed.__contains__)
         ]
-        following = ladder.next_s(alive, noticed.__contains__)
+        following = escalation.next_s(alive, noticed.__contains__)
         if following is None:
             break
         assert following > now, "a step that is due was not given out"
@@ -32,14 +32,14 @@ def walk(
 
 
 def test_after_an_interrupt_everyone_has_the_whole_grace() -> None:
-    sent = walk(StopLadder.after_interrupt(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
+    sent = walk(Escalation.after_interrupt(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     expected = [(0.0, INT), (5.0, TERM), (5.0 + TERM_GRACE_S, KILL)]
     for rank in (0, 1):
         assert [(at, number) for at, who, number in sent if who == rank] == expected
 
 
 def test_after_a_failure_the_deaf_have_less() -> None:
-    sent = walk(StopLadder.after_failure(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
+    sent = walk(Escalation.after_failure(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     assert [(at, number) for at, who, number in sent if who == 0] == [
         (COLLECT_S, INT),
         (COLLECT_S + 5.0, TERM),
@@ -47,30 +47,30 @@ def test_after_a_failure_the_deaf_have_less() -> None:
     ]
     assert [(at, number) for at, who, number in sent if who == 1] == [
         (COLLECT_S, INT),
-        (COLLECT_S + DEAF_GRACE_S, TERM),
-        (COLLECT_S + DEAF_GRACE_S + TERM_GRACE_S, KILL),
+        (COLLECT_S + UNRESPONSIVE_GRACE_S, TERM),
+        (COLLECT_S + UNRESPONSIVE_GRACE_S + TERM_GRACE_S, KILL),
     ]
 
 
 def test_a_short_grace_is_not_lengthened_for_the_deaf() -> None:
-    sent = walk(StopLadder.after_failure(100.0, 0.0), noticed=set(), alive={0}, until_s=60)
+    sent = walk(Escalation.after_failure(100.0, 0.0), noticed=set(), alive={0}, until_s=60)
     assert [at for at, _, number in sent if number == TERM] == [COLLECT_S]
 
 
 def test_killing_waits_for_nothing() -> None:
-    ladder = StopLadder.kill(100.0)
-    assert ladder.due(100.0, [3, 5], lambda rank: True) == [(3, KILL), (5, KILL)]
-    assert ladder.due(200.0, [3, 5], lambda rank: True) == []
-    assert ladder.next_s([3, 5], lambda rank: True) is None
+    escalation = Escalation.kill(100.0)
+    assert escalation.due(100.0, [3, 5], lambda rank: True) == [(3, KILL), (5, KILL)]
+    assert escalation.due(200.0, [3, 5], lambda rank: True) == []
+    assert escalation.next_s([3, 5], lambda rank: True) is None
 
 
 def test_a_rank_that_notices_late_keeps_its_place() -> None:
-    ladder = StopLadder.after_failure(100.0, 5.0)
+    escalation = Escalation.after_failure(100.0, 5.0)
     noticed: set[int] = set()
-    assert ladder.due(100.0 + COLLECT_S, [0], noticed.__contains__) == [(0, INT)]
+    assert escalation.due(100.0 + COLLECT_S, [0], noticed.__contains__) == [(0, INT)]
     noticed.add(0)
-    assert ladder.due(100.0 + COLLECT_S + DEAF_GRACE_S, [0], noticed.__contains__) == []
-    assert ladder.next_s([0], noticed.__contains__) == pytest.approx(100.0 + COLLECT_S + 5.0)
+    assert escalation.due(100.0 + COLLECT_S + UNRESPONSIVE_GRACE_S, [0], noticed.__contains__) == []
+    assert escalation.next_s([0], noticed.__contains__) == pytest.approx(100.0 + COLLECT_S + 5.0)
 
 
 @given(
@@ -81,10 +81,10 @@ def test_a_rank_that_notices_late_keeps_its_place() -> None:
 def test_each_signal_is_sent_once_in_order_and_never_early(
     grace_s: float, looks_s: list[float], noticed: set[int]
 ) -> None:
-    ladder = StopLadder.after_interrupt(0.0, grace_s)
+    escalation = Escalation.after_interrupt(0.0, grace_s)
     sent: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(4)}
     for now in looks_s:
-        for rank, number in ladder.due(now, range(4), noticed.__contains__):
+        for rank, number in escalation.due(now, range(4), noticed.__contains__):
             sent[rank].append((now, number))
     earliest = {INT: 0.0, TERM: grace_s, KILL: grace_s + TERM_GRACE_S}
     for signals in sent.values():

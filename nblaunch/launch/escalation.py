@@ -1,4 +1,4 @@
-"""The way down: SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL. Pure arithmetic over time; sends nothing."""
+"""Escalation of a stop: SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL. Pure arithmetic; sends nothing."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ TERM_GRACE_S = 1.0
 """From SIGTERM to SIGKILL. SIGTERM already ends a worker that has no handler of its own."""
 
 COLLECT_S = 0.3
-"""After the first failure: time for other ranks to tell of theirs before anybody is signalled."""
+"""After the first failure: time for other ranks to report theirs before any is signalled."""
 
-DEAF_GRACE_S = 0.7
+UNRESPONSIVE_GRACE_S = 0.7
 """After a failure: for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a collective
 that will never end, and no ``finally`` of theirs is running."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """At ``at_s`` after the ladder began, send ``signum``."""
+    """At ``at_s`` after the escalation began, send ``signum``."""
 
     at_s: float
     signum: int
 
 
 @dataclass
-class StopLadder:
+class Escalation:
     """When which rank gets which signal.
 
     Args:
-        began_s: ``time.monotonic()`` when the way down began.
+        began_s: ``time.monotonic()`` when it began.
         steps: for ranks whose Python code noticed SIGINT.
-        deaf_steps: for ranks that did not.
+        unresponsive_steps: for ranks that did not.
     """
 
     began_s: float
     steps: tuple[Step, ...]
-    deaf_steps: tuple[Step, ...]
+    unresponsive_steps: tuple[Step, ...]
     _taken: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def after_interrupt(cls, now_s: float, grace_s: float) -> StopLadder:
-        """A person interrupted: SIGINT at once, and the whole grace for everyone."""
-        steps = _way_down(0.0, grace_s)
+    def after_interrupt(cls, now_s: float, grace_s: float) -> Escalation:
+        """The user interrupted: SIGINT at once, and the whole grace for all ranks."""
+        steps = _from_interrupt(0.0, grace_s)
         return cls(now_s, steps, steps)
 
     @classmethod
-    def after_failure(cls, now_s: float, grace_s: float) -> StopLadder:
+    def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
         """A rank failed: collect the others' failures first; grace only where it can be of use."""
-        return cls(now_s, _way_down(COLLECT_S, grace_s), _way_down(COLLECT_S, min(grace_s, DEAF_GRACE_S)))
+        return cls(
+            now_s,
+            _from_interrupt(COLLECT_S, grace_s),
+            _from_interrupt(COLLECT_S, min(grace_s, UNRESPONSIVE_GRACE_S)),
+        )
 
     @classmethod
-    def kill(cls, now_s: float) -> StopLadder:
+    def kill(cls, now_s: float) -> Escalation:
         """SIGKILL at once."""
         steps = (Step(0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
@@ -81,10 +85,10 @@ class StopLadder:
         return min(times, default=None)
 
     def _steps(self, rank: int, noticed: Callable[[int], bool]) -> tuple[Step, ...]:
-        return self.steps if noticed(rank) else self.deaf_steps
+        return self.steps if noticed(rank) else self.unresponsive_steps
 
 
-def _way_down(first_s: float, grace_s: float) -> tuple[Step, ...]:
+def _from_interrupt(first_s: float, grace_s: float) -> tuple[Step, ...]:
     return (
         Step(first_s, signal.SIGINT),
         Step(first_s + grace_s, signal.SIGTERM),
