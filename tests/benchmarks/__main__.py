@@ -20,6 +20,7 @@ TITLES = {
     "step_overhead": "Step overhead",
     "gpu": "GPUs",
     "lotteries": "Lotteries",
+    "checkpoints": "Checkpoints under faults",
     "background": "Background jobs",
     "hangs": "Hangs",
     "questions": "Questions",

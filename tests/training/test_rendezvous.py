@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch import (
     Accelerator,
@@ -163,14 +163,34 @@ def test_the_main_process_waits_for_none_where_it_is_asked_not_to(tmp_path: Path
         assert "random_states_1.pkl" not in found
 
 
-def _save_where_the_main_process_does(folder: str) -> str:
-    accelerator = Accelerator()
-    return accelerator.save_state(f"{folder}_of_rank_{accelerator.process_index}")
+class Stream(IterableDataset):
+    """One without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
 
 
-def test_the_folder_is_that_of_the_main_process(tmp_path: Path) -> None:
-    expected = str(tmp_path / "state_of_rank_0")
-    assert ranks.run(_save_where_the_main_process_does, 2, str(tmp_path / "state")) == [expected, expected]
+def _save_to_folders_of_their_own(folder: str) -> tuple[str, list[list[int]], list[list[int]]]:
+    configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(dataloader_config=configuration)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    own = Path(f"{folder}_of_rank_{accelerator.process_index}")
+    own.mkdir()
+    rest = []
+    for number, batch in enumerate(loader):
+        if number == 2:
+            saved = accelerator.save_state(own)
+        elif number > 2:
+            rest.append(batch.tolist())
+    accelerator.load_state(own)
+    return saved, rest, [batch.tolist() for batch in loader]
+
+
+def test_ranks_may_name_folders_of_their_own(tmp_path: Path) -> None:
+    """The main process's counts, as in scripts that save to ``tempfile.mkdtemp()`` on each rank."""
+    for saved, rest, resumed in ranks.run(_save_to_folders_of_their_own, 2, str(tmp_path / "state")):
+        assert saved == str(tmp_path / "state_of_rank_0")
+        assert resumed == rest != []
 
 
 def _save_afterwards(folder: str) -> str:
@@ -211,6 +231,25 @@ def _fill_disk(folder: str, asynchronous: bool) -> tuple[str, bool]:
 
 def _disk_full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def _leave_in_the_middle(folder: str) -> str:
+    accelerator, *_ = _prepare()
+    if accelerator.process_index == 1:
+        participant = accelerator._session.rendezvous
+        participant.report = participant.leave  # as if the process ended before it could report
+        accelerator.register_save_state_pre_hook(_disk_full)
+    with pytest.raises((CheckpointError, OSError, TypeError)) as caught:
+        accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_a_rank_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
+    message, _ = ranks.run(_leave_in_the_middle, 2, str(tmp_path / "state"))
+    assert message == (
+        f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 1 has left while it was saving"
+    )
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -276,26 +315,31 @@ class Malicious:
         return Path.touch, (Path(self.path),)
 
 
-_ATTACK = """
-import sys, time
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
-found = []
-while not any(key.endswith(("round", "folder")) for key in found):
-    found = [key for key in store.list_keys() if "nblaunch" in key]
-    time.sleep(0.01)
-for key in found:
-    store.set(key, bytes.fromhex(sys.argv[2]))
-"""
+def _attack(folder: Path, payload: bytes) -> None:
+    """Put ``payload`` in the place of all that ranks exchange for a save, once rank 0 has begun one."""
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    port = int((folder / "port").read_text())
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    found: list[str] = []
+    while not any(key.endswith(("round", "folder")) for key in found):
+        time.sleep(0.01)
+        found = [key for key in store.list_keys() if "nblaunch" in key]
+    for key in found:
+        store.set(key, payload)
+    (folder / "attacked").touch()
 
 
-def _save_under_attack(folder: str, payload: bytes) -> str:
+def _save_under_attack(folder: Path) -> str:
     accelerator = Accelerator()
     if accelerator.process_index == 1:
-        port = os.environ["MASTER_PORT"]
-        subprocess.run([sys.executable, "-c", _ATTACK, port, payload.hex()], check=True, timeout=50)
+        (folder / "text").write_text(os.environ["MASTER_PORT"])
+        (folder / "text").rename(folder / "port")
+        while not (folder / "attacked").exists():
+            time.sleep(0.01)
+    warnings.simplefilter("ignore")  # rank 0 may find out that rank 1 has given up
     try:
-        accelerator.save_state(folder)
+        accelerator.save_state(folder / "state")
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -304,7 +348,14 @@ def _save_under_attack(folder: str, payload: bytes) -> str:
 def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: Path) -> None:
     """The attacker has no part in the job: it connects to the loopback port of the store, as any user can."""
     payload = pickle.dumps(Malicious(str(tmp_path / "executed")))
-    _, message = ranks.run(_save_under_attack, 2, str(tmp_path / "state"), payload)
+    attacker = multiprocessing.get_context("forkserver").Process(target=_attack, args=(tmp_path, payload))
+    attacker.start()
+    try:
+        _, message = ranks.run(_save_under_attack, 2, tmp_path)
+    finally:
+        attacker.kill()
+        attacker.join()
+        attacker.close()
     assert not (tmp_path / "executed").exists()
     assert "that no rank has written there" in message
     pickle.loads(payload)

@@ -38,6 +38,7 @@ _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
 _IDLE_S = 0.2  # pause while nothing is: how late a rank in a collective notices that rank 0 saves
 _STOP_S = 5.0  # for the last message of a process that ends
+_LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
 Message = TypeVar("Message", "Round", "Whereabouts", "Report", "Outcome")
 Collectives = Callable[[], dict[str, int]]
@@ -194,6 +195,7 @@ class Coordinator(_Side):
         self._collectives = collectives
         self._number = 0
         self._is_decided = False
+        self._target = ""
         self.present: list[int] = []
 
     def open(self) -> list[int]:
@@ -214,10 +216,10 @@ class Coordinator(_Side):
                     found = self._mail.read(f"rank/{rank}", Whereabouts)
                     if found is None or not (found.has_left or found.number == self._number):
                         continue
-                    if found.is_present:
-                        self.present.append(rank)
-                    elif found.has_left or _has_passed(found.collectives, own):
+                    if found.has_left or (not found.is_present and _has_passed(found.collectives, own)):
                         passed.append(rank)
+                    elif found.is_present:
+                        self.present.append(rank)
                     else:
                         continue
                     pending.remove(rank)
@@ -227,7 +229,7 @@ class Coordinator(_Side):
 
     def begin(self, folder: str, target: str, iteration: int) -> None:
         """Let the present ranks write to ``folder``."""
-        self._is_decided = True
+        self._is_decided, self._target = True, target
         self._mail.post("round", Round(self._number, True, self.present, folder, target, iteration))
 
     def reports(self) -> dict[int, Report]:
@@ -237,9 +239,12 @@ class Coordinator(_Side):
         with waiting():
             while len(found) < len(self.present):
                 for rank in set(self.present) - found.keys():
+                    where = self._mail.read(f"rank/{rank}", Whereabouts)
                     report = self._mail.read(f"report/{rank}", Report)
                     if report is not None and report.number == self._number:
                         found[rank] = report
+                    elif where is not None and where.has_left:  # before it has reported
+                        found[rank] = Report(self._number, _LEFT.format(self._target, rank))
                 pause.sleep()
         return found
 

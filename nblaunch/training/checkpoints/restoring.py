@@ -50,7 +50,7 @@ class Restorer:
         place = self._state.session.member.device if map_location == "on_device" else "cpu"
         reading = {"map_location": place, **(load_kwargs or {})}
         self._settle()
-        folder = self._agree(lambda: self._find(input_dir))
+        folder = self._common(self._agree(lambda: self._find(input_dir)))
         contents = self._agree(lambda: self._checked(folder, any_world_size))
         if contents is not None:
             # Each rank reads a share of the files, which it then finds in the file system's cache.
@@ -95,6 +95,16 @@ class Restorer:
             safe_save.finish_commit(
                 folder
             )  # of a process that was killed while it overwrote this very checkpoint
+        return folder
+
+    def _common(self, folder: Path) -> Path:
+        """``folder``, or the main process's where only that has a checkpoint: ranks may name folders of their own.
+
+        So do scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all files to the main one's.
+        """
+        (main,) = operations.broadcast_object_list([str(folder)])
+        if not (folder / files.CONTENTS).is_file() and (Path(main) / files.CONTENTS).is_file():
+            return Path(main)
         return folder
 
     def _checked(self, folder: Path, any_world_size: bool) -> Contents | None:

@@ -23,7 +23,8 @@ from nblaunch.training.session import Session
 
 def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:
     """Where ``loader`` is."""
-    reading = _being_read(loader, session) or loader
+    found = _being_read(loader, session)
+    reading = loader if found is None else found  # not ``or``: a loader may have no length, and so no truth
     is_mid_epoch = reading in session.gradients.loaders and not reading.end_of_dataloader
     # With its last batch returned, an epoch counts as done: what follows is the next one.
     is_done = reading in session.gradients.loaders and reading.end_of_dataloader
