@@ -119,13 +119,13 @@ class CompileWatch:
         step = f"{phase} step {known.num_steps} compiled {graphs} in {seconds:.1f} s"
         usual = _usual(known.shapes)
         if known.shapes[shapes] == 1:
-            self._tell(
+            self._note_cause(
                 f"{phase} shape",
                 f"{step}: its batch is {shapes}, the others are {usual}. Every shape is compiled once: keep one batch "
                 "size (even_batches=True, or drop_last=True) and pad sequences to a few fixed lengths",
             )
         elif known.shapes[shapes] > WARM_UP_STEPS:
-            self._tell(
+            self._note_cause(
                 f"{phase} graph",
                 f"{step} although its batch is {shapes} as before: something else in the loop changes from step to "
                 "step, as a Python number that enters a computation, a branch, or a value that is read by item()",
@@ -147,7 +147,7 @@ class CompileWatch:
                     f"{name} runs on the CPU, because the device does not have it: its inputs and outputs travel "
                     "between host and device at every call"
                 )
-            self._tell(name, text)
+            self._note_cause(name, text)
 
     def _report(self, phase: str) -> None:
         """Report what the first steps of a phase compiled, once."""
@@ -165,7 +165,7 @@ class CompileWatch:
             "same batch size in both: what they have in common is compiled once then"
         )
 
-    def _tell(self, cause: str, text: str) -> None:
+    def _note_cause(self, cause: str, text: str) -> None:
         if cause not in self._told:
             self._told.add(cause)
             self._note(text)

@@ -137,7 +137,7 @@ class CudaBackend(Backend):
         if not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name()} has no bf16; use mixed_precision='fp16'"
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            self._tell(
+            self._report(
                 f"{torch.cuda.get_device_name()} has no bf16 of its own, and torch imitates it, several times slower: "
                 "mixed_precision='fp16' is what this GPU is fast at"
             )
@@ -148,7 +148,7 @@ class CudaBackend(Backend):
     ) -> None:
         self._note = note
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """Once in a process."""
         if self._note is not None:
             self._note(text)

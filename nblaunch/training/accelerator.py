@@ -1,4 +1,4 @@
-"""The :class:`Accelerator`: what a person's training function calls.
+"""The :class:`Accelerator`: what a user's training function calls.
 
 A façade. It resolves settings once, when it is built, and hands every call to the part that knows: ``process.py``
 (ranks, barriers), ``prepare.py``, ``precision.py``, ``accumulation.py``, ``collectives.py``, ``strategies/``. It never
@@ -96,7 +96,7 @@ class Accelerator(
         dynamo_plugin: compilation in full, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
-            None: as ``notebook_launcher`` was told, else one device per process.
+            None: as in ``notebook_launcher``, else one device per process.
         fsdp_plugin: shard models over ranks, for those that don't fit one device; see its class.
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
             goes on with the plugins of the first.
@@ -225,7 +225,7 @@ class Accelerator(
 
     @property
     def distributed_type(self) -> DistributedType:
-        """A label for people."""
+        """A label for users."""
         return self.state.distributed_type
 
     @property
@@ -261,7 +261,7 @@ class Accelerator(
 
         Args:
             *args: the objects, in any order. Those of other kinds, and None, come back as they are.
-            device_placement: for each of them, whether it goes to the device; None: as the Accelerator was told.
+            device_placement: for each of them, whether it goes to the device; None: as in the Accelerator.
 
         Returns:
             The prepared object, or several as a tuple in the order in which they were given. What is prepared already
@@ -306,7 +306,7 @@ class Accelerator(
 
         Args:
             data_loader: it is not read any more.
-            device_placement: whether batches go to the device; None: as the Accelerator was told.
+            device_placement: whether batches go to the device; None: as in the Accelerator.
             slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that cuts a rank's part out
                 of a batch that rank 0 read for all; None: the slice ``rows`` of every tensor.
         """
@@ -355,7 +355,7 @@ class Accelerator(
 
         Args:
             iterable: anything; a prepared loader is passed through.
-            total: its length where ``len`` doesn't tell.
+            total: its length where ``len`` doesn't know it.
             desc: a word about it, shown as this rank's status line in a launched worker.
         """
         if isinstance(iterable, PreparedLoader):

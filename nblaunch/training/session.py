@@ -29,12 +29,12 @@ class Session:
         passes: what it shows on the board.
         losses: the loss that it shows there.
         own_time: the part of its steps that it does not wait for others, likewise.
-        models: prepared models, to tell training from evaluating.
+        models: prepared models, by whose mode training and evaluating differ.
         precision: of the first Accelerator; None before there is one.
         deepspeed: how DeepSpeed trains; None: it does not.
         strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
-        attributes: what people set on ``PartialState()`` and the other views, by class.
+        attributes: what users set on ``PartialState()`` and the other views, by class.
         home: the context that it was opened in.
         has_begun: a backward pass was asked for.
         rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
@@ -62,7 +62,7 @@ class Session:
         )  # what is pickled with it takes part in the job of the process that it arrives in
 
     def check_home(self) -> None:
-        """Refuse the use of a notebook's own session in a worker: there it would go on alone, and nobody would notice.
+        """Refuse the use of a notebook's own session in a worker: there it would go on alone, unnoticed.
 
         Raises:
             RuntimeError: this worker was forked from the process that the session describes.

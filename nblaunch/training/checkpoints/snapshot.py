@@ -146,12 +146,12 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
     for index, loader in enumerate(prepared.loaders):
         order = resuming.capture(loader, state.session)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
-        if hasattr(loader, "state_dict"):  # its position inside an epoch, where it can tell
+        if hasattr(loader, "state_dict"):  # its position inside an epoch, where it knows it
             snapshot.objects[files.numbered(files.LOADER, index)] = _as_bytes(loader.state_dict())
     if state.scaler is not None:
         snapshot.objects[files.SCALER] = state.scaler.state_dict()
     for index, obj in enumerate(state.custom):
-        # As bytes at once: what a person's object holds can't be told, nor copied safely.
+        # As bytes at once: what a user's object holds can't be known, nor copied safely.
         snapshot.objects[files.custom(index)] = _as_bytes(obj.state_dict())
     snapshot.objects[files.random_states(0)] = _random_states(state)
     return snapshot

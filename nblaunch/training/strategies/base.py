@@ -104,12 +104,12 @@ class Strategy(ABC):
         return []
 
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
-        """Reduce gradients in the order that :meth:`gradient_order` told in another process, from now on."""
+        """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on."""
 
     # --- states; where the strategy holds parts, every rank calls these ------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """The whole weights of a person's own module.
+        """The whole weights of a user's own module.
 
         Where the strategy holds parts: in CPU memory, on the main process of every machine; nothing on the others.
         """
@@ -128,7 +128,7 @@ class Strategy(ABC):
         return False
 
     def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        """The files in ``folder`` that :meth:`save_parts` has written on ``rank``, as far as their names tell."""
+        """The files in ``folder`` that :meth:`save_parts` has written on ``rank``, as far as their names show."""
         return ()
 
     def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:

@@ -53,7 +53,7 @@ class DdpStrategy(Strategy):
             model = _with_common_statistics(model, member.device)
         devices = None if member.device.type == "cpu" else [member.device]
         with Waiting(member.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
-            # torch 2.13 deprecates the name of an option that it tells users to go on using, until all of what it
+            # torch 2.13 deprecates the name of an option that users are to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             spread = DistributedDataParallel(model, device_ids=devices, **self.options.to_kwargs())

@@ -27,7 +27,7 @@ from nblaunch.wire.plain import plain
 
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
 
-_TOLD = (int, float, str, enum.Enum)
+_LOGGED = (int, float, str, enum.Enum)
 """What of the logged values travels to the launcher; single elements of tensors and arrays are numbers by then."""
 
 _known: dict[str, type[GeneralTracker]] = {str(vars(kind)["name"]): kind for kind in BUILT_IN}
@@ -107,9 +107,9 @@ class TrackerHub:
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.member.topology.rank == 0:
-            told = {name: _told(value) for name, value in flat(values) if isinstance(value, _TOLD)}
+            logged = {name: _plain(value) for name, value in flat(values) if isinstance(value, _LOGGED)}
             step = plain(step)
-            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=told))
+            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged))
 
     def get(self, name: str, unwrap: bool) -> Any:
         """The tracker called ``name``; one that does nothing on ranks where it does not run."""
@@ -259,6 +259,6 @@ def _can_be_used(kind: Any) -> bool:
     return library is None or is_installed(library)
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     value = plain(value)
     return value[:_MAX_TEXT] if isinstance(value, str) else value

@@ -135,9 +135,7 @@ def _converted(folder: Path, tag: str, member: Member) -> Iterator[Path]:
                 f"checkpoint {folder} can't be brought to {member.topology.world_size} processes. {problem}"
             )
         yield universal
-        barrier(
-            member.device
-        )  # nobody reads there any more; where a rank failed, the others are not waited for
+        barrier(member.device)  # it is not read any more; where a rank failed, the others are not waited for
     finally:
         if member.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
@@ -155,9 +153,9 @@ def _convert(source: Path, target: Path) -> str | None:
         strict=True,
         inject_missing_state=True,
     )
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             script.main(options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

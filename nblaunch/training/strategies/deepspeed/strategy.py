@@ -2,7 +2,7 @@
 
     stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      lie in parts, one per rank
 
-The engine accumulates, clips, scales losses, steps and clears gradients. The loop stays a person's own: what it calls
+The engine accumulates, clips, scales losses, steps and clears gradients. The loop stays a user's own: what it calls
 is handed to the engine, at the place where it is called.
 """
 
@@ -60,7 +60,7 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, session: Session, splits_batches: bool = False) -> None:
         deepspeed_library.check_installed()
-        assert session.deepspeed is not None  # else nobody would choose this strategy
+        assert session.deepspeed is not None  # else this strategy would not be chosen
         self.session = session
         self.plugins = session.deepspeed
         self.splits_batches = splits_batches
@@ -135,7 +135,7 @@ class DeepSpeedStrategy(Strategy):
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
         if not deepspeed_library.is_engine(model) or not options.is_on:
             return super().compile(model, options)
-        # The person's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
+        # The user's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
         module = unwrap(model)
         if options.use_regional_compilation:
             super().compile(module, options)
@@ -200,7 +200,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """The engine's own ``no_sync`` refuses stages 2 and 3, but each stage can tell that more is to come."""
+        """The engine's own ``no_sync`` refuses stages 2 and 3, but each stage can be set to expect more."""
         before, self._is_unsynced = self._is_unsynced, True
         try:
             yield
@@ -290,7 +290,7 @@ def _batch_size(loader: DataLoader) -> int | None:
 
 
 def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
-    """Tell stage 3 which layers to fetch as a whole, as those whose parts are used by turns."""
+    """Let stage 3 know which layers to fetch as a whole, as those whose parts are used by turns."""
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}

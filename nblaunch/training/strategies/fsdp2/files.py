@@ -114,7 +114,7 @@ def _told_by_ranks(error: BaseException) -> str:
 
 
 def _torchs(optimizer: Any) -> Any:
-    """The person's own optimizer inside a prepared one."""
+    """The user's own optimizer inside a prepared one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

@@ -1,7 +1,7 @@
 """A user's own ``torch.save`` in a job whose weights lie in parts: each file has what one rank holds.
 
 Torch writes such a file without a word, and the rest of the model is gone when the job ends. It is warned of where it
-is written; what to do instead is said with it.
+is written; the warning names what to do instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
 
 What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what they return
-(``outputs``), what they compute twice (``recomputing``), what is saved in parts (``files``) or by people themselves
+(``outputs``), what they compute twice (``recomputing``), what is saved in parts (``files``) or by users themselves
 (``own_saves``), and what torch keeps inside (``watch``).
 """
 
@@ -37,7 +37,7 @@ class Fsdp2Strategy(Strategy):
 
     Args:
         member: the place of this process.
-        plugin: what people set.
+        plugin: what users set.
         dtype: in which weights are gathered; None: their own.
 
     Raises:
@@ -70,7 +70,7 @@ class Fsdp2Strategy(Strategy):
     def wrap(self, model: nn.Module, member: Member) -> nn.Module:
         inner = bare_module(model)
         if is_sharded(inner):
-            return model  # by the person
+            return model  # by the user
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
@@ -112,7 +112,7 @@ class Fsdp2Strategy(Strategy):
             fsdp2_units.adopt(module)
             fsdp2_units.name_in_errors(unit, module)
         sources.fill(self.plugin.param_init_fn)
-        self._tell(model, name, sources.num_bytes, len(sharded))
+        self._report(model, name, sources.num_bytes, len(sharded))
 
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -125,8 +125,8 @@ class Fsdp2Strategy(Strategy):
         world: Any = dist.group.WORLD
         return DeviceMesh.from_group(world, kind)
 
-    def _tell(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
-        """One line for the person: what every rank holds."""
+    def _report(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
+        """One line for the user: what every rank holds."""
         own = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
@@ -255,7 +255,7 @@ def shares_line(
 
 
 def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Say which weights will differ between ranks, because nobody averages their gradients."""
+    """Warn of weights that will differ between ranks, because their gradients are not averaged."""
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
