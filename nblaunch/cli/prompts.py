@@ -101,10 +101,11 @@ class ScreenAsker(Asker):
         return self._lines.enter(f"? {question}", default, convert)
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        print(f"? {question}  (arrow keys or numbers, then Enter)")
         place = default
-        self._draw(labels, place)
+        # First of all: an interrupt while modules are imported can be lost (it is raised in a callback of the import).
         with _single_keys():
+            print(f"? {question}  (arrow keys or numbers, then Enter)")
+            self._draw(labels, place)
             for key in _keys():
                 if key == "enter":
                     break

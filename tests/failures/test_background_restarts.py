@@ -77,7 +77,7 @@ parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.atte
 """,
             timeout_s=50,
         )
-        assert cell.value == (True, [False, False], 1, "fork"), load
+        assert cell.value == (True, [False, False], 1, "forkserver"), load
         shown = cell.stdout + "".join(str(display.data.get("text/plain")) for display in cell.displays)
         assert "raised ValueError: flaky" in shown
         assert "by forkserver" in shown

@@ -63,13 +63,14 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
     survivor = launches[1 - victim]
     survivor.wait_for("saved step 5")
     launches[victim].kill(whole_machine=True)
+    # One that comes back at once is a change of members, and need not be named as lost.
+    survivor.wait_for(f"rank {victim} was lost: node {victim} (host ")
     launches[victim] = pair[victim].start("resume", 30, str(tmp_path), **settings)
     outcomes = [launch.result() for launch in launches]
     (first,), (second,) = (outcome["value"] for outcome in outcomes)
     assert first["first"] == second["first"] >= 5
     assert first["ranks"] == 2
     assert first["weights"] == second["weights"] == outcomes[0]["model"] == outcomes[1]["model"]
-    assert f"rank {victim} was lost: node {victim} (host " in survivor.output
     assert "attempt 2" in survivor.output  # counted from 1, for users
     pair.wait_until_empty()
 

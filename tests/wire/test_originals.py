@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nblaunch.engines.openmp import pause_pools
 from nblaunch.wire import outbox, payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.originals import Originals, Unchanged
@@ -128,9 +129,12 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
 
 def in_a_fork(function: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
+    can_use_threads = pause_pools()  # other tests of this process may have used them
     child = os.fork()
     if child == 0:
         try:
+            if not can_use_threads:
+                torch.set_num_threads(1)
             os.write(writing, pickle.dumps(function()))
         finally:
             os._exit(0)
