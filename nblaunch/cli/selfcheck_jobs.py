@@ -70,6 +70,8 @@ class Setup:
         """Every rank's value."""
         job, _ = self.job(function, *args)
         job.run()
+        if job.was_interrupted_at_the_end:
+            raise KeyboardInterrupt  # or the next check would run
         return list(job.result())
 
 
