@@ -143,10 +143,8 @@ def notebook_launcher(
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
         )]  # fmt: skip
-        del (
-            function,
-            args,
-        )  # or a traceback, which IPython keeps, would keep them by this frame, as a spec of its own
+        # Or a traceback, which IPython keeps, would keep them by this frame, as a spec of its own.
+        del function, args
         return run(specs.pop(), background=background, dashboard=dashboard)
 
 

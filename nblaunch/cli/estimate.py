@@ -74,9 +74,8 @@ def parse_count(option: str, text: str) -> int:
 
 def measure(model: nn.Module) -> ModelSize:
     """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
-    units: Any = importlib.import_module(
-        "nblaunch.training.strategies.fsdp2.units"
-    )  # not before: it imports torch
+    # Not before, since they import torch.
+    units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
     options: Any = importlib.import_module("nblaunch.training.fsdp_options")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}
     total, blocks = sum(left.values()), []
@@ -118,9 +117,8 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
 def _from_module(name: str, arguments: dict[str, Any]) -> Any:
     module_name, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # as for `python -m`: the module is mostly a file in the working folder
+        # As for `python -m`: the module is mostly a file in the working folder.
+        sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

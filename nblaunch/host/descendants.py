@@ -34,9 +34,8 @@ def carry(mark: int) -> None:
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
-    if (
-        soft == resource.RLIM_INFINITY or soft >= _LOWEST_MARK
-    ):  # no limit, or the mark of a job around this one
+    # No limit, or the mark of a job around this one.
+    if soft == resource.RLIM_INFINITY or soft >= _LOWEST_MARK:
         with suppress(OSError, ValueError):
             resource.setrlimit(_LIMIT, (mark, hard))
 

@@ -33,7 +33,7 @@ from nblaunch.wire.channel import EventReceiver
 from nblaunch.wire.modules import Place
 from nblaunch.wire.outbox import Outcome
 
-_SHOWN = 5  # processes that workers left running
+_MAX_NAMED = 5  # processes that workers left running
 
 
 @dataclass
@@ -124,8 +124,7 @@ class Attempt:
         rendezvous = self._host(stack)
         place = self.place if rendezvous is None else replace(self.place, master_port=rendezvous.port)
         with ExitStack() as worker_ends:  # what only the workers need, once they have it
-            assignments, receivers = self._assign(stack, worker_ends, board, place)
-            assignments = [replace(assignment, mark=descendants.mark) for assignment in assignments]
+            assignments, receivers = self._assign(stack, worker_ends, board, place, descendants.mark)
             call = (self.spec.function, self.spec.args)
             group = self.engine.start(call, assignments, board, self.saved)
         # After the group was closed: then no worker is left that could start another process.
@@ -168,8 +167,8 @@ class Attempt:
     ) -> None:
         found = descendants.end({*first_groups, *group.pids().values()})
         if found:
-            shown = ", ".join(found[:_SHOWN]) + (
-                f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            shown = ", ".join(found[:_MAX_NAMED]) + (
+                f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
             )
             self.emit(Note.of_job(f"ended with the job, though out of the workers' process groups: {shown}"))
 
@@ -206,9 +205,9 @@ class Attempt:
         self.emit(event)
 
     def _assign(
-        self, stack: ExitStack, worker_ends: ExitStack, board: Board, place: Topology
+        self, stack: ExitStack, worker_ends: ExitStack, board: Board, place: Topology, mark: int
     ) -> tuple[list[Assignment], dict[int, EventReceiver]]:
-        """Make each worker's descriptors and orders."""
+        """Make each worker's descriptors and assignment."""
         assignments, receivers = [], {}
         key = sealing.new_key() if place.num_nodes == 1 else b""
         for local_rank in range(place.local_world_size):
@@ -224,7 +223,8 @@ class Attempt:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}") if wants_outcome else -1
             if wants_outcome:
                 stack.callback(os.close, outbox_fd)
-            assignments.append(replace(self._assignment(topology, board.fd, writing, outbox_fd), key=key))
+            own = self._assignment(topology, board.fd, writing, outbox_fd)
+            assignments.append(replace(own, key=key, mark=mark))
         return assignments, receivers
 
     def _returns_value(self, topology: Topology) -> bool:

@@ -55,9 +55,8 @@ class WakePipe:
             os.read(self.reading, 4096)
 
     def __del__(self) -> None:
-        if (
-            self._pid == os.getpid()
-        ):  # a forked child had them closed at once, and may use the numbers otherwise
+        # A forked child had them closed at once, and may use the numbers otherwise.
+        if self._pid == os.getpid():
             descriptors.close(self.reading, self._writing)
 
 
@@ -117,9 +116,8 @@ class StopRequests:
         """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""
         query: Future[str] = Future()
         self._new_queries.append(query)
-        refusal = (
-            self._refusal
-        )  # read after the append: a reason is set before the questions are looked through
+        # Read after the append: a reason is set before the questions are looked through.
+        refusal = self._refusal
         if refusal:
             self._refuse_queries(refusal)
         self._wake()

@@ -96,9 +96,8 @@ class Inspector:
             return None
         session_s = proc.session_cpu_seconds(pids.values())
         looks = {
-            rank: Look(
-                positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None
-            )  # 0: nothing can be read
+            # 0 of a session: nothing can be read.
+            rank: Look(positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None)
             for rank, pid in pids.items()
             if rank in positions
         }

@@ -74,9 +74,8 @@ class Finding:
 class _Rank:
     progress: Progress
     moved_s: float
-    period_s: (
-        float  # when the present period of looks began: with the last progress, or with the last judgement
-    )
+    # When the present period of looks began: with the last progress, or with the last judgement.
+    period_s: float
     num_asked: int = 0
     looks: list[tuple[float, Look]] = field(default_factory=list)
     was_reported: bool = False

@@ -200,9 +200,8 @@ class Coordinator(_Side):
 
     def open(self) -> list[int]:
         """Open a round and wait for the other ranks; returns those that have passed. ``present`` has the others."""
-        self._held = (
-            dist.distributed_c10d._get_default_store()
-        )  # it may live here, and would end with the group
+        # It may live in this process, and would end with the group.
+        self._held = dist.distributed_c10d._get_default_store()
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
         self._is_decided, self.present = False, []

@@ -291,9 +291,8 @@ def _give_up(
     coordinator: Coordinator | None, staging: Staging | None, target: Path, error: BaseException
 ) -> None:
     """Publish why the checkpoint is not saved, and remove what is written of it."""
-    is_of_caller = (
-        isinstance(error, ValueError) and staging is None
-    )  # the folder is none; all ranks have named it
+    # What the caller gave is no folder; all ranks have given it.
+    is_of_caller = isinstance(error, ValueError) and staging is None
     outcome = (
         Outcome("ValueError", str(error))
         if is_of_caller
