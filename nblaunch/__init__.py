@@ -36,7 +36,7 @@ _PUBLIC = {
     "GradientAccumulationPlugin": "nblaunch.training.options",
     "GradientState": "nblaunch.training.state",
     "InitProcessGroupKwargs": "nblaunch.training.options",
-    "Job": "nblaunch.launch.job",
+    "Job": "nblaunch.launcher.job",
     "JobCancelled": "nblaunch.errors",
     "JobHung": "nblaunch.errors",
     "LaunchError": "nblaunch.errors",
@@ -55,7 +55,7 @@ _PUBLIC = {
     "find_executable_batch_size": "nblaunch.training.utilities.memory",
     "init_empty_weights": "nblaunch.training.utilities.memory",
     "init_on_device": "nblaunch.training.utilities.memory",
-    "last_job": "nblaunch.launch.job",
+    "last_job": "nblaunch.launcher.job",
     "launch": "nblaunch.scripts",
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
@@ -131,7 +131,7 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerFailed,
     )
-    from nblaunch.launch.job import Job, last_job
+    from nblaunch.launcher.job import Job, last_job
     from nblaunch.notebook import debug_launcher, notebook_launcher
     from nblaunch.scripts import launch
     from nblaunch.training.accelerator import Accelerator

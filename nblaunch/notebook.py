@@ -6,10 +6,9 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nblaunch.launch.diagnosis.rendering import ShownAtCall
+from nblaunch.diagnosis.rendering import ShownAtCall
 from nblaunch.running import run
-from nblaunch.spec import LaunchSpec, parse_strategy
-from nblaunch.spec_nodes import parse_port
+from nblaunch.spec import LaunchSpec, parse_port, parse_strategy
 
 
 def notebook_launcher(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nblaunch import dashboard as dashboards
-from nblaunch.launch.job import Job, Listener
-from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.job import Job, Listener
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec, check_flag
 from nblaunch.wire import descriptors
 

@@ -1,31 +1,200 @@
 """LaunchSpec: everything that a launch is, in one frozen value.
 
 ``notebook_launcher``, the command line and configuration files all end in a ``LaunchSpec``. It is checked when it is
-built, before anything is started: its call as ``spec_call.py`` says, its machines as ``spec_nodes.py``. What depends on
-this machine's devices is checked by ``launch/preflight.py``.
+built, before anything is started: its function and arguments (:func:`check_call`), how many machines take part and
+where they meet (:func:`parse_num_nodes` and what follows it). What depends on this machine's devices is checked by
+``launcher/preflight.py``.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from string import Template
 from typing import Any
 
-from nblaunch.spec_call import EndedFunction, check_call, name_of
-from nblaunch.spec_nodes import (
-    DEFAULT_PORTS,
-    DEFAULT_RDZV_TIMEOUT_S,
-    RDZV_BACKENDS,
-    bounds,
-    check_rdzv_conf,
-    parse_endpoint,
-    parse_num_nodes,
+RDZV_BACKENDS = ("static", "c10d")
+RDZV_SETTINGS = (
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "read_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "is_host",
+    "rank",
 )
+"""What ``rdzv_conf`` may hold: torch's own names. ``rank`` is accepted because other launchers put it there."""
+
+DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+"""Where machines meet by default; the numbers that ``torchrun`` has."""
+
+DEFAULT_RDZV_TIMEOUT_S = 600.0
+DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
+DEFAULT_KEEP_ALIVE_MAX_ATTEMPT = 3
+
+_ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port>\d{1,5}))?")
+
+
+def parse_num_nodes(num_nodes: Any) -> int | str:
+    """A number of machines in one form: ``2``, or ``"1:2"`` for one or two.
+
+    Raises:
+        TypeError: it is neither a number, nor ``"min:max"``, nor a pair.
+        ValueError: less than 1, or min above max.
+    """
+    parts = num_nodes
+    if isinstance(num_nodes, str) and all(part.strip().isdecimal() for part in num_nodes.split(":")):
+        parts = tuple(int(part) for part in num_nodes.split(":"))
+    if isinstance(parts, int):
+        parts = (parts,)
+    is_whole = isinstance(parts, (tuple, list)) and all(type(part) is int for part in parts)
+    if not is_whole or len(parts) not in (1, 2):
+        raise TypeError(f"num_nodes={num_nodes!r} must be a whole number, or 'min:max' as in '1:4'")
+    low, high = parts[0], parts[-1]
+    if low < 1:
+        raise ValueError(f"num_nodes={num_nodes!r} must be at least 1")
+    if low > high:
+        raise ValueError(f"num_nodes={num_nodes!r}: the minimum is above the maximum")
+    return low if low == high else f"{low}:{high}"
+
+
+def bounds(num_nodes: int | str | tuple[int, int]) -> tuple[int, int]:
+    """The fewest and the most machines, of a number in the form that :func:`parse_num_nodes` returns."""
+    low, _, high = str(num_nodes).partition(":")
+    return int(low), int(high or low)
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
+    """``host``, ``host:port`` or ``[v6 address]:port`` in parts; the port None where there is none.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = _ENDPOINT.fullmatch(endpoint.strip())
+    port = int(found["port"]) if found and found["port"] else None
+    if found is None or (port is not None and not 1 <= port <= 65535):
+        raise ValueError(
+            f"rdzv_endpoint={endpoint!r} is not an address such as 'host:29400' or '[fd00::1]:29400'"
+        )
+    return found["host"].strip("[]"), port
+
+
+def parse_port(use_port: str | int | None) -> int | None:
+    """Return the port that was asked for; None or 0 = let the system choose.
+
+    Raises:
+        ValueError: it is not a whole number from 0 to 65535.
+    """
+    if use_port is None or use_port == "":
+        return None
+    is_number = isinstance(use_port, int) and not isinstance(use_port, bool)
+    is_text = isinstance(use_port, str) and use_port.strip().isdecimal()
+    port = int(use_port) if is_number or is_text else -1
+    if not 0 <= port <= 65535:
+        raise ValueError(f"use_port={use_port!r} is not a TCP port (1 to 65535; None lets the system choose)")
+    return port or None
+
+
+def check_rdzv_conf(rdzv_conf: Any) -> None:
+    """Refuse settings of the rendezvous that mean nothing; None is none.
+
+    Raises:
+        TypeError: they are no mapping.
+        ValueError: the name of one is unknown, or its value is no positive number.
+    """
+    conf = rdzv_conf or {}
+    if not isinstance(conf, Mapping):
+        raise TypeError(f"rdzv_conf={conf!r} must be a dict such as {{'timeout': 60}}")
+    for name, value in conf.items():
+        if name not in RDZV_SETTINGS:
+            raise ValueError(
+                f"rdzv_conf has the unknown setting {name!r}; valid are {', '.join(map(repr, RDZV_SETTINGS))}"
+            )
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in ("is_host", "rank") and not (is_number and value > 0):
+            raise ValueError(f"rdzv_conf[{name!r}]={value!r} must be a positive number")
+
+
+class EndedFunction:
+    """Stands for the function of a job that is over, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self, *args: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"the job that ran {self.__qualname__} has ended, and does not keep the function")
+
+
+def name_of(function: Any) -> str:
+    """The function's own name, also in a :func:`functools.partial`; of other objects, what they or their class say."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    has_words = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
+    return getattr(function, "__qualname__", None) or (
+        repr(function) if has_words else type(function).__qualname__
+    )
+
+
+def check_call(function: Any, args: Any) -> None:
+    """Refuse what is no function, and arguments that do not fit it.
+
+    Raises:
+        TypeError: says what to pass instead.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"function={function!r} can't be called; pass the training function itself, "
+            "as in notebook_launcher(training_function, (model,))"
+        )
+    _check_runs_when_called(function)
+    if not isinstance(args, (tuple, list)):
+        remedy = "for one argument write (model,) with a comma"
+        if isinstance(args, Mapping):
+            remedy = "for keyword arguments pass functools.partial(function, **arguments) as the function"
+        raise TypeError(
+            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {remedy}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some C callables have no signature to check against
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = name_of(function)
+        given = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+        raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({given})") from None
+
+
+def _check_runs_when_called(function: Any) -> None:
+    """Refuse functions of which a call runs no line, and returns something that can't leave its process."""
+    name = name_of(function)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"{name} is an async function, and calling it only makes a coroutine; "
+            f"pass a plain function that runs it: lambda *args: asyncio.run({name}(*args))"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
+            f"pass a plain function that goes through it, such as lambda *args: list({name}(*args))"
+        )
+
 
 MIXED_PRECISIONS = ("no", "fp16", "bf16")
 ENGINES = ("auto", "local", "inline", "elastic")
@@ -54,7 +223,7 @@ class LaunchSpec:
         num_nodes: number of machines; ``"min:max"`` or ``(min, max)`` where fewer will do (``rdzv_backend="c10d"``).
         rdzv_backend: how several machines meet: ``"static"`` = a fixed set, by their ranks; ``"c10d"`` = as they come.
         rdzv_endpoint: where they meet, as ``"host:port"``; needed by ``"c10d"``.
-        rdzv_conf: further settings by torch's names, see :data:`nblaunch.spec_nodes.RDZV_SETTINGS`.
+        rdzv_conf: further settings by torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_id: name of the job among several at one rendezvous.
         rdzv_timeout_s: seconds in which machines must find each other; None = ``rdzv_conf["timeout"]``, or 600.
         max_restarts: how often all workers are started again after a failure.

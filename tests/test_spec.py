@@ -18,8 +18,7 @@ from nblaunch import LaunchError, context, debug_launcher, notebook_launcher
 from nblaunch.backends import discover
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.context import WorkerContext
-from nblaunch.spec import LaunchSpec
-from nblaunch.spec_nodes import parse_port
+from nblaunch.spec import LaunchSpec, parse_port
 from nblaunch.topology import Topology
 from nblaunch.worker.script import Script
 

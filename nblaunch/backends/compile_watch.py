@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.backends.base import shapes_in_words, tensors
 
 WARM_UP_STEPS = 2
@@ -95,7 +95,7 @@ class CompileWatch:
         self._show(False)
         if num_graphs:
             total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
-            self._state("compilations", f"{in_words.count(total, 'graph')} compiled in {total_s:.1f} s")
+            self._state("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
         self._look_at_graphs(phase, shapes, num_graphs, seconds)
         self._look_at_fallbacks(now.fallbacks)
         self._before = now
@@ -155,7 +155,7 @@ class CompileWatch:
         if known.is_reported or not known.num_graphs:
             return
         known.is_reported = True
-        compiled = f"{in_words.count(known.num_graphs, 'graph')} compiled in {known.compile_s:.1f} s"
+        compiled = f"{formatting.count(known.num_graphs, 'graph')} compiled in {known.compile_s:.1f} s"
         shapes, others = next(iter(known.shapes)), self._phases.get(_TRAINING, _Phase()).shapes
         if phase == _TRAINING or not others or _first(shapes) in map(_first, others):
             self._note(f"{phase}: {compiled}, for batches of {shapes}")

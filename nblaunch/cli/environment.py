@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from nblaunch import backends, env, in_words
+from nblaunch import backends, env, formatting
 from nblaunch.backends import cpu
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
+from nblaunch.diagnosis import memory
 from nblaunch.host import cgroup, gpus, notebook_service, nvml, tpu
-from nblaunch.launch.diagnosis import memory
-from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
 _PACKAGES = (
@@ -233,14 +233,14 @@ def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
     facts = memory.read_facts()
     if 0 < facts.shm_size < _SMALL_SHM_BYTES:
         yield (
-            f"/dev/shm has only {in_words.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data "
+            f"/dev/shm has only {formatting.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data "
             "loaders with workers put batches there, and die of a bus error when it is full. Start the container with "
             "--shm-size=8g, or use num_workers=0"
         )
     if line := memory.shm_line(facts):
         yield line
     if facts.oom_kills:
-        killed = in_words.count(facts.oom_kills, "process")
+        killed = formatting.count(facts.oom_kills, "process")
         yield f"the system has killed {killed} here for want of memory since this container started"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
@@ -268,7 +268,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines += [_line(name, _device_text(found)) for name, found in report["devices"].items()]
     lines += [_line(f"GPU {index}", text) for index, text in enumerate(report["gpus"])]
     lines += [
-        _line(f"TPU {kind}", in_words.count(count, "chip")) for kind, count in report["tpu_chips"].items()
+        _line(f"TPU {kind}", formatting.count(count, "chip")) for kind, count in report["tpu_chips"].items()
     ]
     lines += ["", "memory"]
     lines += [_line("host", f"{_size(facts['available_bytes'])} available of {_size(facts['limit_bytes'])}")]
@@ -300,7 +300,7 @@ def _platform_text(notebook: Mapping[str, Any]) -> str:
 def _device_text(found: Mapping[str, Any]) -> str:
     if found["unusable_because"]:
         return f"can't be used: {found['unusable_because']}"
-    text = in_words.count(found["count"], found["noun"])
+    text = formatting.count(found["count"], found["noun"])
     if "of_machine" not in found:
         return text
     quota = f", a quota of {found['quota']:g}" if found["quota"] else ""
@@ -308,4 +308,4 @@ def _device_text(found: Mapping[str, Any]) -> str:
 
 
 def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else in_words.size(num_bytes)
+    return "unknown" if num_bytes is None else formatting.size(num_bytes)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.cli import UsageError
 from nblaunch.cli import memory_needs as needs
 from nblaunch.cli.memory_needs import ModelSize
@@ -346,4 +346,4 @@ def _table(purpose: str, label: str, rows: Sequence[dict[str, Any]], capacity: i
 
 
 def _cell(num_bytes: int) -> str:
-    return in_words.size(num_bytes) if num_bytes else "-"
+    return formatting.size(num_bytes) if num_bytes else "-"

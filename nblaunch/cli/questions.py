@@ -13,7 +13,7 @@ from nblaunch import backends
 from nblaunch.cli.prompts import Asker
 from nblaunch.config.resolving import ConfigError, convert
 from nblaunch.config.settings import SETTINGS
-from nblaunch.spec_nodes import DEFAULT_PORTS
+from nblaunch.spec import DEFAULT_PORTS
 
 
 @dataclass(frozen=True)

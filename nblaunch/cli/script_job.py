@@ -1,7 +1,7 @@
 """A script's job in a terminal: its output, its signals, its failure and its exit code.
 
 SIGINT             interrupt: ``finally`` blocks run; the second kills
-SIGTERM, SIGHUP    an orderly end, see ``launch/termination.py``
+SIGTERM, SIGHUP    an orderly end, see ``launcher/termination.py``
 exit code          0; of the rank that failed first; 128 + N where a signal ended it; 2 where nothing was started
 
 ``--print_plan`` shows every setting, where it came from, and what would be done on this machine.
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.cli import UsageError
 from nblaunch.config.launching import in_words_of_settings, spec_of
 from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
@@ -28,9 +28,9 @@ from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
-from nblaunch.launch import rendezvous
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher import rendezvous
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.running import make_job
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
@@ -61,8 +61,8 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
         machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(
             f"on this machine{machines}: "
-            f"{in_words.count(plan.num_processes, f'{plan.backend.name} process')} of "
-            f"{in_words.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
+            f"{formatting.count(plan.num_processes, f'{plan.backend.name} process')} of "
+            f"{formatting.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
         )
         for text in filter(None, (plan.detour, *plan.warnings)):
             print(f"note: {text}")

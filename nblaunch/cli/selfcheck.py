@@ -13,9 +13,9 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import backends, in_words
+from nblaunch import backends, formatting
 from nblaunch.cli import UsageError
-from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import START_METHODS, LaunchSpec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
     print(
-        f"{in_words.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.process_group}), "
+        f"{formatting.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.process_group}), "
         f"started by {plan.start_method}: {plan.reason}",
         flush=True,
     )
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], setup)]
     print(
-        f"{in_words.count(len(chosen), 'check')} in {time.monotonic() - started_s:.1f} s: {_verdict(failed)}"
+        f"{formatting.count(len(chosen), 'check')} in {time.monotonic() - started_s:.1f} s: {_verdict(failed)}"
     )
     return 1 if failed else 0
 

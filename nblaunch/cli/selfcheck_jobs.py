@@ -22,8 +22,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.cli import selfcheck_ranks as ranks
 from nblaunch.errors import WorkerDied
 from nblaunch.events import Event, LogLines
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 

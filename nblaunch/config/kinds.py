@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.env import as_flag
-from nblaunch.spec_nodes import parse_num_nodes
+from nblaunch.spec import parse_num_nodes
 
 
 class Kind(ABC):

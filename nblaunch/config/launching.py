@@ -9,8 +9,7 @@ from typing import Any
 
 from nblaunch.config.files import find_layers
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, most_machines, resolve
-from nblaunch.spec import LaunchSpec
-from nblaunch.spec_nodes import DEFAULT_PORTS
+from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
 _ALWAYS = (
     "backend",

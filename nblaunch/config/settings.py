@@ -21,8 +21,7 @@ from nblaunch.config.kinds import (
     Text,
     Whole,
 )
-from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, START_METHODS
-from nblaunch.spec_nodes import RDZV_BACKENDS
+from nblaunch.spec import MIXED_PRECISIONS, ON_HANG, RDZV_BACKENDS, START_METHODS
 
 GROUPS = {
     "devices": "what to compute on",

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import log10
 
-from nblaunch import in_words
-from nblaunch.dashboard import formatting
-from nblaunch.dashboard.formatting import clean, loss
+from nblaunch import formatting
+from nblaunch.dashboard.formatting import BAD, CAUTION, LIVE, OF_STATE, clean, loss, of_outcome
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
@@ -55,7 +54,7 @@ def charts(view: JobView) -> str:
     """Charts of the losses of the first ranks and of logged metrics, side by side; empty where nothing was measured."""
     drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1]
     losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
-    name = "loss" if len(view.ranks) < 2 else f"loss of {in_words.ranks([rank.rank for rank in drawn])}"
+    name = "loss" if len(view.ranks) < 2 else f"loss of {formatting.ranks([rank.rank for rank in drawn])}"
     parts = [chart(name, losses)] if losses else []
     for name, curve in view.curves.items():
         if len(parts) >= _MAX_CHARTS:
@@ -98,7 +97,7 @@ def _in_words(line: Sequence[Point]) -> str:
     """``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{loss(first[1])} to {loss(last[1])} in {in_words.count(round(last[0] - first[0]), 'step')}"
+    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0] - first[0]), 'step')}"
     # Of what falls, one wants to know how low it was, and of what rises, how high: a line has no room for more.
     if ys[-1] <= ys[0]:
         return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
@@ -124,7 +123,7 @@ def _scaled(lines: Sequence[Sequence[Point]], *, is_log: bool) -> list[list[Poin
 
 def _polyline(points: Sequence[Point], *, is_main: bool) -> str:
     drawn = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
-    colour, width, opacity = (formatting.LIVE, 1.6, 1.0) if is_main else ("currentColor", 1.0, 0.35)
+    colour, width, opacity = (LIVE, 1.6, 1.0) if is_main else ("currentColor", 1.0, 0.35)
     return (
         f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
         f'stroke-linejoin="round" opacity="{opacity:g}"></polyline>'
@@ -185,7 +184,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
 
 def title(view: JobView, table: Table) -> str:
     """What runs, how it is doing, on what; another line where it had to be started in another way than usual."""
-    colour = formatting.of_outcome(view.outcome)
+    colour = of_outcome(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
     setting = f' <span style="{_MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
@@ -195,8 +194,8 @@ def title(view: JobView, table: Table) -> str:
 
 def remarks(table: Table) -> str:
     """What went wrong or may go wrong; empty where nothing did."""
-    failures = [_marked(label, text, formatting.BAD) for label, text in table.failures]
-    warnings = [_marked("warning", text, formatting.CAUTION) for text in table.warnings]
+    failures = [_marked(label, text, BAD) for label, text in table.failures]
+    warnings = [_marked("warning", text, CAUTION) for text in table.warnings]
     return "".join([*failures, *map(_notice, table.notices), *warnings])
 
 
@@ -225,10 +224,10 @@ def table_of(table: Table) -> str:
 
 def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
     is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
-    state = f"{_dot(formatting.OF_STATE[row.state])}{escape(row.state_text)}"
+    state = f"{_dot(OF_STATE[row.state])}{escape(row.state_text)}"
     cells = [_cell(row.label, _RIGHT), _cell(state, _LEFT)]
     if "progress" in names:
-        cells.append(_cell(_bar(row.fraction, formatting.OF_STATE[row.state]), _LEFT))
+        cells.append(_cell(_bar(row.fraction, OF_STATE[row.state]), _LEFT))
     for name, text in zip(columns, row.cells, strict=True):
         cells.append(_cell(escape(text), _RIGHT))
         if name == "loss" and "trend" in names:
@@ -269,7 +268,7 @@ def grid(cells: Sequence[GridCell]) -> str:
 
 
 def _tile(cell: GridCell) -> str:
-    colour = formatting.OF_STATE[cell.state]
+    colour = OF_STATE[cell.state]
     width = 100 * (cell.fraction if cell.fraction is not None else 1.0 if cell.state.is_final else 0.0)
     bar = f'<div style="width:{width:.0f}%;height:3px;background:{colour}"></div>'
     return (
@@ -287,7 +286,7 @@ def _marked(label: str, text: str, colour: str) -> str:
 
 
 def _notice(notice: Notice) -> str:
-    colour = formatting.CAUTION if notice.kind == "slow" else formatting.BAD
+    colour = CAUTION if notice.kind == "slow" else BAD
     lines = "".join(f'<div style="{_MONO};padding-left:2em">{escape(line)}</div>' for line in notice.lines)
     return f'<div style="margin:2px 0">{_dot(colour)}{escape(notice.text)}{lines}</div>'
 

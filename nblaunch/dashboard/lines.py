@@ -23,7 +23,7 @@ from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.formatting import clean
 from nblaunch.dashboard.table import HEAD_LINES
@@ -248,7 +248,7 @@ class LinesPrinter(Dashboard):
 
     def _labelled(self, same: SameLines) -> Iterator[str]:
         for ranks, line in same.joined():
-            label = self._label(ranks[0]) if len(ranks) == 1 else f"[{in_words.spans(ranks)}] "
+            label = self._label(ranks[0]) if len(ranks) == 1 else f"[{formatting.spans(ranks)}] "
             yield f"{label}{line}\n"
 
     def _room(self, rank: int) -> int:
@@ -266,7 +266,7 @@ class LinesPrinter(Dashboard):
         text = ""
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
-            text = f"{label}... {in_words.count(num_hidden, 'line')} not shown{log}\n"
+            text = f"{label}... {formatting.count(num_hidden, 'line')} not shown{log}\n"
         self._pending.append(text + "".join(f"{label}{_shorten(line, self._line_length)}\n" for line in tail))
 
     def _add_display(self, event: Displayed) -> None:
@@ -351,7 +351,7 @@ def publish_in_shell(shell: Any) -> Publish:
 
 def _shorten(line: str, length: int = _LINE_LENGTH) -> str:
     if len(line) > length:
-        line = f"{line[:length]} ... ({in_words.count(len(line) - length, 'character')} more)"
+        line = f"{line[:length]} ... ({formatting.count(len(line) - length, 'character')} more)"
     # Half a surrogate pair can't be sent to a front end.
     return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.dashboard.formatting import percent, rate, whole_duration
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
@@ -106,8 +106,8 @@ def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[i
     times = low if low == high else f"{low} to {high}"
     verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
     others = [rank for rank in measured if rank not in slower]
-    compared = in_words.ranks(others) if len(others) == 1 else "the others"
-    return f"{in_words.ranks(slower)} {verb} {times} times slower than {compared}"
+    compared = formatting.ranks(others) if len(others) == 1 else "the others"
+    return f"{formatting.ranks(slower)} {verb} {times} times slower than {compared}"
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
@@ -139,7 +139,7 @@ def _awaited_rank(view: JobView) -> list[Notice]:
         return []
     verb = "waited" if view.is_over else ("wait" if len(others) > 1 else "waits")
     waiting = (
-        "the others" if len(others) > 1 else in_words.ranks([rank for rank in shares if rank != awaited])
+        "the others" if len(others) > 1 else formatting.ranks([rank for rank in shares if rank != awaited])
     )
     text = f"{waiting} {verb} for rank {awaited} {percent(median(others))} of the time"
     return [Notice("slow", (awaited,), text)]
@@ -203,12 +203,12 @@ def _steps(ranks: Sequence[RankView]) -> str:
     if len(by_step) > 3:
         return f", at steps {min(by_step):,} to {max(by_step):,}"
     return "; " + ", ".join(
-        f"{in_words.ranks(members)} at step {step:,}" for step, members in sorted(by_step.items())
+        f"{formatting.ranks(members)} at step {step:,}" for step, members in sorted(by_step.items())
     )
 
 
 def _names(ranks: Sequence[RankView]) -> str:
-    return in_words.ranks([rank.rank for rank in ranks])
+    return formatting.ranks([rank.rank for rank in ranks])
 
 
 # --- losses --------------------------------------------------------------------------------------------------------

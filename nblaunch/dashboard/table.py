@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.dashboard.formatting import clean, duration, loss, percent, rate, whole_duration
 from nblaunch.dashboard.notices import Notice, notices
 from nblaunch.dashboard.view import JobView, RankView
@@ -122,13 +122,13 @@ def device_bytes(view: JobView, rank: RankView) -> int | None:
 
 
 def _size(num_bytes: int | None) -> str:
-    return in_words.size(num_bytes) if num_bytes else ""
+    return formatting.size(num_bytes) if num_bytes else ""
 
 
 def _device(view: JobView, rank: RankView) -> str:
     taken = _size(device_bytes(view, rank))
     if taken and rank.device_limit_bytes:
-        taken = f"{taken} of {in_words.size(rank.device_limit_bytes)}"
+        taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
     is_shown = rank.device_use is not None and not rank.state.is_final
     return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
 
@@ -217,8 +217,8 @@ def summary_row(view: JobView, ranks: Sequence[RankView]) -> Row:
             _span([rank.samples_per_s for rank in ranks if rank.samples_per_s], rate),
             "",
             _span([rank.loss for rank in ranks if rank.loss is not None and isfinite(rank.loss)], loss),
-            _span([taken for rank in ranks if (taken := _host_bytes(view, rank))], in_words.size),
-            _span([taken for rank in ranks if (taken := device_bytes(view, rank))], in_words.size),
+            _span([taken for rank in ranks if (taken := _host_bytes(view, rank))], formatting.size),
+            _span([taken for rank in ranks if (taken := device_bytes(view, rank))], formatting.size),
         ),
     )
 
@@ -328,7 +328,7 @@ def _setting(view: JobView) -> str:
     spanning = "spmd" if view.spans_devices else ""
     parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
-    text = in_words.count(view.num_processes, "process") + (f" ({how})" if how else "")
+    text = formatting.count(view.num_processes, "process") + (f" ({how})" if how else "")
     if view.attempt:
         text += f", attempt {view.attempt + 1}"
     samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
@@ -353,11 +353,11 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
     lines = []
     for ranks in groups:
-        who = in_words.ranks(rank.rank for rank in ranks)
+        who = formatting.ranks(rank.rank for rank in ranks)
         lines.append((f"{who} (as a consequence)" if ranks[0].is_consequence else who, ranks[0].failure))
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
-        lines = [*lines[:_NUM_FAILURE_LINES], (in_words.count(hidden, "more rank"), "see the logs")]
+        lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]
     if not lines and view.outcome == "failed" and view.message:
         lines = [("job", clean(view.message.strip().partition("\n")[0]))]
     return tuple(lines)
@@ -384,11 +384,11 @@ def _memory(view: JobView) -> str:
         # Where the system does not count shared pages, the ranks' numbers can't be added up.
         together = " together" if len(view.ranks) > 1 else ""
         shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
-        parts.append(f"host {in_words.size(taken)}{together}{shared}")
+        parts.append(f"host {formatting.size(taken)}{together}{shared}")
     device = [device_bytes(view, rank) or 0 for rank in view.ranks]
     if any(device):
         parts.append(
-            f"device {in_words.size(max(device))}"
+            f"device {formatting.size(max(device))}"
             + (f" (rank {device.index(max(device))})" if device[1:] else "")
         )
     return f"{'peak memory' if view.is_over else 'memory'}: {', '.join(parts)}" if parts else ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nblaunch import env
 from nblaunch.engines.boot import capture_random_states
 from nblaunch.errors import PayloadError
-from nblaunch.spec_call import name_of
+from nblaunch.spec import name_of
 from nblaunch.wire import descriptors, payload, pickle_errors
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.board import create_memory_file

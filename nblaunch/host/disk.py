@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from nblaunch import in_words
+from nblaunch import formatting
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # FALLOC_FL_*: linux/falloc.h
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -61,7 +61,7 @@ def _lack(path: Path) -> str | None:
         return f"no inodes (entries of files) are left on {place}: all {status.f_files:,} are in use"
     num_blocks = status.f_bfree if is_root else status.f_bavail
     if num_blocks <= 1:
-        return f"the disk of {place} is full: {in_words.size(status.f_blocks * status.f_frsize)} are in use"
+        return f"the disk of {place} is full: {formatting.size(status.f_blocks * status.f_frsize)} are in use"
     return None
 
 

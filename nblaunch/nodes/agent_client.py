@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
-from nblaunch.launch.rendezvous import RendezvousHost
-from nblaunch.launch.requests import StopRequests
+from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.requests import StopRequests
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
 from nblaunch.nodes.messages import AgentEnded, Heartbeat, Leave, PeerHeartbeats, WorldFormed
-from nblaunch.spec import LaunchSpec
-from nblaunch.spec_nodes import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
+from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
 from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from nblaunch import env
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note
-from nblaunch.launch.diagnosis.report import AttemptReport
-from nblaunch.launch.diagnosis.root_cause import own_failures
-from nblaunch.launch.requests import StopRequests
+from nblaunch.launcher.requests import StopRequests
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
 from nblaunch.nodes.messages import (

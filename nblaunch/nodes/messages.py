@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.events import Contents, Event, ExitStatus, Failed, Finished
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
@@ -57,7 +57,7 @@ class Node:
         return _label(self.node_rank, self.host)
 
     def __str__(self) -> str:
-        return f"node {self.node_rank} (host {self.host}, {in_words.ranks(self.ranks)})"
+        return f"node {self.node_rank} (host {self.host}, {formatting.ranks(self.ranks)})"
 
 
 # --- launcher to agent -------------------------------------------------------------------------------------------

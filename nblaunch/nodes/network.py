@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.errors import LaunchError
-from nblaunch.launch.rendezvous import RendezvousHost, family_of
+from nblaunch.launcher.rendezvous import RendezvousHost, family_of
 
 
 def resolve(host: str, port: int) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import Note
-from nblaunch.launch.course import Course
-from nblaunch.launch.diagnosis.report import AttemptReport
+from nblaunch.launcher.course import Course
 from nblaunch.nodes.link import NodeLink
 from nblaunch.nodes.messages import WorldFormed
 from nblaunch.wire.outbox import Outcome

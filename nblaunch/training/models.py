@@ -18,7 +18,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nblaunch import context, in_words
+from nblaunch import context, formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import Member
@@ -183,15 +183,15 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     allocator = memory.other_allocator()
     was_built_here = context.current().slot.built_bytes >= model_bytes
     return (
-        f"{in_words.count(count, 'worker')}, host memory {in_words.size(total)} "
+        f"{formatting.count(count, 'worker')}, host memory {formatting.size(total)} "
         + (
-            f"(model {in_words.size(model_bytes)} built in every worker; held once if it is built in the notebook and "
-            "passed: notebook_launcher(function, (model,)))"
+            f"(model {formatting.size(model_bytes)} built in every worker; held once if it is built in the notebook "
+            "and passed: notebook_launcher(function, (model,)))"
             if was_built_here and count > 1
-            else f"(model {in_words.size(model_bytes)} held once)"
+            else f"(model {formatting.size(model_bytes)} held once)"
         )
         + (
-            f", besides {in_words.size(count * device_bytes)} that stand for device memory"
+            f", besides {formatting.size(count * device_bytes)} that stand for device memory"
             if device_bytes
             else ""
         )

@@ -19,12 +19,10 @@ GROUND_FLOOR = {
         "errors",
         "topology",
         "spec",
-        "spec_call",
-        "spec_nodes",
         "events",
         "env",
         "host",
-        "in_words",
+        "formatting",
         "packages",
         "compat",
     )

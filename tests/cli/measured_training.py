@@ -16,8 +16,8 @@ from torch import nn
 
 from nblaunch import Accelerator
 from nblaunch.host import memory
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import plan_launch
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.preflight import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 

@@ -324,4 +324,4 @@ def test_help_is_quick() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "nblaunch", "launch", "--help"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert not {"torch", "numpy", "yaml", "nblaunch.launch.job", "nblaunch.dashboard"} & imported
+    assert not {"torch", "numpy", "yaml", "nblaunch.launcher.job", "nblaunch.dashboard"} & imported

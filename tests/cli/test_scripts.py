@@ -190,7 +190,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
 
         if __name__ == "__main__":
             print(nblaunch.launch(train, (7,), config_file="mine.yaml", return_all=True))
-            import nblaunch.launch.job as module   # the folder of the same name is still there
+            import nblaunch.launcher.job as module   # the folder of the same name is still there
             from nblaunch import launch
             print(launch(train, (8,), config_file="mine.yaml", num_processes=1, mixed_precision="no"), module.Job)
             for wrong in ({"num_procs": 2}, {"num_processes": "x"}, {"config_file": "none.yaml"}):
@@ -202,7 +202,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
     ended = subprocess.run([sys.executable, name], capture_output=True, text=True, timeout=100)
     assert ended.stdout.splitlines() == [
         "[(7, 0, 2, 'bf16'), (7, 1, 2, 'bf16')]",
-        "(8, 0, 1, 'no') <class 'nblaunch.launch.job.Job'>",
+        "(8, 0, 1, 'no') <class 'nblaunch.launcher.job.Job'>",
         "TypeError launch() got an unexpected argument: num_procs is unknown; did you mean num_processes?",
         "ConfigError num_processes: 'x' must be a whole number",
         "ConfigError none.yaml: there is no such file; `nblaunch config` writes one",

@@ -20,7 +20,7 @@ BROKEN = """
 import os, signal, subprocess, sys
 from nblaunch.cli import main, selfcheck_jobs, selfcheck_ranks
 from nblaunch.host.descendants import Descendants
-from nblaunch.launch import weights
+from nblaunch.launcher import weights
 from nblaunch.training.checkpoints.checkpointer import Checkpointing
 from nblaunch.training.process import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy

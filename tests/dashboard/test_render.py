@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
-from nblaunch import in_words
-from nblaunch.dashboard import formatting
+from nblaunch import formatting
 from nblaunch.dashboard.fold import fold, fold_samples
-from nblaunch.dashboard.formatting import duration, loss, rate
+from nblaunch.dashboard.formatting import CAUTION, OF_STATE, duration, loss, of_outcome, rate
 from nblaunch.dashboard.html import chart, mimebundle, render_html, sparkline
 from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import live_line, progress_line, render_text
@@ -98,7 +97,7 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
     assert [line.split()[0] for line in lines[1:-1]] == [str(rank) for rank in range(num_processes)]
     assert lines[1].split() == ["0", "training", "100/1,000", "10.0", "320", "1:30", "0.0099"]
     assert lines[-1].startswith(
-        f"train: running for 10 s on {in_words.count(num_processes, 'process')} (cpu, fork)"
+        f"train: running for 10 s on {formatting.count(num_processes, 'process')} (cpu, fork)"
     )
 
 
@@ -211,7 +210,7 @@ def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
         assert detour in render_text(view).splitlines()
         assert detour in Reader(html).text
         assert "CUDA is &lt;in use&gt;" in html.partition("<table")[0]
-        assert formatting.CAUTION not in html
+        assert CAUTION not in html
     assert 'title="fork: nothing is pickled"' in render_html(view_of(started(2, reason="nothing is pickled")))
 
 
@@ -393,9 +392,9 @@ def test_html_stands_alone_in_any_theme() -> None:
 def test_every_colour_can_be_told_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
     """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
     named = {
-        *formatting.OF_STATE.values(),
-        formatting.CAUTION,
-        *(formatting.of_outcome(o) for o in ("", "done", "failed", "x")),
+        *OF_STATE.values(),
+        CAUTION,
+        *(of_outcome(o) for o in ("", "done", "failed", "x")),
     }
     for colour in named:
         ink = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))

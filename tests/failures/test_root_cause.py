@@ -169,9 +169,9 @@ def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> N
     shared.run(
         f"""
 import gc, weakref
-from nblaunch.launch.supervisor import Supervisor
-from nblaunch.launch.attempt import Attempt
-from nblaunch.launch.rendezvous import RendezvousHost
+from nblaunch.launcher.supervisor import Supervisor
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.wire.board import Board
 model = torch.nn.Linear(64, 64)
 alive = weakref.ref(model)

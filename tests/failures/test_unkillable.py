@@ -14,12 +14,12 @@ from tests.stuck_folder import StuckFolder, can_be_made
 
 pytestmark = [
     pytest.mark.timeout(90),
-    # tests/launch/test_unkillable.py has the same with a process that is only said not to end.
+    # tests/launcher/test_unkillable.py has the same with a process that is only said not to end.
     pytest.mark.skipif(not can_be_made(), reason="only root can mount a file system that does not answer"),
 ]
 
 LAUNCH = """
-nblaunch.launch.supervisor.KILL_PATIENCE_S = 1.0
+nblaunch.launcher.supervisor.KILL_PATIENCE_S = 1.0
 def look():
     print("entered")
     os.stat({path!r} + "/file")

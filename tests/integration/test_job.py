@@ -162,7 +162,7 @@ def test_an_interrupt_at_the_very_end_stops_the_cell_and_loses_no_result(shared:
     shared.run(
         """
 import signal
-from nblaunch.launch import weights
+from nblaunch.launcher import weights
 
 load_back = weights.load_back
 

@@ -170,7 +170,7 @@ def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -
     shared.run(
         f"""
 import errno, threading, psutil
-import nblaunch.launch.attempt as attempt
+import nblaunch.launcher.attempt as attempt
 real = attempt.Guardian.start
 def refuse(guardian):
     raise OSError(errno.EMFILE, "Too many open files")

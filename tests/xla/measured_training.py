@@ -12,8 +12,8 @@ import sys
 import torch
 
 from nblaunch import Accelerator
-from nblaunch.launch.job import Job
-from nblaunch.launch.preflight import plan_launch
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.preflight import plan_launch
 from nblaunch.spec import LaunchSpec
 from tests.cli import measured_training as on_cpu
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nblaunch import context, in_words
+from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -61,7 +61,7 @@ def refuse_parts(obj: Any) -> None:
     count = dtensor.num_torn(obj)
     if count:
         raise CheckpointError(
-            f"save was given {in_words.count(count, 'tensor')} of which each rank holds but a part, and would write "
+            f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a part, and would write "
             "that of the main process. Save whole weights with accelerator.save_model(model, folder), or with "
             "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
             "saves optimizers, too"

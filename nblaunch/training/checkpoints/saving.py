@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nblaunch import context, in_words
+from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError
 from nblaunch.events import Note
 from nblaunch.training import advice
@@ -183,7 +183,7 @@ class Saver:
         who = (
             "on the main process alone"
             if len(passed) == self._state.world_size - 1
-            else f"without {in_words.ranks(passed)}"
+            else f"without {formatting.ranks(passed)}"
         )
         strategy = self._state.strategy
         if strategy.holds_parts:

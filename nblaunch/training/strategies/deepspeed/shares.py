@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nblaunch import context, in_words
+from nblaunch import context, formatting
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
@@ -44,13 +44,13 @@ def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
         sizes: bytes of every rank's part of what is sharded.
         kept_bytes: with stage 3, of the weights that are so small that they are never freed.
     """
-    weights, share = in_words.size(model_bytes), in_words.size_range(sizes)
+    weights, share = formatting.size(model_bytes), formatting.size_range(sizes)
     if stage < 3:
         return (
             f"{name}: {weights} of weights on each of {len(sizes)} ranks; {_SHARDED[stage]}, each rank steps "
             f"{share} of weights in full precision (ZeRO stage {stage})"
         )
-    kept = f"; {in_words.size(kept_bytes)} in small tensors stay gathered" if kept_bytes else ""
+    kept = f"; {formatting.size(kept_bytes)} in small tensors stay gathered" if kept_bytes else ""
     return (
         f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {share} each, as are gradients and optimizer "
         f"states (ZeRO stage 3){kept}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import in_words
+from nblaunch import formatting
 from nblaunch.training import advice
 from nblaunch.training.collectives import dtensor
 
@@ -27,7 +27,7 @@ def watch() -> None:
         count = dtensor.num_torn(obj)
         if count:
             advice.warn(
-                f"torch.save writes only this rank's parts of {in_words.count(count, 'tensor')}, from which no model "
+                f"torch.save writes only this rank's parts of {formatting.count(count, 'tensor')}, from which no model "
                 "can be put together. Save whole weights with accelerator.save_model(model, folder), or take them from "
                 "accelerator.get_state_dict(model), called on all ranks"
             )

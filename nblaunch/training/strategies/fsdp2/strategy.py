@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 
-from nblaunch import context, in_words
+from nblaunch import context, formatting
 from nblaunch.events import Note
 from nblaunch.host import memory
 from nblaunch.training import advice, models
@@ -249,8 +249,8 @@ def shares_line(
     """What every rank holds of a model, in one line."""
     kept = "freed after its forward" if reshards else "kept until its backward"
     return (
-        f"{model_name}: {in_words.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "
-        f"{in_words.size_range(sizes)} each; gathered in {in_words.count(num_units, 'unit')}, each {kept}"
+        f"{model_name}: {formatting.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "
+        f"{formatting.size_range(sizes)} each; gathered in {formatting.count(num_units, 'unit')}, each {kept}"
     )
 
 

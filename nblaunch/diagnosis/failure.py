@@ -1,0 +1,184 @@
+"""What the kernel raises for an attempt that failed: the root cause as an exception, with its evidence."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nblaunch.diagnosis import memory, stacks
+from nblaunch.diagnosis.remote_failures import Explanation, explain_remote, left_early
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.reraise import rebuild
+from nblaunch.diagnosis.root_cause import (
+    RootCause,
+    find_root_cause,
+    others_in_one_line,
+    own_failures,
+    what_happened,
+    what_it_means,
+)
+from nblaunch.errors import JobHung, WorkerDied
+from nblaunch.host import disk
+
+_LAST_LINES = 5
+_LINE = 200  # characters
+# Of an error that ends a process from C++, as NCCL's watchdog does: one line says what it was, a dozen where.
+_NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
+_NATIVE_ERROR = re.compile(r"\s*what\(\): ")
+_NATIVE_LINE = 600
+_LAST_BYTES = 1 << 16
+_HEADLINE = 500  # characters
+_KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
+
+
+class Logs(Protocol):
+    """The log files of a job, by rank and attempt."""
+
+    def attempt_path(self, attempt: int) -> Path:
+        """Return the folder of an attempt."""
+
+    def log_path(self, rank: int, attempt: int) -> Path:
+        """Return the file of what a rank printed."""
+
+    def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
+        """Return what a rank printed, or its last ``max_bytes``."""
+
+    def read_stacks(self, rank: int, attempt: int) -> str:
+        """Return the stacks that a rank wrote when it crashed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception to raise, the rank it is about, and a few words about it (``ValueError: ...``)."""
+
+    error: BaseException
+    rank: int
+    headline: str
+
+    @property
+    def sentence(self) -> str:
+        """``rank 3 raised ValueError: no such file``."""
+        verb = "" if isinstance(self.error, (WorkerDied, JobHung)) else "raised "
+        return f"rank {self.rank} {verb}{self.headline}"
+
+
+def failure_of(
+    report: AttemptReport, pids: Mapping[int, int], logs: Logs, attempt: int, past: Sequence[str] = ()
+) -> Failure:
+    """The failure of an attempt that did not succeed.
+
+    Args:
+        report: how it went.
+        pids: rank -> process id.
+        logs: the job's logs.
+        attempt: its number.
+        past: one line for each attempt that failed before.
+    """
+    if report.hang:
+        return _hung(report, logs.attempt_path(attempt))
+    remote = _remote_explanation(report, [f"logs of this node: {logs.attempt_path(attempt)}", *past])
+    if remote is not None:
+        return Failure(*remote)
+    root = find_root_cause(report)
+    if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
+        rank = min(rank for rank in report.exits if rank not in report.finished)
+        root = RootCause(rank, status=report.exits[rank][0])
+    pid = pids.get(root.rank)
+    evidence = _device_evidence(root) or memory_evidence(report, root)
+    notes = [*_notes(report, root, pid, logs, attempt), *past]
+    if root.failed is not None:
+        info = root.failed.info
+        headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
+        return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
+    headline = what_happened(root, report)
+    explanation = [] if evidence else [what_it_means(root)]
+    who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
+    story = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
+    traces = _last_lines(logs, root.rank, attempt) + _crash_stack(logs, root.rank, attempt)
+    error = WorkerDied(
+        "\n".join([*story, *traces, *notes]),
+        rank=root.rank,
+        exitcode=root.status.code if root.status else 0,
+    )
+    return Failure(error, root.rank, headline)
+
+
+def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanation | None:
+    """What happened on another node, where nothing failed here by itself."""
+    if own_failures(report):
+        return None
+    story = explain_remote(report.remote, notes)
+    if story is None and report.failed:
+        first = min(report.failed.values(), key=lambda failed: failed.time_s)
+        story = left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
+    return story
+
+
+def _hung(report: AttemptReport, folder: Path) -> Failure:
+    rank = min(rank for rank in report.exits if rank not in report.finished)
+    lines = ["no rank made progress any more, so the job was stopped:", *report.hang]
+    lines += [*report.unkillable.values(), f"complete logs: {folder}"]
+    return Failure(JobHung("\n".join(lines)), rank, lines[0])
+
+
+def _device_evidence(root: RootCause) -> list[str]:
+    """What the worker's device had to say: where its memory ran out, the host's is beside the point."""
+    if root.failed is None or not root.failed.evidence:
+        return []
+    first, *others = root.failed.evidence
+    return [f"rank {root.rank}: {first}", *others]
+
+
+def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
+    """What memory has to do with the end of a rank, line by line; nothing where nothing speaks for it."""
+    record = report.memory
+    if record is None or root.left_early:
+        return []
+    return memory.judge(
+        before=record.before,
+        after=memory.read_facts(),
+        lowest_available=record.lowest_available,
+        own_bytes=record.own_bytes,
+        built_bytes={sample.rank: sample.built_bytes for sample in report.last_samples},
+        is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
+        message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
+    )
+
+
+def _shm_evidence(root: RootCause) -> list[str]:
+    """A full /dev/shm kills by SIGBUS the next process that writes to it."""
+    if root.status is None or root.status.signal_name != "SIGBUS":
+        return []
+    line = memory.shm_line(memory.read_facts())
+    return [line] if line else []
+
+
+def _notes(report: AttemptReport, root: RootCause, pid: int | None, logs: Logs, attempt: int) -> list[str]:
+    where = f"rank {root.rank}" + (f" (pid {pid})" if pid else "") + f" on {socket.gethostname()}"
+    lines = [f"{where}; complete log: {logs.log_path(root.rank, attempt)}"]
+    others = others_in_one_line(report, root)
+    return [*lines, *([others] if others else []), *report.unkillable.values()]
+
+
+def _last_lines(logs: Logs, rank: int, attempt: int) -> list[str]:
+    path = logs.log_path(rank, attempt)
+    text = logs.read(rank, attempt, _LAST_BYTES)
+    lines = [line for line in text.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
+    shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
+    refusal = disk.refuses_growth(path, _LINE)
+    lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
+    return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
+
+
+def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:
+    """The user's innermost frames that faulthandler wrote when the process crashed."""
+    _, crash, text = logs.read_stacks(rank, attempt).rpartition("Fatal Python error")
+    if not crash:
+        return []
+    frames = [frame for frame in stacks.parse(text) if frame.is_current][:1]
+    lines = stacks.describe(frames[0].frames[:_LAST_LINES]) if frames else []
+    return ["Its Python stack, innermost first:", *(f"    {line}" for line in lines)] if lines else []

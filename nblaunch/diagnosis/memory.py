@@ -1,0 +1,145 @@
+"""Whether memory ran out, and the evidence: what the host had, what its control group counted, what workers took."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nblaunch import formatting
+from nblaunch.host import cgroup, proc
+from nblaunch.host.memory import limit_and_available
+
+_SCARCE_SHARE = 0.05
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc|MemoryError",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Host memory at one moment, in bytes.
+
+    Args:
+        available: what can still be had, within the tightest limit; None where unknown.
+        limit: of the control group, or the host's memory where there is none; None where unknown.
+        oom_kills: processes of this control group that the system has killed for memory, ever.
+        shm_used: bytes in /dev/shm.
+        shm_size: size of /dev/shm.
+    """
+
+    available: int | None
+    limit: int | None
+    oom_kills: int
+    shm_used: int
+    shm_size: int
+
+
+def read_facts() -> MemoryFacts:
+    """The facts now. Reads a handful of small files."""
+    limit, available = limit_and_available()
+    shm_used, shm_size = _shm()
+    return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
+
+
+def judge(
+    *,
+    before: MemoryFacts,
+    after: MemoryFacts,
+    lowest_available: int | None,
+    own_bytes: Mapping[int, int],
+    built_bytes: Mapping[int, int],
+    is_killed: bool,
+    message: str = "",
+) -> list[str]:
+    """What memory has to do with a failure, line by line; nothing where nothing speaks for it.
+
+    Args:
+        before: at the start of the attempt.
+        after: at its end.
+        lowest_available: the least that was available while it ran.
+        own_bytes: rank -> most memory of its own that was seen.
+        built_bytes: rank -> bytes of parameters that were built inside it.
+        is_killed: the process died by SIGKILL, SIGSEGV or SIGBUS.
+        message: of the exception, if there was one.
+    """
+    kills = after.oom_kills - before.oom_kills
+    is_refused = bool(_OUT_OF_MEMORY.search(message))
+    is_scarce = (
+        lowest_available is not None
+        and before.limit is not None
+        and lowest_available < _SCARCE_SHARE * before.limit
+    )
+    if kills > 0:
+        first = f"Memory ran out: the system killed {formatting.count(kills, 'process')} of this job for it."
+    elif is_refused:
+        first = "Memory ran out: an allocation was refused."
+    elif is_killed and is_scarce:
+        first = "Memory most likely ran out: hardly any was left when it happened."
+    else:
+        return []
+    host = _host_line(before, lowest_available)
+    return [first, host, *_worker_lines(own_bytes), _remedy(built_bytes, before)]
+
+
+def _host_line(before: MemoryFacts, lowest: int | None) -> str:
+    parts = [f"limit {formatting.size(before.limit)}" if before.limit else ""]
+    parts.append(
+        f"available at the start {formatting.size(before.available)}" if before.available is not None else ""
+    )
+    parts.append(f"at the lowest {formatting.size(lowest)}" if lowest is not None else "")
+    return "Host memory: " + ", ".join(part for part in parts if part) + "."
+
+
+def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
+    """What each process took, all in one line."""
+    if not own_bytes:
+        return []
+    most = ", ".join(f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
+    more = f", and {len(own_bytes) - 8} more" if len(own_bytes) > 8 else ""
+    return [f"Each process took (most seen): {most}{more}."]
+
+
+def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:
+    built = {rank: num_bytes for rank, num_bytes in built_bytes.items() if num_bytes > 1 << 20}
+    if built:
+        each = formatting.size(max(built.values()))
+        host = f" on a host with {formatting.size(before.limit)}" if before.limit else ""
+        return (
+            f"{len(built)} process{'es each' if len(built) > 1 else ''} built a model of {each}{host}: build it once "
+            "in a cell and pass it, notebook_launcher(train, (model,)), so that it is held in memory once."
+        )
+    return (
+        "Use fewer processes, a smaller batch, fewer data loader workers (num_workers), or a smaller model."
+    )
+
+
+def shm_line(facts: MemoryFacts) -> str:
+    """A line about /dev/shm where it is nearly full; empty otherwise."""
+    if facts.shm_size and facts.shm_used > 0.9 * facts.shm_size:
+        used = f"{formatting.size(facts.shm_used)} of {formatting.size(facts.shm_size)}"
+        return (
+            f"/dev/shm is full ({used}): data loaders and collectives put their buffers there. Use fewer data loader "
+            "workers, or a container with a larger --shm-size."
+        )
+    return ""
+
+
+def _oom_kills() -> int:
+    """Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill)."""
+    for folder in cgroup.folders("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            for line in proc.read(folder / name).splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _shm() -> tuple[int, int]:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return 0, 0
+    return (status.f_blocks - status.f_bavail) * status.f_frsize, status.f_blocks * status.f_frsize

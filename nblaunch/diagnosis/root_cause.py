@@ -1,0 +1,155 @@
+"""What went wrong first, and what it means. Pure functions over a report; they send no signal and print nothing."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from nblaunch import formatting
+from nblaunch.diagnosis.remote_failures import SAME_COLLECTIVES
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.events import ExitStatus, Failed
+
+_MEANINGS = {
+    "SIGKILL": "Somebody killed it, most often the system because memory ran out",
+    "SIGSEGV": "Native code touched memory that is not its own; on small hosts also the sign of memory running out",
+    "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full",
+    "SIGABRT": "Native code gave up; its message is among the last lines",
+    "SIGTERM": "Somebody asked it to end",
+    "SIGFPE": "Native code divided by zero",
+    "SIGILL": "Native code was built for another processor",
+}
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """The failure that came first.
+
+    Args:
+        rank: where it happened.
+        failed: the exception, if there was one.
+        status: how the process ended, if it ended without one.
+        left_early: the rank had returned or left by ``sys.exit(0)`` while others still needed it.
+        time_s: when, by the wall clock.
+    """
+
+    rank: int
+    failed: Failed | None = None
+    status: ExitStatus | None = None
+    left_early: bool = False
+    time_s: float = 0.0
+
+
+def find_root_cause(report: AttemptReport) -> RootCause | None:
+    """The earliest failure by the worker's own clock; what followed from another rank's failure comes last.
+
+    None where nothing failed by itself: every rank finished, or those that did not were ended by the launcher.
+    """
+    own = own_failures(report)
+    if own:
+        return min(own, key=lambda cause: cause.time_s)
+    errors = _errors(report)
+    if not errors:
+        return None
+    leavers = [event for event in report.finished.values() if event.time_s <= min(e.time_s for e in errors)]
+    if leavers:
+        leaver = min(leavers, key=lambda event: event.time_s)
+        return RootCause(leaver.rank, status=ExitStatus(0), left_early=True, time_s=leaver.time_s)
+    return min(errors, key=lambda cause: cause.time_s)
+
+
+def own_failures(report: AttemptReport) -> list[RootCause]:
+    """What failed by itself, rather than because of another rank or of the launcher."""
+    deaths = [
+        RootCause(rank, status=status, time_s=time_s)
+        for rank, (status, time_s) in report.exits.items()
+        if rank not in report.finished and rank not in report.failed and not _was_ended_by_us(report, rank)
+    ]
+    return deaths + [error for error in _errors(report) if not _is_consequence(report, error)]
+
+
+def _errors(report: AttemptReport) -> list[RootCause]:
+    return [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
+
+
+def _was_ended_by_us(report: AttemptReport, rank: int) -> bool:
+    """A rank that we had signalled and that then ended without a word did so because of that."""
+    return rank in report.signalled and report.signalled[rank] <= report.exits[rank][1]
+
+
+def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
+    """A collective error, or what our own SIGINT made of a rank that was well."""
+    signalled_s = report.signalled.get(cause.rank)
+    was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
+    return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
+
+
+def what_happened(cause: RootCause, report: AttemptReport) -> str:
+    """How a rank ended, as the rest of a sentence that begins with it: ``was killed by SIGSEGV``."""
+    if cause.left_early:
+        left = (
+            "left by sys.exit(0)"
+            if report.finished[cause.rank].left_by_exit
+            else "returned from the function"
+        )
+        waiting = formatting.ranks(report.failed)
+        return f"{left} while {waiting} still needed it in a collective operation"
+    status = cause.status or ExitStatus(0)
+    return how_ended(status) + (" before the function returned" if status.code >= 0 else "")
+
+
+def how_ended(status: ExitStatus) -> str:
+    """How a process ended, likewise: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
+    return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
+
+
+def early_leavers(report: AttemptReport) -> str:
+    """A sentence about ranks that left by ``sys.exit(0)`` where others returned; empty where none or all did.
+
+    All ranks of a script that ends in ``sys.exit(main())`` do.
+    """
+    leavers = [rank for rank, event in report.finished.items() if event.left_by_exit]
+    if len(leavers) in (0, len(report.finished)):
+        return ""
+    nothing = "its value is" if len(leavers) == 1 else "their values are"
+    return f"{formatting.ranks(leavers)} left by sys.exit(0) before the function returned; {nothing} None"
+
+
+def what_it_means(cause: RootCause) -> str:
+    """A sentence of explanation, without evidence."""
+    status = cause.status or ExitStatus(0)
+    if cause.left_early:
+        return SAME_COLLECTIVES
+    if status.signal_name:
+        return _MEANINGS.get(status.signal_name, _signal_text(status)) + "."
+    return f"Something called sys.exit({status.code}) or os._exit({status.code})."
+
+
+def _signal_text(status: ExitStatus) -> str:
+    return signal.strsignal(-status.code) or "an unusual signal"
+
+
+def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
+    """What became of the ranks without the root cause, folded: ``ranks 0, 2: ...; rank 3: ...``; empty if alone."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(report.exits):
+        if rank != root.rank:
+            groups.setdefault(_fate(report, rank), []).append(rank)
+    return "; ".join(f"{formatting.ranks(ranks)}: {fate}" for fate, ranks in groups.items())
+
+
+def _fate(report: AttemptReport, rank: int) -> str:
+    if rank in report.finished:
+        return "finished"
+    if rank in report.failed and not (
+        rank in report.signalled and report.failed[rank].time_s >= report.signalled[rank]
+    ):
+        if report.failed[rank].is_consequence:
+            return "lost the connection to it"
+        info = report.failed[rank].info
+        lines = info.message.strip().splitlines()
+        text = f"{info.type_name}: {lines[0]}" if lines else info.type_name
+        return text if len(text) <= 100 else text[:97] + "..."
+    if rank in report.signalled:
+        return "stopped by the launcher"
+    return str(report.exits[rank][0])

@@ -1,0 +1,232 @@
+"""What workers print, on disk: one folder a job, one file a rank and attempt.
+
+    <log folder, mode 0700>/
+      20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel
+        .nblaunch_job.json             marks the folder as ours: its name, its kernel, when it was made
+        attempt_0/
+          rank_0.log                   everything that rank 0 printed
+          rank_0.message                 text of its exception, where that is too long to be shown
+          rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
+
+Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a
+folder that carries its mark is ever removed: a log folder may be one that holds other things, under any names. A job's
+folder that is renamed or copied is no longer ours, and stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nblaunch import env
+from nblaunch.errors import LaunchError
+from nblaunch.host import disk
+from nblaunch.launcher.logtail import read_log
+
+_job_numbers = itertools.count(1)
+_PRUNE_EVERY = 20
+"""jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
+
+_MARK = ".nblaunch_job.json"
+_MAX_MARK_BYTES = 4096
+
+_REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
+
+_in_use: set[Path] = set()
+"""Folders of this process's jobs that still run."""
+
+
+class JobLog:
+    """The log folder of one job.
+
+    Args:
+        folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
+
+    Raises:
+        LaunchError: the folder can't be made, or belongs to another user.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self._root = _root(folder)
+        self._keep: int = env.read("NBLAUNCH_KEEP_JOBS")
+        number = next(_job_numbers)
+        self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
+        mark = _Mark(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise _refusal(f"the job's log folder {self.path} can't be made", self.path, error) from error
+        # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
+        with suppress(OSError):
+            mark.write(self.path)
+        _in_use.add(self.path)
+        if number % _PRUNE_EVERY == 0:
+            with suppress(OSError):  # old logs are no reason to refuse a job
+                self.prune()
+
+    def end(self) -> None:
+        """The job is over: its files stay, and may be pruned when it is old."""
+        _in_use.discard(self.path)
+
+    def prune(self) -> None:
+        """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
+        _prune(self._root, keep=self._keep, current=self.path.name)
+
+    def start_attempt(self, attempt: int, ranks: Iterable[int]) -> None:
+        """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.
+
+        Raises:
+            LaunchError: the file system has no place for them.
+        """
+        folder = self.attempt_path(attempt)
+        try:
+            folder.mkdir(mode=0o700)
+            for rank in ranks:
+                for path in (self.log_path(rank, attempt), self.stacks_path(rank, attempt)):
+                    path.touch(mode=0o600)
+        except OSError as error:
+            refusal = _refusal(f"the logs of the ranks in {folder} can't be made", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # it is not empty
+                self.path.rmdir()
+            raise refusal from error
+
+    def new_file(self, name: str) -> Path:
+        """An empty file of the job's own, beside the attempts.
+
+        Raises:
+            LaunchError: the file system has no place for it.
+        """
+        path = self.path / name
+        try:
+            path.touch(mode=0o600)
+        except OSError as error:
+            raise _refusal(f"the log {path} can't be made", path, error) from error
+        return path
+
+    def attempt_path(self, attempt: int) -> Path:
+        """The folder of an attempt."""
+        return self.path / f"attempt_{attempt}"
+
+    def log_path(self, rank: int, attempt: int = 0) -> Path:
+        """The file of what a rank prints."""
+        return self.attempt_path(attempt) / f"rank_{rank}.log"
+
+    def stacks_path(self, rank: int, attempt: int = 0) -> Path:
+        """The file of a rank's stacks."""
+        return self.attempt_path(attempt) / f"rank_{rank}.stacks"
+
+    def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
+        """Return what a rank has printed in an attempt, or its last ``max_bytes``."""
+        return read_log(self.log_path(rank, attempt), max_bytes)
+
+    def read_stacks(self, rank: int, attempt: int) -> str:
+        """Return what faulthandler has written for a rank in an attempt."""
+        return read_log(self.stacks_path(rank, attempt))
+
+
+def _root(folder: str | None) -> Path:
+    chosen = folder or env.read("NBLAUNCH_LOG_DIR")
+    root = Path(chosen).expanduser().absolute() if chosen else _temporary_root()
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+    except OSError as error:
+        raise _refusal(f"the log folder {root} can't be made", root, error) from error
+    if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
+        raise LaunchError(f"the log folder {root} belongs to another user. {_REMEDY}")
+    return root
+
+
+def _temporary_root() -> Path:
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:  # it writes a file to each that might be one
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        why = disk.reason(Path("/tmp"), full)
+        raise LaunchError(f"no temporary folder for logs can be written to: {why}. {_REMEDY}") from error
+    return Path(folder) / f"nblaunch-{os.getuid()}"
+
+
+def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a job's folder carries.
+
+    Args:
+        job: name of the folder.
+        host: of the kernel.
+        pid: of the kernel.
+        number: of the job in that kernel.
+        made_s: ``time.time()`` of its start.
+    """
+
+    job: str
+    host: str
+    pid: int
+    number: int
+    made_s: float
+
+    def write(self, folder: Path) -> None:
+        """Mark ``folder``."""
+        (folder / _MARK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def of(cls, folder: Path) -> _Mark | None:
+        """The mark of a folder that :class:`JobLog` has made, and that is where it was; None of any other."""
+        if folder.is_symlink():
+            return None
+        try:
+            # Not through a link, and not from a named pipe, which would never answer.
+            fd = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+            text = file.read(_MAX_MARK_BYTES) if is_ours else b""
+        try:
+            mark = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_whole = all(isinstance(value, int) for value in (mark.pid, mark.number)) and mark.pid in range(
+            1, 1 << 31
+        )
+        return mark if is_whole and isinstance(mark.made_s, float) and mark.job == folder.name else None
+
+
+def _prune(root: Path, keep: int, current: str) -> None:
+    """Remove the oldest jobs beyond ``keep`` of this machine, but none that still runs, in whichever process."""
+    found = [_Mark.of(root / name) for name in os.listdir(root) if name != current]
+    # Whether a process of another machine that shares the folder still runs can't be seen from here.
+    marks = [mark for mark in found if mark is not None and mark.host == socket.gethostname()]
+    marks.sort(key=lambda mark: (mark.made_s, mark.number))
+    for mark in marks[: max(0, len(marks) - (keep - 1))]:
+        folder = root / mark.job
+        is_over = folder not in _in_use if mark.pid == os.getpid() else not _is_alive(mark.pid)
+        if is_over:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

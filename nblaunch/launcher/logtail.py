@@ -1,0 +1,206 @@
+"""What workers print, read from their log files: followed while they grow, or as a whole afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from nblaunch import formatting
+from nblaunch.events import Event, LogLines, Note, StatusLine
+from nblaunch.launcher.log_limit import LogLimit, kept_parts
+
+_READ_BYTES = 1 << 20
+_MAX_BYTES_A_TICK = 4 << 20
+_MAX_STATUS_BYTES = 4096
+_MAX_LINE_BYTES = 1 << 16
+
+# What gloo says in every rank, for every process group, with torch 2.8 and 2.9, and no setting silences: that all is
+# well. It stays in the files. One that says less than all is kept. Can go with the support of these versions.
+_ALL_CONNECTED = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\r?"
+)
+
+
+class LogTail:
+    r"""Follows the log file of one rank and turns what is new into events; keeps the file within its limit.
+
+    A line goes out when it is whole. The text after the last ``\r`` (a progress bar redrawing itself), or of a line
+    that has not ended, is that rank's status. In a whole line only what follows its last ``\r`` counts, as on a screen.
+    Of a line in progress no more than 64 KiB are held, so that memory and time do not depend on what a rank prints.
+
+    Args:
+        rank: whose log it is.
+        path: of the file; it need not exist yet.
+        max_bytes: that it may take on disk; None = without limit.
+    """
+
+    def __init__(self, rank: int, path: Path, max_bytes: int | None = None) -> None:
+        self._rank = rank
+        self._path = path
+        self._max_bytes = max_bytes
+        self._limit: LogLimit | None = None
+        self._has_lost = False
+        self._fd = -1
+        self._line = _Line()
+        self._status = ""
+
+    def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
+        """What is new since the last call, at most ``max_bytes`` of it."""
+        events = self._keep_within_limit()
+        while max_bytes > 0 and (chunk := self._take(max_bytes)):
+            max_bytes -= len(chunk)
+            events += self._split(chunk)
+        return [*events, *self._changed_status()]
+
+    def read_rest(self) -> Iterator[Event]:
+        """Everything up to the end of the file, an unfinished last line included; as much at a time as memory bears."""
+        yield from self._keep_within_limit()
+        while chunk := self._take(_READ_BYTES):
+            yield from self._split(chunk)
+            yield from self._keep_within_limit()
+        rest = self._line.end()
+        if rest:
+            yield LogLines(rank=self._rank, time_s=time.time(), lines=(rest,))
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _take(self, max_bytes: int) -> bytes:
+        """Bytes that were not read yet; none at the end of the file."""
+        return os.read(self._fd, min(_READ_BYTES, max_bytes)) if self._is_open() else b""
+
+    def _is_open(self) -> bool:
+        if self._fd < 0:
+            try:
+                self._fd = os.open(self._path, (os.O_RDWR if self._max_bytes else os.O_RDONLY) | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False  # the worker has not come so far
+            if self._max_bytes:
+                self._limit = LogLimit(self._fd, self._max_bytes)
+        return True
+
+    def _keep_within_limit(self) -> list[Event]:
+        """Drop the middle of a file that has become too large; what is dropped unread is skipped."""
+        if not self._is_open() or self._limit is None:
+            return []
+        try:
+            kept_from = self._limit.apply()
+        except OSError as error:
+            self._limit = None
+            return [
+                self._warning(
+                    f"its file system can't drop a part of a file ({error.strerror}); it goes on growing"
+                )
+            ]
+        if kept_from == 0:
+            return []
+        events: list[Event] = []
+        if not self._has_lost:
+            self._has_lost = True
+            events.append(
+                self._warning("from here on it keeps its beginning and its end and loses what is between")
+            )
+        unread = kept_from - os.lseek(self._fd, 0, os.SEEK_CUR)
+        if unread > 0:
+            os.lseek(self._fd, kept_from, os.SEEK_SET)
+            texts = (
+                self._line.end(),
+                f"... {formatting.size(unread)} of output dropped: printed too fast ...",
+            )
+            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=tuple(filter(None, texts))))
+        return events
+
+    def _warning(self, text: str) -> Note:
+        size = formatting.size(self._max_bytes or 0)
+        text = f"the log {self._path} has outgrown {size} (NBLAUNCH_LOG_LIMIT_MB): {text}"
+        return Note(rank=self._rank, time_s=time.time(), text=text, kind="warning")
+
+    def _split(self, chunk: bytes) -> list[Event]:
+        first, *others = chunk.split(b"\n")
+        self._line.add(first)
+        if not others:
+            return []
+        *whole, rest = others
+        is_shown = not _is_idle_talk(self._line.text)
+        texts = [self._line.end()] if is_shown else []
+        self._line = _Line(rest)
+        texts += [_shortened(line) for line in whole if not _is_idle_talk(line)]
+        return [LogLines(rank=self._rank, time_s=time.time(), lines=tuple(texts))] if texts else []
+
+    def _changed_status(self) -> list[Event]:
+        status = _on_screen(self._line.text[-_MAX_STATUS_BYTES:])
+        if status == self._status:
+            return []
+        self._status = status
+        return [StatusLine(rank=self._rank, time_s=time.time(), text=status)]
+
+
+class _Line:
+    """A line in progress, as a terminal would show it: what a carriage return has put aside is forgotten.
+
+    Args:
+        data: its beginning.
+    """
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.text = b""
+        self._num_cut = 0
+        self._has_returned = False
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        """Go on with ``data``, which has no newline."""
+        shown = data.rstrip(b"\r")
+        if shown:
+            start = shown.rfind(b"\r") + 1
+            if start or self._has_returned:
+                self.text, self._num_cut = b"", 0
+            room = max(0, _MAX_LINE_BYTES - len(self.text))
+            self.text += shown[start : start + room]
+            self._num_cut += max(0, len(shown) - start - room)
+            self._has_returned = False
+        self._has_returned |= len(shown) < len(data)
+
+    def end(self) -> str:
+        """The line as text; the next one begins."""
+        text = _on_screen(self.text)
+        if self._num_cut:
+            text += f" ... and {formatting.size(self._num_cut)} more in this line; the log has all of it"
+        self.text, self._num_cut, self._has_returned = b"", 0, False
+        return text
+
+
+def _is_idle_talk(line: bytes) -> bool:
+    return line.startswith(b"[Gloo]") and _ALL_CONNECTED.fullmatch(line) is not None
+
+
+def _shortened(line: bytes) -> str:
+    return _on_screen(line) if len(line) <= _MAX_LINE_BYTES else _Line(line).end()
+
+
+def _on_screen(line: bytes) -> str:
+    """What a terminal would show of a line: redrawn from its last carriage return on, without control sequences."""
+    text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
+    return text.replace("\x1b[A", "").rstrip()
+
+
+def read_log(path: Path, max_bytes: int | None = None) -> str:
+    """A rank's log as it was seen, all of it or its end; empty if it never printed.
+
+    Where the log has outgrown its limit, a line in it says how much was dropped.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - max_bytes) if max_bytes is not None else 0
+            parts = kept_parts(file.fileno(), start, size)
+            data = b"".join(os.pread(file.fileno(), to - since, since) for since, to in parts)
+    except FileNotFoundError:
+        return ""
+    return "\n".join(_on_screen(line) for line in data.split(b"\n") if not _is_idle_talk(line))

@@ -1,0 +1,295 @@
+"""Everything that can be known before a process exists: what will be launched, how, and why it can't be.
+
+Looks, and never touches a device: a device context in the kernel is what makes fork impossible.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from nblaunch import backends, context, env, formatting
+from nblaunch.backends.base import Backend
+from nblaunch.backends.cpu import usable_cores
+from nblaunch.diagnosis import memory
+from nblaunch.diagnosis.rendering import cell_name
+from nblaunch.errors import LaunchError
+from nblaunch.launcher import foreign_accelerator, rendezvous
+from nblaunch.launcher.weights import trainable_bytes
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.exceptions import is_user_file
+from nblaunch.wire.modules import Place, modules_in
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What will be done.
+
+    Args:
+        backend: what workers compute on.
+        num_processes: how many workers.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none.
+        reason: why that method, as the end of a sentence.
+        num_threads: CPU threads of each worker.
+        modules: those in the arguments whose weights come back, by their places.
+        detour: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
+        starts_later: whether workers may start when the launching call has returned: restarts in the background, and
+            starts that wait for other machines.
+        warnings: what may go wrong, a sentence each.
+    """
+
+    backend: Backend
+    num_processes: int
+    start_method: str
+    reason: str
+    num_threads: int
+    modules: Mapping[Place, Any] = field(repr=False)
+    detour: str = ""
+    starts_later: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
+    """Decide what ``spec`` leaves open, and refuse what can't work here.
+
+    Args:
+        spec: what to launch.
+        background: whether the launching call returns while the job runs.
+
+    Raises:
+        ValueError: more processes than devices, a precision that the device can't do, an argument that can't work in
+            another process, or an environment variable of :mod:`nblaunch.env` with a text that it can't have.
+        RuntimeError: called inside a worker; or the backend can't be used on this machine.
+        LaunchError: the devices, or the start method asked for, can't be used from this kernel.
+    """
+    if context.is_worker():
+        rank = context.current().topology.rank
+        raise RuntimeError(
+            f"a launch was requested inside a worker (rank {rank}); call notebook_launcher from the notebook, not "
+            "from the function it runs"
+        )
+    env.check()
+    if spec.engine == "inline":
+        _refuse_beside_inline(spec, background)
+    starts_later = _starts_later(spec, background)
+    if starts_later and background and spec.start_method == "fork":
+        raise ValueError(_LATER_FORK.format(_why_later(spec)))
+    backend = backends.choose(spec.backend)
+    refusal = backend.launch_refusal()
+    if refusal is not None:
+        raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
+    _check_precision(spec, backend)
+    num_processes = _num_processes(spec, backend)
+    start_method, reason = _start_method(spec, backend)
+    if start_method != "inline":
+        foreign_accelerator.refuse(spec)
+    modules = modules_in(spec.args)
+    return LaunchPlan(
+        backend=backend,
+        num_processes=num_processes,
+        start_method=start_method,
+        reason=reason,
+        num_threads=_num_threads(spec, num_processes),
+        modules=modules if spec.sync_weights and start_method != "inline" else {},
+        detour=_detour(spec, start_method, reason),
+        starts_later=starts_later,
+        warnings=(
+            *_overlooked(backend),
+            *backend.launch_notes(num_processes),
+            *_memory_warnings(modules, backend, num_processes),
+            *(foreign_accelerator.warnings(spec) if start_method != "inline" else ()),
+        ),
+    )
+
+
+def judge_again(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
+    """Decide anew how workers start, for another start of the same job: here and now a fork may not be safe any more.
+
+    Raises:
+        LaunchError: the start method asked for can't be used now.
+    """
+    start_method, reason = _start_method(spec, plan.backend)
+    return replace(plan, start_method=start_method, reason=reason, detour=_detour(spec, start_method, reason))
+
+
+_LATER_FORK = (
+    "start_method='fork' can't be used with background=True and {}: workers would be forked while the kernel runs "
+    "other code, and such a fork can freeze the kernel. Leave start_method out: what can be forked is, and the rest "
+    "starts through a forkserver."
+)
+
+
+def _starts_later(spec: LaunchSpec, background: bool) -> bool:
+    in_thread = background or threading.current_thread() is not threading.main_thread()
+    return in_thread and spec.engine != "inline" and (spec.is_elastic or spec.max_restarts > 0)
+
+
+def _why_later(spec: LaunchSpec) -> str:
+    return f"num_nodes={spec.num_nodes!r}" if spec.is_elastic else f"max_restarts={spec.max_restarts}"
+
+
+def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
+    """Refuse what only worker processes can do, rather than ignore it."""
+    asked: dict[str, Any] = {"background": True} if background else {}
+    for name, default in _OF_WORKERS.items():
+        value = getattr(spec, name)
+        if value != default and not (name == "hang_timeout_s" and value is None):
+            asked[name] = value
+    if asked:
+        raise ValueError(
+            f"engine='inline' runs the function in the kernel itself, so that "
+            f"{', '.join(f'{name}={value!r}' for name, value in asked.items())} can't be honoured: leave "
+            f"{'it' if len(asked) == 1 else 'them'} out, or leave out engine='inline'"
+        )
+
+
+_OF_WORKERS = {
+    field.name: field.default
+    for field in fields(LaunchSpec)
+    if field.name in ("start_method", "max_restarts", "hang_timeout_s", "on_hang", "threads_per_process")
+}
+"""Arguments that are about worker processes, with their defaults."""
+
+
+def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
+    refusal = backend.supports_precision(spec.mixed_precision)
+    if refusal is not None:
+        raise ValueError(
+            f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}"
+        )
+
+
+def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
+    if spec.spans_devices:
+        return _one_process(spec, backend)
+    if spec.engine == "inline":
+        if spec.num_processes not in (None, 1):
+            raise ValueError(
+                f"num_processes={spec.num_processes}: engine='inline' runs the function in this very process, so "
+                "valid are 1 and None"
+            )
+        return 1
+    wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
+    if not wanted:
+        return backend.device_count()
+    if not backend.is_oversubscribable:
+        _check_devices(spec, wanted, backend)
+    refusal = backend.count_refusal(wanted)
+    if refusal is not None:
+        raise ValueError(f"num_processes={wanted}: {refusal}")
+    return wanted
+
+
+def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> None:
+    available = backend.device_count()
+    if num_processes <= available or (backend.shares_devices and spec.backend == backend.name):
+        return
+    sharing = (
+        f"; backend={backend.name!r} lets several share one, for trying out" if backend.shares_devices else ""
+    )
+    raise ValueError(
+        f"num_processes={num_processes}, but this machine has {formatting.count(available, backend.device_noun)} "
+        f"for backend={backend.name!r}: valid are 1 to {available}, or None for all{sharing}"
+    )
+
+
+def _one_process(spec: LaunchSpec, backend: Backend) -> int:
+    if backend.spanning_env() is None:
+        raise ValueError(
+            f"strategy='spmd' is for XLA devices (backend='xla'), and this launch is for {backend.name}; there, "
+            "strategy='auto' runs one process per device"
+        )
+    if spec.num_processes not in (None, 1):
+        raise ValueError(
+            f"num_processes={spec.num_processes}: with strategy='spmd' one process drives all devices; valid are 1 and "
+            "None"
+        )
+    return 1
+
+
+def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
+    """The start method and why it is the one."""
+    if spec.engine == "inline":
+        return "inline", "asked for: the function runs in the kernel"
+    hazard = _fork_hazard(backend)
+    if spec.start_method == "fork" and hazard is not None:
+        raise LaunchError(
+            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
+            "a forkserver, and nothing has to be restarted."
+        )
+    if spec.start_method != "auto":
+        return spec.start_method, "asked for"
+    if hazard is not None:
+        return "forkserver", f"fork is not possible here: {hazard}"
+    return "fork", "shares the model with the kernel, nothing is pickled"
+
+
+def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
+    """A word where the choice is not the usual one: fresh processes start slower and need the call pickled."""
+    is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
+    return (
+        f"workers start through a {start_method}: {reason}; nothing has to be restarted" if is_detour else ""
+    )
+
+
+def _first_use(backend: Backend) -> str:
+    """The line of the user's own code that first used the device in this process, if it was seen."""
+    own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
+    if not own:
+        return ""
+    filename, number, _ = own[0]
+    source = linecache.getline(filename, number).strip()
+    return f"; it was first used in {cell_name(filename)}, line {number}" + (
+        f": `{source:.80}`" if source else ""
+    )
+
+
+def _fork_hazard(backend: Backend) -> str | None:
+    if not hasattr(os, "fork"):
+        return "this system has no fork"
+    if sys.platform == "darwin":
+        return "Apple's system libraries do not survive a fork"
+    if threading.current_thread() is not threading.main_thread():
+        return (
+            "workers start from a thread other than the main one, which may be running code whose locks a fork would "
+            "copy as they are"
+        )
+    if rendezvous.is_any_store_running():
+        return "another job of this process is running, and a fork could copy its store in the middle of something"
+    hazard = backend.fork_hazard()
+    return None if hazard is None else hazard + _first_use(backend)
+
+
+def _overlooked(chosen: Backend) -> tuple[str, ...]:
+    """Devices that are here and lie idle, because something is missing."""
+    others = (backend for backend in backends.discover().values() if backend is not chosen)
+    return tuple(text for backend in others if (text := backend.overlooked()) is not None)
+
+
+def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
+    """Whether the host has room for what training the passed modules on the CPU must at least take.
+
+    The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
+    """
+    if not modules or backend.device_type != "cpu":
+        return ()
+    trained = sum(trainable_bytes(module) for module in modules.values())
+    needed = 2 * trained * num_processes
+    available = memory.read_facts().available
+    if available is None or needed <= available:
+        return ()
+    return (
+        f"training {formatting.size(trained)} of parameters in {formatting.count(num_processes, 'process')} takes at "
+        f"least {formatting.size(needed)} of host memory (changed weights and gradients), but "
+        f"{formatting.size(available)} are available: it will most likely run out. Use fewer processes.",
+    )
+
+
+def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
+    """A share of the cores for each worker, unless it was given."""
+    return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)

@@ -1,0 +1,471 @@
+r"""The one wait loop of a running attempt.
+
+    event pipes ──┐
+    process ends ─┤                ┌──> listeners: events, log lines, board samples
+    stop requests ┼──> wait loop ──┤
+    store socket ─┤                └──> signals to workers (escalation)
+    ticks (10 Hz)─┘
+
+Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
+process has ended, pipes and logs are read to their end before anything is concluded: drain, then join.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from nblaunch import formatting
+from nblaunch.diagnosis.hang import Position, describe_hang
+from nblaunch.diagnosis.inspection import Inspector
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.stackdump import StackDump
+from nblaunch.diagnosis.watchdog import Finding
+from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
+from nblaunch.host import proc
+from nblaunch.launcher.escalation import Escalation
+from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.memory_watch import MemoryWatch
+from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.termination import Termination
+from nblaunch.topology import Topology
+from nblaunch.wire import descriptors
+from nblaunch.wire.board import Board, Sample, Slot
+from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.stop_agreement import Agreement, StopAgreement
+
+TICK_S = 0.1
+_SETTLE_S = 0.025
+"""From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
+
+_BUSY_TICK_S = 0.01
+"""While ranks are being asked something and answer through memory or files, which do not wake the loop."""
+
+_POLL_S = 0.02
+"""Between polls where the system can't wake us at the end of a process."""
+
+_LINGER_S = 60.0
+"""How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
+
+
+class Peers(Protocol):
+    """The other nodes of a job, as the launcher of one node needs them while workers run."""
+
+    def fileno(self) -> int:
+        """Readable when something has arrived from them."""
+
+    def receive(self) -> None:
+        """Handle what has arrived."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will arrive."""
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the workers of this node have to end, because of other nodes."""
+
+    def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
+        """Start an agreement with them on the step at which all ranks leave their loops."""
+
+    def exchange(
+        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[Sample]:
+        """Send them the state of this node's ranks; return the samples of all ranks, and add failures to the report."""
+
+    def send_port(self, port: int) -> None:
+        """Send them the port of the workers' store, which this node hosts."""
+
+    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
+        """Return the environment of this node's workers beyond that of their topology."""
+
+
+class Supervisor:
+    """Watches one attempt to its end.
+
+    Args:
+        group: its processes.
+        receivers: rank -> its events.
+        tails: rank -> its log.
+        board: its progress.
+        rendezvous: the store that workers may ask for; None where another machine hosts it.
+        requests: requests to the job.
+        emit: takes every event, for the listeners.
+        show: takes the board's samples, 10 times a second.
+        settle: called once, when the workers have had a moment to start in.
+        grace_s: seconds that workers have for their ``finally`` blocks.
+        stacks_paths: rank -> the file that its faulthandler writes to.
+        hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
+        stops_on_hang: whether a hang ends the job, or is only reported.
+        peers: the other nodes of the job, where there are any.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: WorkerGroup,
+        receivers: Mapping[int, EventReceiver],
+        tails: Mapping[int, LogTail],
+        board: Board,
+        rendezvous: RendezvousHost | None,
+        requests: StopRequests,
+        emit: Callable[[Event], None],
+        show: Callable[[Sequence[Sample]], None],
+        settle: Callable[[], None],
+        grace_s: float,
+        stacks_paths: Mapping[int, Path],
+        hang_timeout_s: float | None,
+        stops_on_hang: bool,
+        peers: Peers | None = None,
+    ) -> None:
+        self._group = group
+        self._receivers = receivers
+        self._tails = tails
+        self._board = board
+        self._rendezvous = rendezvous
+        self._requests = requests
+        self._emit = emit
+        self._show = show
+        self._settle = settle
+        self._settle_at: float | None = None
+        self._grace_s = grace_s
+        self._stacks_paths = stacks_paths
+        self._stops_on_hang = stops_on_hang
+        self._peers = peers
+        self._inspector = Inspector(hang_timeout_s)
+        self._memory_watch = MemoryWatch()
+        self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
+        self._agreement: Agreement | None = None
+        self._termination: Termination | None = None
+        self._started: set[int] = set()
+        self._num_outputs = dict.fromkeys(receivers, 0)
+        self._num_metrics = dict.fromkeys(receivers, 0)
+        self._alive = set(receivers)
+        self._escalation: Escalation | None = None
+        self._killed_s: dict[int, float] = {}
+        self._lingering_since: float | None = None
+        self._interrupts_seen = 0
+        self._next_tick = time.monotonic() + TICK_S
+        self._selector = selectors.DefaultSelector()
+        self._selector_fd = self._selector.fileno() if hasattr(self._selector, "fileno") else -1
+        if self._selector_fd >= 0:
+            descriptors.keep_from_children(self._selector_fd)
+        self._watched_ends: set[int] = set()
+        self.report = AttemptReport(memory=self._inspector.memory)
+
+    def run(self) -> AttemptReport:
+        """Wait until every process has ended and all of its output and events were taken in."""
+        self._watch()
+        self._settle_at = time.monotonic() + _SETTLE_S
+        with self._requests.answering():
+            self._loop()
+        self._drain()
+        return self.report
+
+    def close(self) -> None:
+        """Release what it waits with. Called once, also where it never ran."""
+        descriptors.forget(self._selector_fd)
+        self._selector.close()
+
+    def _loop(self) -> None:
+        while self._alive:
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+            self._reap()
+            self._handle_requests()
+            self._check_peers()
+            self._look_at_clock()
+            self._escalate()
+            self._abandon_unkillable()
+            self._follow_up()
+
+    # --- what the loop waits for ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
+        for rank, receiver in self._receivers.items():
+            self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
+        if self._rendezvous is not None and self._rendezvous.fileno() >= 0:
+            self._selector.register(
+                self._rendezvous, selectors.EVENT_READ, partial(self._host_store, self._rendezvous)
+            )
+        if self._peers is not None:
+            self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
+        self._watch_ends()
+
+    def _watch_ends(self) -> None:
+        """Keep the set of watched process descriptors equal to what the group has."""
+        wanted = set(self._group.waitables())
+        for fd in self._watched_ends - wanted:
+            self._selector.unregister(fd)
+        for fd in wanted - self._watched_ends:
+            self._selector.register(fd, selectors.EVENT_READ, _nothing)
+        self._watched_ends = wanted
+
+    def _timeout(self) -> float:
+        until = self._next_tick if self._settle_at is None else self._settle_at
+        if self._escalation is not None:
+            step = self._escalation.next_s(self._alive, self._has_noticed)
+            until = min(until, step) if step is not None else until
+        if not self._watched_ends:
+            until = min(until, time.monotonic() + _POLL_S)
+        if self._dumps or self._agreement is not None:
+            until = min(until, time.monotonic() + _BUSY_TICK_S)
+        return max(0.0, until - time.monotonic())
+
+    # --- what happens --------------------------------------------------------------------------------------------
+
+    def _listener_to(self, rank: int) -> Callable[[], None]:
+        def listen() -> None:
+            if self._receive(rank):
+                self._selector.unregister(self._receivers[rank].fd)
+
+        return listen
+
+    def _receive(self, rank: int) -> bool:
+        """Handle the events of a rank; returns whether its pipe was closed."""
+        events, is_closed = self._receivers[rank].receive()
+        for event in events:
+            if isinstance(event, Started):
+                self._started.add(event.rank)
+            elif isinstance(event, Finished):
+                self.report.finished.setdefault(event.rank, event)
+            elif isinstance(event, WeightsSent):
+                self.report.weights.setdefault(event.rank, {})[event.place] = event
+            elif isinstance(event, Failed) and event.rank not in self.report.finished:
+                self.report.failed.setdefault(event.rank, event)
+                self._begin_stop_after_failure()
+            counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
+            counts[rank] += 1
+            self._emit(event)
+        return is_closed
+
+    def _host_store(self, rendezvous: RendezvousHost) -> None:
+        self._selector.unregister(rendezvous)
+        rendezvous.host()
+
+    def _reap(self) -> None:
+        ended = self._group.poll()
+        if ended:
+            self._watch_ends()
+        for rank, status in ended:
+            self._alive.discard(rank)
+            now = time.time()
+            self.report.exits[rank] = (status, now)
+            if self._receivers[rank].fd in self._selector.get_map():
+                self._listener_to(rank)()  # its last words, before anything is concluded from its end
+            self._emit(Exited(rank=rank, time_s=now, status=status))
+            if rank not in self.report.finished:
+                self._begin_stop_after_failure()
+
+    def _handle_requests(self) -> None:
+        requests = self._requests
+        if requests.terminations and self._termination is None:
+            self._begin_termination()
+        if self._termination is not None and (text := self._termination.poll(time.monotonic())):
+            self._note(text)
+        if requests.is_cancelled and not self.report.cancelled:
+            self.report.cancelled = True
+            self._escalation = Escalation.kill(time.monotonic())
+        if requests.interrupts > self._interrupts_seen:
+            self._interrupts_seen = requests.interrupts
+            self.report.interrupted = True
+            now = time.monotonic()
+            is_second = requests.interrupts > 1  # also where both came before this look
+            self._escalation = (
+                Escalation.kill(now) if is_second else Escalation.after_interrupt(now, self._grace_s)
+            )
+        if requests.wants_stop and self._agreement is None:
+            slots = {rank: self._board.slot(rank) for rank in self._receivers}
+            self._agreement = (
+                StopAgreement(slots, time.monotonic())
+                if self._peers is None
+                else self._peers.agreement(slots)
+            )
+        for query in requests.take_queries():
+            self._dump_stacks(partial(self._answer, query))
+
+    def _begin_termination(self) -> None:
+        grace_s = self._requests.termination_grace_s
+        slots = {rank: self._board.slot(rank) for rank in self._receivers}
+        self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
+        self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
+
+    def _note(self, text: str) -> None:
+        self._emit(Note.of_job(text))
+
+    def _check_peers(self) -> None:
+        if self._peers is None:
+            return
+        if self._peers.is_closed and self._peers in self._selector.get_map():
+            self._selector.unregister(self._peers)  # or its end would wake the loop for ever
+        if self._peers.must_stop:
+            self._begin_stop_after_failure()
+
+    def _begin_stop_after_failure(self) -> None:
+        if self._escalation is None:
+            self._escalation = Escalation.after_failure(time.monotonic(), self._grace_s)
+
+    def _escalate(self) -> None:
+        if self._escalation is None:
+            return
+        for rank, signum in self._escalation.due(time.monotonic(), self._alive, self._has_noticed):
+            self.report.signalled.setdefault(rank, time.time())
+            if signum == signal.SIGKILL:
+                self._killed_s.setdefault(rank, time.monotonic())
+            self._group.signal(rank, signum)
+
+    def _abandon_unkillable(self) -> None:
+        """Go on without processes that SIGKILL does not end: a driver or a file system may hold them for ever."""
+        now = time.monotonic()
+        for rank in sorted(self._alive):
+            if now - self._killed_s.get(rank, now) >= KILL_PATIENCE_S:
+                self._abandon(rank)
+
+    def _abandon(self, rank: int) -> None:
+        text = _unkillable(rank, self._group.pids().get(rank))
+        self._alive.discard(rank)
+        self._group.abandon(rank)
+        self._watch_ends()
+        self.report.unkillable[rank] = text
+        now, status = time.time(), ExitStatus(-signal.SIGKILL)
+        self.report.exits[rank] = (status, now)
+        self._emit(Note.of_job(text, "warning"))
+        self._emit(Exited(rank=rank, time_s=now, status=status))
+
+    def _has_noticed(self, rank: int) -> bool:
+        return self._board.slot(rank).read(rank).interrupts > 0
+
+    # --- questions to the ranks ----------------------------------------------------------------------------------
+
+    def _follow_up(self) -> None:
+        """Go on with what takes several looks: collecting stacks, agreeing on a step to stop at."""
+        for dump, answer in list(self._dumps):
+            dump.poll()
+            if dump.is_done:
+                self._dumps.remove((dump, answer))
+                answer(dump)
+        if self._agreement is not None and not self._agreement.is_settled:
+            self._agreement.poll(self._alive - self.report.finished.keys(), time.monotonic())
+            self.report.stopped_early = self._agreement.is_settled
+
+    def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
+        self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))
+
+    def _answer(self, query: Future[str], dump: StackDump) -> None:
+        self._requests.answer(query, "\n".join(self._describe(dump.positions())))
+
+    def _answering(self) -> dict[int, int]:
+        """Rank -> process of the ranks whose function runs, or whose weights are on their way."""
+        running = (self._alive & self._started) - self.report.delivered - self.report.failed.keys()
+        return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
+
+    def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
+        steps = {sample.rank: sample.step for sample in self._board.sample()}
+        return describe_hang(positions, steps, gone=sorted(self.report.delivered), busy=busy)
+
+    def _judge(self, dump: StackDump) -> None:
+        """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
+        positions = dump.positions()
+        finding = self._inspector.judge(time.monotonic(), self._answering(), positions)
+        if finding is None:
+            return
+        lines = self._describe(positions, finding.busy)
+        text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
+        self._emit(Note.of_job(text, "hang"))
+        if finding.hung and self._stops_on_hang and self._escalation is None:
+            # Where every function has returned there is a result, and weights alone are late.
+            self.report.hang = tuple(lines) if self._alive - self.report.finished.keys() else ()
+            self._begin_stop_after_failure()
+
+    def _headline(self, finding: Finding) -> str:
+        timeout_s = self._inspector.hang_timeout_s
+        if finding.hung:
+            return f"no progress for {timeout_s:g} s:"
+        have = "has" if len(finding.suspected) == 1 else "have"
+        return (
+            f"{formatting.ranks(finding.suspected)} {have} shown no step, collective or bar for {timeout_s:g} s. This "
+            "may be a hang, or work without steps (tqdm or accelerator.progress around it would show that it moves):"
+        )
+
+    # --- what is looked at by the clock --------------------------------------------------------------------------
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if self._settle_at is not None and now >= self._settle_at:
+            self._settle_at = None
+            self._settle()
+        if now >= self._next_tick:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._next_tick = time.monotonic() + TICK_S
+        for rank, tail in self._tails.items():
+            events = tail.read()
+            self._num_outputs[rank] += len(events)
+            for event in events:
+                self._emit(event)
+        samples = self._sample()
+        self._show(samples)
+        for event in self._memory_watch.look(self._answering()):
+            self._emit(event)
+        if self._inspector.look(
+            time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
+        ):
+            self._dump_stacks(self._judge)
+        self._check_lingering()
+
+    def _sample(self) -> list[Sample]:
+        samples = self._board.sample()
+        if self._peers is None:
+            return samples
+        slots = {rank: self._board.slot(rank) for rank in self._alive - self.report.finished.keys()}
+        return self._peers.exchange(samples, self.report, slots)
+
+    def _check_lingering(self) -> None:
+        """Workers that are done but do not end are ended, with a word about it."""
+        if self._escalation is not None or not self._alive <= self.report.delivered:
+            self._lingering_since = None
+            return
+        now = time.monotonic()
+        if self._lingering_since is None:
+            self._lingering_since = now
+        elif now - self._lingering_since > _LINGER_S:
+            text = (
+                f"{formatting.ranks(self._alive)}: the function returned {_LINGER_S:.0f} s ago, but an exit "
+                "handler or a thread of it still runs; it is ended now. Its result is kept."
+            )
+            self._note(text)
+            self._begin_stop_after_failure()
+
+    def _drain(self) -> None:
+        for rank in self._receivers:
+            self._receive(rank)
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self._emit(event)
+        self.report.last_samples = self._sample()
+        self._show(self.report.last_samples)
+
+
+def _unkillable(rank: int, pid: int | None) -> str:
+    if pid is None:
+        return f"rank {rank} did not end within {KILL_PATIENCE_S:g} s of SIGKILL, and was left behind"
+    return (
+        f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({proc.what_blocks(pid)}): "
+        "a device driver or a (network) file system does not let it go. The job went on without it. Until the system "
+        f"ends it, it keeps its memory and devices. As root, cat /proc/{pid}/stack and dmesg show what it waits for; "
+        "bringing the file server back, umount --force or a reset of the device may free it"
+    )
+
+
+def _nothing() -> None:
+    """The end of a process only has to wake the loop; it is reaped right after."""

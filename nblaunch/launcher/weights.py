@@ -1,0 +1,239 @@
+"""The trained weights of the modules in the arguments of a call, on their way back into the kernel's own modules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nblaunch import formatting
+from nblaunch.wire.modules import Piece, Pieces, Place, place_name
+from nblaunch.wire.originals import Unchanged
+
+_MAX_NAMED = 3  # modules in one line
+
+
+def trainable_bytes(module: Any) -> int:
+    """Bytes of the module's parameters that training changes, of those that have values here."""
+    torch: Any = sys.modules["torch"]
+    with_values = (p for p in module.parameters() if not (torch.nn.parameter.is_lazy(p) or p.is_meta))
+    return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
+
+
+def join(sent: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[str, Any]]:
+    """Return state dicts from what every rank sent, by place: tensors as they are, parts of one as :class:`Pieces`."""
+    joined: dict[Place, dict[str, Any]] = {}
+    for one in sent:
+        for place, state in one.items():
+            names = joined.setdefault(place, {})
+            for name, value in state.items():
+                if isinstance(value, Piece):
+                    value = Pieces([*(names[name].parts if name in names else ()), value])
+                names[name] = value
+    return joined
+
+
+def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
+    """``state`` with whole tensors; those that were not sent are copied from the kernel's ``module``."""
+    own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
+    whole = {}
+    for name, value in state.items():
+        if isinstance(value, Pieces):
+            value = value.assembled()
+        whole[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
+    return whole
+
+
+@dataclass(frozen=True)
+class LoadedBack:
+    """What became of weights that came back.
+
+    Args:
+        lines: a line for the user about each module that is an argument, and about all inside one together.
+        warnings: a line about each module whose weights are not back, or not all of them.
+        places: of the modules that have their weights.
+    """
+
+    lines: tuple[str, ...]
+    warnings: tuple[str, ...]
+    places: frozenset[Place]
+
+
+def load_back(
+    modules: Mapping[Place, Any], weights: Mapping[Place, Mapping[str, Any]], lost: Mapping[Place, str]
+) -> LoadedBack:
+    """Load state dicts into the modules they belong to.
+
+    Args:
+        modules: of the kernel, by their places in the arguments.
+        weights: place -> state dict, whose tensors may be :class:`Pieces`.
+        lost: place -> what of the state dict did not come through, or why none of it did.
+    """
+    warnings: list[str] = []
+    whole: dict[Place, int] = {}
+    unchanged: list[Place] = []
+    loaded = set()
+    for place, module in modules.items():
+        if place not in weights and place not in lost:
+            continue
+        loading = _load_one(module, place, weights.get(place), lost.get(place, ""))
+        if loading.is_loaded:
+            loaded.add(place)
+        if loading.text:
+            warnings.append(loading.text)
+        elif _is_sent(weights[place]):
+            whole[place] = _num_bytes(weights[place])
+        else:
+            unchanged.append(place)
+    lines = [*_back(modules, whole)]
+    if unchanged:
+        lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
+    return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
+
+
+def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> list[str]:
+    """A line for each reason why weights did not come, with the modules that are as they were because of it."""
+    places: dict[str, list[Place]] = {}
+    for place, reason in reasons.items():
+        places.setdefault(reason, []).append(place)
+    return [
+        f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. Value and logs are kept. "
+        "Save weights inside the function, as with accelerator.save_model(), and pass sync_weights=False to send none"
+        for reason, missing in places.items()
+    ]
+
+
+def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Iterator[str]:
+    """The good news: which weights are in the kernel's modules, those inside one argument in one line."""
+    arguments: dict[str, list[Place]] = {}
+    for place in num_bytes:
+        arguments.setdefault(place_name(place).partition("]")[0], []).append(place)
+    for places in arguments.values():
+        noun = "module" if len(places) == 1 else "modules"
+        size = formatting.size(sum(num_bytes[place] for place in places))
+        yield f"the trained weights of {_listed(modules, places)} are back in the kernel's {noun} ({size})"
+
+
+def _listed(modules: Mapping[Place, Any], places: Sequence[Place]) -> str:
+    names = [_name(modules[place], place) for place in places[:_MAX_NAMED]]
+    if len(places) > len(names):
+        names.append(f"{len(places) - len(names)} more")
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _name(module: Any, place: Place) -> str:
+    return f"{place_name(place)} ({type(module).__name__})"
+
+
+def _is_sent(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in ``state`` that the kernel does not have."""
+    return not all(isinstance(value, Unchanged) for value in state.values())
+
+
+def _num_bytes(state: Mapping[str, Any]) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in state.values() if hasattr(tensor, "numel")
+    )
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """Whether a module has its weights, and what there is to warn of."""
+
+    is_loaded: bool
+    text: str = ""
+
+
+def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: str) -> _Loading:
+    name = _name(module, place)
+    if state is None:
+        return _Loading(False, f"the trained weights of {name} can't be had in the kernel: {lost}")
+    misfit = _misfit(module, state, is_whole=not lost)
+    if not misfit:
+        try:
+            _load(module, state, is_whole=not lost)
+        except Exception as error:  # the module's own code refuses
+            misfit = " ".join(f"{type(error).__name__}: {error}".split())
+    if misfit:
+        return _Loading(
+            False,
+            f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
+            f"they are in job.weights()[{place!r}]",
+        )
+    if not lost:
+        return _Loading(True)
+    size = formatting.size(_num_bytes(state))
+    return _Loading(
+        True,
+        f"the trained weights of {name} are back in the kernel's module ({size}, without what can't be pickled: "
+        f"{lost})",
+    )
+
+
+def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
+    """Put ``state`` into ``module``; parts of tensors go to their places one by one, without a whole copy of them.
+
+    What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
+    """
+    if not _is_sent(state):
+        return
+    torch: Any = sys.modules["torch"]
+    own = module.state_dict()
+    bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
+    with torch.no_grad():
+        for name, value in state.items():
+            if isinstance(value, Pieces) and name not in bare:
+                value.put_into(own[name])
+    elsewhere = {name for name, value in state.items() if isinstance(value, (Pieces, Unchanged))} | bare
+    plain = {name: value for name, value in state.items() if name not in elsewhere}
+    module.load_state_dict(plain, strict=is_whole and not elsewhere)
+    if bare:
+        module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
+
+
+def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
+    """Tensors in place of those of ``module`` that have a shape only; parameters that were one stay one."""
+    torch: Any = sys.modules["torch"]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    made: dict[int, Any] = {}
+    tensors = {}
+    for name in bare & state.keys():
+        value = state[name]
+        if isinstance(value, Unchanged):
+            continue
+        parameter = parameters.get(name)
+        tensor = made.get(id(parameter)) if parameter is not None else None
+        if tensor is None:
+            tensor = value.assembled() if isinstance(value, Pieces) else value
+            if parameter is not None:
+                tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = tensor
+        tensors[name] = tensor
+    return tensors
+
+
+def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
+    """How the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
+
+    Looked at beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
+    """
+    own = module.state_dict()
+    reasons = [f"{name} is only there" for name in state if name not in own]
+    reasons += [f"{name} is only here" for name in own if name not in state and is_whole]
+    reasons += [
+        f"{value.num_missing:,} elements of {name} are on other machines"
+        for name, value in state.items()
+        if isinstance(value, Pieces) and value.num_missing
+    ]
+    reasons += [
+        f"{name} is {tuple(state[name].shape)} there and {tuple(tensor.shape)} here"
+        for name, tensor in own.items()
+        if name in state and _has_shape(tensor) and tensor.shape != state[name].shape
+    ]
+    return "; ".join(reasons)
+
+
+def _has_shape(value: Any) -> bool:
+    torch: Any = sys.modules["torch"]
+    return isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)

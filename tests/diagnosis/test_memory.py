@@ -1,0 +1,99 @@
+"""Whether memory ran out, judged from the evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nblaunch.diagnosis.memory import MemoryFacts, judge, read_facts, shm_line
+
+GB = 1_000_000_000
+BEFORE = MemoryFacts(available=10 * GB, limit=16 * GB, oom_kills=2, shm_used=0, shm_size=64_000_000)
+
+
+def verdict(
+    *, kills: int = 0, lowest: int | None = 5 * GB, is_killed: bool = True, message: str = "", built: int = 0
+) -> list[str]:
+    return judge(
+        before=BEFORE,
+        after=dataclasses.replace(BEFORE, oom_kills=2 + kills),
+        lowest_available=lowest,
+        own_bytes={1: 2 * GB, 0: 3 * GB},
+        built_bytes={0: built, 1: built},
+        is_killed=is_killed,
+        message=message,
+    )
+
+
+def test_nothing_speaks_for_memory() -> None:
+    assert verdict() == []
+    assert verdict(lowest=None) == []
+    assert verdict(is_killed=False, message="ValueError: the loss is nan", lowest=0) == []
+
+
+def test_the_system_counted_a_kill() -> None:
+    found = verdict(kills=2)
+    assert found[0] == "Memory ran out: the system killed 2 processes of this job for it."
+    assert found[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.00 GB."
+    assert found[2] == "Each process took (most seen): rank 0 3.00 GB, rank 1 2.00 GB."
+    assert "Use fewer processes" in found[3]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "MemoryError: ",
+        "RuntimeError: std::bad_alloc",
+    ],
+)
+def test_an_allocator_said_so(message: str) -> None:
+    found = verdict(is_killed=False, message=message)
+    assert found[0] == "Memory ran out: an allocation was refused."
+
+
+def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
+    found = verdict(lowest=GB // 10)
+    assert found[0].startswith("Memory most likely ran out")
+    assert verdict(lowest=GB // 10, is_killed=False) == []
+
+
+def test_models_built_in_workers_lead_to_the_remedy() -> None:
+    found = verdict(kills=1, built=1_200_000_000)
+    assert found[-1] == (
+        "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it, "
+        "notebook_launcher(train, (model,)), so that it is held in memory once."
+    )
+    small = verdict(kills=1, built=1000)
+    assert "built a model" not in small[-1]
+
+
+def test_many_ranks_stay_one_line() -> None:
+    found = judge(
+        before=BEFORE,
+        after=dataclasses.replace(BEFORE, oom_kills=3),
+        lowest_available=None,
+        own_bytes=dict.fromkeys(range(11), GB),
+        built_bytes={},
+        is_killed=True,
+    )
+    assert found[2].endswith("rank 7 1.00 GB, and 3 more.")
+
+
+def test_a_full_shm_is_named() -> None:
+    assert shm_line(dataclasses.replace(BEFORE, shm_used=63_000_000)).startswith(
+        "/dev/shm is full (63.0 MB of 64.0 MB)"
+    )
+    assert shm_line(dataclasses.replace(BEFORE, shm_used=10_000_000)) == ""
+    assert shm_line(dataclasses.replace(BEFORE, shm_size=0)) == ""
+
+
+def test_the_facts_of_this_machine_are_plausible() -> None:
+    facts = read_facts()
+    assert facts.limit is not None
+    assert facts.available is not None
+    assert 0 < facts.available <= facts.limit
+    assert 0 <= facts.shm_used <= facts.shm_size

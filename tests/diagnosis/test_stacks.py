@@ -1,0 +1,87 @@
+"""Reading what faulthandler writes."""
+
+from __future__ import annotations
+
+import faulthandler
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.diagnosis.stacks import StackFrame, describe, merge, parse
+
+
+def test_a_real_dump_of_two_threads(tmp_path: Path) -> None:
+    ready, go = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        ready.set()
+        go.wait()
+
+    thread = threading.Thread(target=wait_here)
+    thread.start()
+    ready.wait(5)
+    with (tmp_path / "dump").open("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = parse(file.read())
+    go.set()
+    thread.join(5)
+    (current,) = (thread for thread in threads if thread.is_current)
+    assert current.frames[0].name == "test_a_real_dump_of_two_threads"
+    assert current.frames[0].filename == __file__
+    assert any(
+        frame.name == "wait_here" for other in threads if not other.is_current for frame in other.frames
+    )
+
+
+def test_the_stack_of_a_real_crash() -> None:
+    program = (
+        "import faulthandler, os, signal; faulthandler.enable()\n"
+        "def crash(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "crash()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == -11
+    (thread,) = parse(ended.stderr)
+    assert thread.is_current
+    assert [frame.name for frame in thread.frames] == ["crash", "<module>"]
+
+
+def test_names_of_threads_and_unknown_lines_are_understood() -> None:
+    text = (
+        "Thread 0x00007f1 [worker] (most recent call first):\n"
+        '  File "a b.py", line ??? in f\n'
+        "  <no Python frame>\n"
+        "Current thread 0x00007f2 [main] (most recent call first):\n"
+        '  File "c.py", line 3 in <lambda>\n'
+        "\nExtension modules: torch._C (total: 1)\n"
+    )
+    first, second = parse(text)
+    assert (first.is_current, first.frames) == (False, (StackFrame("a b.py", 0, "f"),))
+    assert (second.is_current, second.frames) == (True, (StackFrame("c.py", 3, "<lambda>"),))
+
+
+@given(st.text())
+def test_any_text_can_be_read(text: str) -> None:
+    assert all(thread.frames == () for thread in parse(text)) or "File" in text
+
+
+def test_frames_are_described_with_their_source(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("first\n    while not ready:\n")
+    described = describe(
+        [
+            StackFrame(str(file), 2, "train"),
+            StackFrame(str(file), 9, "main"),
+            StackFrame("<frozen runpy>", 1, "run"),
+        ]
+    )
+    assert described == [f"{file}, line 2 in train: while not ready:", f"{file}, line 9 in main"]
+
+
+def test_equal_stacks_are_merged_in_order_of_their_first_rank() -> None:
+    assert list(merge({3: "b", 0: "a", 2: "a", 1: "b"}).items()) == [("a", [0, 2]), ("b", [1, 3])]

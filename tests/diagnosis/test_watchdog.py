@@ -1,0 +1,219 @@
+"""What is found about ranks without progress, over simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.diagnosis.hang import Position
+from nblaunch.diagnosis.stacks import StackFrame
+from nblaunch.diagnosis.watchdog import Finding, Look, Progress, Watchdog
+
+T = 10.0
+
+
+@dataclass(frozen=True)
+class Is:
+    """What a rank does at a moment.
+
+    Args:
+        signs: counted progress by now.
+        has_stepped: whether steps were among it.
+        line: where it is.
+        waiting_in: as of a position.
+        is_long_work: likewise.
+        cpu: processor seconds of its thread by now; None = unknown.
+        others_cpu: of other threads and children.
+        outputs: lines by now.
+    """
+
+    signs: int = 0
+    has_stepped: bool = False
+    line: int = 1
+    waiting_in: str = ""
+    is_long_work: bool = False
+    cpu: float | None = 0.0
+    others_cpu: float = 0.0
+    outputs: int = 0
+
+    @property
+    def look(self) -> Look:
+        stack = (StackFrame("train.py", self.line, "train"),)
+        position = Position(f"line {self.line}", self.waiting_in, self.is_long_work, stack)
+        return Look(position, self.cpu, None if self.cpu is None else self.cpu + self.others_cpu)
+
+
+Rank = Callable[[float], Is]
+
+
+def findings(
+    ranks: Mapping[int, Rank], until_s: float = 4 * T, tick_s: float = 0.25
+) -> list[tuple[float, Finding]]:
+    """All that is found while time goes on."""
+    watchdog, found, now_s = Watchdog(T), [], 0.0
+    while now_s <= until_s:
+        states = {rank: rank_is(now_s) for rank, rank_is in ranks.items()}
+        progress = {
+            rank: Progress((state.signs,), state.has_stepped, state.outputs) for rank, state in states.items()
+        }
+        if watchdog.observe(now_s, progress, list(ranks)):
+            finding = watchdog.judge(now_s, {rank: state.look for rank, state in states.items()})
+            if finding is not None:
+                found.append((now_s, finding))
+        now_s += tick_s
+    return found
+
+
+def spins(t: float) -> Is:
+    return Is(cpu=t)
+
+
+def moves(t: float) -> Is:
+    return Is(cpu=t, line=int(t * 4))
+
+
+def sleeps(t: float) -> Is:
+    return Is()
+
+
+def waits(t: float) -> Is:
+    return Is(waiting_in="all_reduce")
+
+
+def steps(t: float) -> Is:
+    return Is(signs=int(t / 4), has_stepped=True, cpu=t, line=int(t * 4))
+
+
+def then(first: Rank, at_s: float, second: Rank) -> Rank:
+    """``second`` begins at ``at_s``, with what ``first`` had shown."""
+
+    def rank(t: float) -> Is:
+        if t < at_s:
+            return first(t)
+        before, now = first(at_s), second(t)
+        return replace(
+            now,
+            signs=before.signs + now.signs,
+            has_stepped=before.has_stepped,
+            outputs=before.outputs + now.outputs,
+        )
+
+    return rank
+
+
+def with_thread(share: float, rank: Rank) -> Rank:
+    """Another thread of the rank computes, as a monitor does or one that calls ``sleep(0)`` in a loop."""
+    return lambda t: replace(rank(t), others_cpu=share * t)
+
+
+def printing(rank: Rank) -> Rank:
+    return lambda t: replace(rank(t), outputs=int(t / 3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hung", "suspected"),
+    [
+        ({0: sleeps}, (0,), ()),
+        ({0: waits, 1: waits}, (0, 1), ()),
+        ({0: waits, 1: spins}, (0,), (1,)),
+        ({0: waits, 1: moves}, (0,), (1,)),
+        ({0: with_thread(1.0, waits), 1: with_thread(1.0, waits)}, (0, 1), ()),
+        ({0: with_thread(0.04, waits), 1: with_thread(0.04, waits)}, (0, 1), ()),
+        ({0: printing(waits), 1: printing(waits)}, (0, 1), ()),
+        ({0: with_thread(0.04, sleeps)}, (), (0,)),
+        ({0: printing(sleeps)}, (), (0,)),
+        ({0: spins, 1: spins}, (), (0, 1)),
+        ({0: moves}, (), (0,)),
+        ({0: then(steps, 12.0, spins), 1: then(steps, 12.0, spins)}, (0, 1), ()),
+        ({0: then(steps, 12.0, moves)}, (), (0,)),
+        ({0: lambda t: Is(cpu=t, is_long_work=True), 1: waits}, (), (0, 1)),
+        ({0: lambda t: Is(cpu=None)}, (0,), ()),
+    ],
+    ids=[
+        "silent",
+        "all wait",
+        "one computes in C and one waits",
+        "one computes in Python and one waits",
+        "threads that call sleep(0)",
+        "monitor threads",
+        "threads that print",
+        "not in a collective, with a monitor",
+        "prints and sleeps",
+        "all in a C loop",
+        "all compute",
+        "steps, then a C loop",
+        "steps, then Python that moves",
+        "one saves and one waits",
+        "processor time unknown",
+    ],
+)
+def test_what_is_found_once(
+    ranks: dict[int, Rank], hung: tuple[int, ...], suspected: tuple[int, ...]
+) -> None:
+    ((_, finding),) = findings(ranks)
+    assert (finding.hung, finding.suspected) == (hung, suspected)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {0: steps, 1: steps},
+        {0: steps, 1: waits},
+        {0: then(waits, 30.0, steps), 1: then(steps, 30.0, waits)},
+        {0: lambda t: Is(signs=int(t / 9.5), line=1)},
+    ],
+    ids=["steps", "one evaluates and one waits", "they take turns", "slow steps"],
+)
+def test_a_job_that_goes_on_is_left_alone(ranks: dict[int, Rank]) -> None:
+    assert findings(ranks, until_s=39.0) == []
+
+
+def test_it_takes_the_whole_timeout_from_the_last_progress_of_any_rank() -> None:
+    ((at_s, finding),) = findings({0: waits, 1: then(steps, 20.0, waits)})
+    assert finding.hung == (0, 1)
+    assert 30.0 <= at_s < 31.0
+
+
+def test_ranks_that_stop_a_moment_after_each_other_are_one_finding() -> None:
+    ranks = {0: then(steps, 12.0, spins), 1: then(steps, 16.0, waits), 2: then(steps, 16.0, waits)}
+    ((at_s, finding),) = findings(ranks)
+    assert finding.hung == (0, 1, 2)
+    assert finding.busy == (0,)
+    assert at_s >= 26.0
+
+
+def test_a_rank_that_stands_alone_is_suspected_while_the_others_go_on() -> None:
+    ((_, finding),) = findings({0: sleeps, 1: steps})
+    assert (finding.hung, finding.suspected) == ((), (0,))
+
+
+def test_a_long_computation_does_not_hide_the_hang_after_it() -> None:
+    first, second = findings({0: then(moves, 3600.0, lambda t: Is(cpu=3600.0))}, until_s=3700.0, tick_s=1.0)
+    assert (first[1].suspected, second[1].hung) == ((0,), (0,))
+    assert second[0] < 3600.0 + 2.5 * T
+
+
+def test_progress_makes_the_next_standstill_news() -> None:
+    hangs = then(then(sleeps, 15.0, lambda t: Is(signs=1)), 30.0, lambda t: Is(signs=2))
+    assert [finding.hung for _, finding in findings({0: hangs}, until_s=50.0)] == [(0,)] * 3
+
+
+def test_a_rank_that_ended_is_not_looked_at() -> None:
+    watchdog = Watchdog(T)
+    progress = {0: Progress(("x",)), 1: Progress(("x",))}
+    assert not watchdog.observe(0.0, progress, [0, 1])
+    assert not watchdog.observe(50.0, progress, [])
+
+
+@given(st.lists(st.floats(0.01, 9.9), min_size=1, max_size=50), st.booleans())
+def test_whoever_moves_often_enough_never_hangs(gaps_s: list[float], is_idle: bool) -> None:
+    watchdog, now = Watchdog(T), 0.0
+    for step, gap_s in enumerate(gaps_s):
+        for moment in (now, now + gap_s):
+            if watchdog.observe(moment, {0: Progress((step,), has_stepped=True)}, [0]):
+                assert watchdog.judge(moment, {0: Is(cpu=0.0 if is_idle else moment).look}) is None
+        now += gap_s

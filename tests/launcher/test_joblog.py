@@ -1,0 +1,168 @@
+"""Folders of log files: private, pruned."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from nblaunch.errors import LaunchError
+from nblaunch.host import disk
+from nblaunch.launcher import joblog
+from nblaunch.launcher.joblog import JobLog
+
+
+@pytest.fixture
+def keep_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "3")
+
+
+def test_folders_of_others_are_not_pruned_whatever_their_names(tmp_path: Path, keep_three: None) -> None:
+    """``2024-01-15-093000`` has four numbers, as a job's folder has, and there is no process 15 any more."""
+    dates = [f"2024-01-{day:02}-093000" for day in range(1, 31)]
+    kept = ["notes.txt", "20200101-000000-1-1", f"20200102-000000-{_dead_pid()}-1", *dates]
+    for name in kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    for _ in range(6):
+        log = JobLog(str(tmp_path))
+        log.end()
+        log.prune()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left >= set(kept)
+    assert len(left) == len(kept) + 3
+
+
+def test_jobs_of_kernels_that_have_ended_are_pruned_and_of_others_not(
+    tmp_path: Path, keep_three: None
+) -> None:
+    def launch_in_another_process() -> str:
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.write(writing, JobLog(str(tmp_path)).path.name.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(writing)
+        with os.fdopen(reading) as file:
+            return file.read()
+
+    def change(job: str, **values: object) -> None:
+        mark = tmp_path / job / ".nblaunch_job.json"
+        mark.write_text(json.dumps(json.loads(mark.read_text()) | values))
+
+    ended, renamed, alive, elsewhere, broken = (launch_in_another_process() for _ in range(5))
+    (tmp_path / renamed).rename(tmp_path / "the good one")
+    change(alive, pid=1)
+    change(elsewhere, host="another.machine")
+    change(broken, pid=1 << 70)
+    logs = [JobLog(str(tmp_path)) for _ in range(4)]
+    for log in logs:
+        log.prune()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert ended not in left
+    assert left >= {"the good one", alive, elsewhere, broken, *(log.path.name for log in logs)}
+
+
+def test_what_a_link_leads_to_is_not_pruned(tmp_path: Path, keep_three: None) -> None:
+    elsewhere, logs = tmp_path / "elsewhere", tmp_path / "logs"
+    log = JobLog(str(elsewhere))
+    log.end()
+    logs.mkdir()
+    (logs / log.path.name).symlink_to(log.path)
+    (logs / "linked mark").mkdir()
+    (logs / "linked mark" / ".nblaunch_job.json").symlink_to(log.path / ".nblaunch_job.json")
+    os.mkfifo(logs / "pipe")
+    (logs / "piped mark").mkdir()
+    os.mkfifo(logs / "piped mark" / ".nblaunch_job.json")
+    for _ in range(5):
+        log = JobLog(str(logs))
+        log.end()
+        log.prune()
+    assert len(list(elsewhere.iterdir())) == 1
+    assert len(list(logs.iterdir())) == 4 + 3
+
+
+def _dead_pid() -> int:
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_a_job_that_runs_keeps_its_logs(tmp_path: Path, keep_three: None) -> None:
+    running, *ended = [JobLog(str(tmp_path)) for _ in range(6)]
+    for log in ended:
+        log.end()
+    ended[-1].prune()
+    assert [log.path.exists() for log in ended] == [False, False, True, True, True]
+    assert running.path.exists()
+    running.end()
+    ended[-1].prune()
+    assert not running.path.exists()
+
+
+def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: None) -> None:
+    for _ in range(70):
+        JobLog(str(tmp_path)).end()
+        assert len(list(tmp_path.iterdir())) < 3 + 20
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default folder has a name that others can guess, in a place where others can write."""
+    monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
+    monkeypatch.setattr(joblog.tempfile, "gettempdir", lambda: str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"nblaunch-{os.getuid()}").symlink_to(elsewhere)
+    with pytest.raises(LaunchError, match="belongs to another user"):
+        JobLog()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = JobLog(str(tmp_path))
+    touch = Path.touch
+
+    def touch_some(path: Path, *args: int, **options: int) -> None:
+        if path.name == "rank_1.stacks":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        touch(path, *args, **options)
+
+    free = os.statvfs(tmp_path)
+    no_inodes = os.statvfs_result((*free[:6], 0, 0, *free[8:]))
+    monkeypatch.setattr(Path, "touch", touch_some)
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: no_inodes)
+    with pytest.raises(LaunchError, match=r"no inodes .* are left on /.*log_dir="):
+        log.start_attempt(0, range(2))
+    assert not log.attempt_path(0).exists()
+    log.start_attempt(0, range(1))
+    assert {path.name for path in log.attempt_path(0).iterdir()} == {"rank_0.log", "rank_0.stacks"}
+
+
+def test_a_job_begins_on_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_three: None
+) -> None:
+    """Training goes on without its output; only what was printed is lost."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    log = JobLog(str(tmp_path))
+    log.start_attempt(0, range(2))
+    assert log.log_path(1).exists()
+
+
+def test_a_host_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
+    monkeypatch.setattr(joblog.tempfile, "gettempdir", find_none)
+    with pytest.raises(LaunchError, match=r"temporary folder .*NBLAUNCH_LOG_DIR"):
+        JobLog()

@@ -1,0 +1,141 @@
+"""Modules that a function trains without getting them as arguments are named when the job is done."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch.launcher import left_weights
+from tests.kernels import Kernel
+
+net = nn.Linear(2, 2)
+frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def uses_global() -> object:
+    return net, torch.ones(1)
+
+
+def uses_nothing() -> object:
+    return nn.Linear(2, 2)
+
+
+def uses_frozen() -> object:
+    return frozen
+
+
+def takes(model: nn.Module, teacher: nn.Module | None = None) -> object:
+    return model, teacher
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.steps = nn.Linear(2, 2), 3
+
+    def fit(self) -> object:
+        return self.model
+
+    def __call__(self) -> object:
+        return self.model
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def fit(self) -> object:
+        return self.weight
+
+
+def closing_over(model: nn.Module) -> Callable[[], object]:
+    @functools.wraps(uses_nothing)
+    def train() -> object:
+        return model
+
+    del train.__wrapped__
+    return train
+
+
+def with_an_empty_cell() -> Callable[[], object]:
+    def train() -> object:
+        return model  # noqa: F821
+
+    model = net
+    del model
+    return train
+
+
+class Proxy:
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise RuntimeError("not bound yet")
+
+
+proxy = Proxy()
+lazy = nn.LazyLinear(3)
+
+
+def uses_odd_things() -> object:
+    return proxy, lazy, not_there  # type: ignore[name-defined]  # noqa: F821
+
+
+FOUND: list[tuple[Callable[..., Any], str]] = [
+    (uses_global, "net (Linear)"),
+    (closing_over(net), "model (Linear)"),
+    (lambda: takes(net), "net (Linear)"),
+    (Trainer().fit, "self.model (Linear)"),
+    (Trainer(), "self.model (Linear)"),
+    (Own().fit, "self (Own)"),
+    (functools.partial(takes, net, teacher=frozen), "argument 0 of the partial (Linear)"),
+    (functools.partial(takes, model=net), "model (Linear)"),
+    (functools.partial(takes, net, teacher=Own()), "argument 0 of the partial (Linear), teacher (Own)"),
+]
+
+
+@pytest.mark.parametrize(("function", "named"), FOUND)
+def test_what_a_function_reaches_by_itself_is_named(function: Callable[..., Any], named: str) -> None:
+    assert left_weights.sentence(function, "train").startswith(f"{named} of the notebook w")
+
+
+@pytest.mark.parametrize(
+    "function", [uses_nothing, uses_frozen, takes, print, dict, functools.partial(takes, frozen)]
+)
+def test_nothing_is_said_where_nothing_trainable_is_reached(function: Callable[..., Any]) -> None:
+    assert left_weights.sentence(function, "train") == ""
+
+
+def test_odd_things_do_no_harm() -> None:
+    assert left_weights.sentence(uses_odd_things, "train").partition(" of ")[0] == ""
+
+
+def test_a_cell_is_told_if_and_only_if_its_job_trained(kernel: Kernel) -> None:
+    kernel.run(
+        """
+import torch
+from nblaunch import Accelerator, notebook_launcher
+net = torch.nn.Linear(2, 1)
+def train():
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+def evaluate():
+    return net(torch.ones(1, 2)).item()
+"""
+    )
+    told = "net (Linear) of the notebook was used by train without being in args"
+    trained = kernel.run("notebook_launcher(train, num_processes=2)").stdout
+    assert told in trained
+    assert "notebook_launcher(train, (model,))" in trained
+    for quiet in (
+        "notebook_launcher(evaluate, num_processes=2)",
+        "notebook_launcher(train, num_processes=2, sync_weights=False)",
+    ):
+        assert "without being in args" not in kernel.run(quiet).stdout

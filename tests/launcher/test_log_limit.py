@@ -1,0 +1,157 @@
+"""Log files that outgrow their limit: the middle goes, the beginning and what is newest stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nblaunch.events import Event, LogLines, Note
+from nblaunch.host import disk
+from nblaunch.launcher.logtail import LogTail, read_log
+from tests.kernels import Kernel
+
+MAX_BYTES = 1 << 20
+LINE_BYTES = 42
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank_0.log"
+
+
+@pytest.fixture
+def tail(path: Path) -> Iterator[LogTail]:
+    tail = LogTail(0, path, MAX_BYTES)
+    yield tail
+    tail.close()
+
+
+def numbered(start: int, count: int) -> bytes:
+    return b"".join(b"line %09d of a rank that prints a lot\n" % i for i in range(start, start + count))
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def notes(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
+
+
+def numbers(lines: list[str]) -> list[int]:
+    return [
+        int(match[1])
+        for line in lines
+        if (match := re.match(r"line (\d{9}) of a rank that prints a lot$", line))
+    ]
+
+
+def shown(events: list[Event]) -> list[str]:
+    return [line for event in events if isinstance(event, LogLines) for line in event.lines]
+
+
+def on_disk(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_the_beginning_and_the_end_are_kept(tail: LogTail, path: Path) -> None:
+    events: list[Event] = []
+    for part in range(100):
+        append(path, numbered(1000 * part, 1000))
+        events += tail.read()
+        assert on_disk(path) <= MAX_BYTES + 65536
+    assert numbers(shown(events)) == list(range(100_000))  # the launcher has seen all of it
+    (note,) = notes(events)
+    assert str(path) in note
+    assert "NBLAUNCH_LOG_LIMIT_MB" in note
+    lines = read_log(path).splitlines()
+    (mark,) = (index for index, line in enumerate(lines) if "dropped" in line)
+    first, last = numbers(lines[:mark]), numbers(lines[mark:])
+    assert first == list(range(len(first)))
+    assert last == list(range(last[0], 100_000))
+    assert min(len(first), len(last)) * LINE_BYTES > MAX_BYTES // 5
+    assert "\0" not in read_log(path)
+    assert read_log(path, max_bytes=90).splitlines()[-1] == lines[-1]
+    dropped = re.search(r"([\d.]+) MB of output", lines[mark])
+    assert dropped is not None
+    assert float(dropped[1]) * 1e6 == pytest.approx(path.stat().st_size - on_disk(path), abs=20_000)
+
+
+def test_what_came_faster_than_it_can_be_read_is_skipped(tail: LogTail, path: Path) -> None:
+    append(path, numbered(0, 100))
+    assert len(shown(tail.read())) == 100
+    append(path, numbered(100, 100_000))
+    got = shown(list(tail.read_rest()))
+    assert on_disk(path) <= MAX_BYTES + 65536
+    assert "3.73 MB of output dropped" in got[0]
+    assert numbers(got)[-1] == 100_099
+    assert numbers(got) == list(range(numbers(got)[0], 100_100))
+
+
+def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
+    """Its file is never moved, cut or written to at the end."""
+    append(path, b"")
+    tail = LogTail(0, path, MAX_BYTES)
+    writer = threading.Thread(
+        target=lambda: [append(path, numbered(100 * part, 100)) for part in range(1000)], daemon=True
+    )
+    writer.start()
+    got: list[str] = []
+    while writer.is_alive():
+        got += shown(tail.read(max_bytes=MAX_BYTES // 4))
+    writer.join()
+    got += shown(list(tail.read_rest()))
+    tail.close()
+    kept = numbers(read_log(path).splitlines())
+    assert kept[-1] == 99_999
+    after = kept[next(i for i in range(1, len(kept)) if kept[i] != kept[i - 1] + 1) :]
+    assert after == list(range(after[0], 100_000))
+    assert numbers(got)[-1] == 99_999
+
+
+def test_where_the_file_system_can_not_the_log_grows_and_that_is_known(
+    tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(disk, "free_range", refuse)
+    append(path, numbered(0, 50_000))
+    (note,) = notes(tail.read())
+    assert "goes on growing" in note
+    append(path, numbered(50_000, 50_000))
+    assert notes(tail.read()) == []
+    assert len(numbers(read_log(path).splitlines())) == 100_000
+
+
+def test_the_launcher_keeps_the_log_of_a_rank_within_its_limit(kernel: Kernel, tmp_path: Path) -> None:
+    cell = kernel.run(
+        f"""
+import os
+os.environ.update(NBLAUNCH_LOG_LIMIT_MB="1", NBLAUNCH_LOG_DIR={str(tmp_path)!r})
+from nblaunch import last_job, notebook_launcher
+def train():
+    import subprocess, sys
+    for i in range(100_000):
+        print("line", i, "x" * 50)
+    sys.stdout.flush()
+    subprocess.run(["sh", "-c", "echo a child prints; echo to both >&2"], check=True)
+notebook_launcher(train, num_processes=1)
+path = last_job().log_dir / "attempt_0" / "rank_0.log"
+lines = last_job().logs().splitlines()
+lines[0][:6], lines[-2:], sum("MB of output were dropped" in line for line in lines), path.stat().st_blocks * 512
+"""
+    )
+    first, last, num_marks, size = cell.value
+    assert first == "line 0"
+    assert last == ["a child prints", "to both"]
+    assert num_marks == 1
+    assert size < 1_100_000
+    assert "has outgrown 1.00 MB" in cell.stdout

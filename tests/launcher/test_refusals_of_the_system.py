@@ -1,0 +1,105 @@
+"""What counts as a failed start: what the system refuses at the start, and no other ``OSError`` of a run."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from nblaunch.errors import LaunchError
+from nblaunch.events import Event, Note
+from nblaunch.launcher import attempt
+from nblaunch.launcher.job import Job
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.preflight import plan_launch
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.board import Sample
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Failing:
+    """A listener whose disk is broken."""
+
+    def on_event(self, event: Event) -> None:
+        pass
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def close(self) -> None:
+        pass
+
+
+class Keeping(Failing):
+    """A listener that keeps what is noted."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.texts.append(event.text)
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        pass
+
+
+def run(listener: Failing, seconds: float, *, in_background: bool = False) -> Job:
+    spec = LaunchSpec(time.sleep, (seconds,), 2, backend="cpu")
+    job = Job(spec, plan_launch(spec), [listener])
+    job.run_in_background() if in_background else job.run()
+    return job
+
+
+def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None) -> None:
+    error = run(Failing(), 100.0).exception(30)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_refusal_at_the_start_is_one(
+    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(attempt, "DeviceWatch", refuse)  # the workers run already
+    error = run(Failing(), 100.0, in_background=in_background).exception(30)
+    assert isinstance(error, LaunchError)
+    assert "Too many open files" in str(error)
+    assert "ulimit -n" in str(error)
+
+
+def test_old_logs_that_stay_do_not_end_a_job(
+    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(log: JobLog) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(JobLog, "prune", refuse)
+    listener = Keeping()
+    job = run(listener, 0.3)
+    assert job.status == "done"
+    assert any("Input/output error" in text for text in listener.texts)
+
+
+def test_a_refused_thread_ends_what_was_started(
+    nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("nblaunch-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    job = run(Keeping(), 100.0, in_background=True)
+    error = job.exception(30)
+    assert isinstance(error, LaunchError)
+    assert "can't start new thread" in str(error)

@@ -1,0 +1,90 @@
+"""When ranks are interrupted after SIGTERM, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from nblaunch.host import proc
+from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.termination import LISTEN_S, Termination
+from nblaunch.wire.board import private_slot
+
+
+@pytest.fixture
+def requests() -> Iterator[StopRequests]:
+    made = StopRequests()
+    yield made
+    made.close()
+
+
+def handler(program: str) -> subprocess.Popen[str]:
+    """A process that has done what ``program`` says."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import signal, time\n{program}\nprint('ready', flush=True)\ntime.sleep(100)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_ranks_that_look_have_the_whole_grace(requests: StopRequests) -> None:
+    slot = private_slot()
+    slot.count_check()
+    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
+    assert requests.wants_stop
+    assert termination.poll(119.9) == ""
+    assert requests.interrupts == 0
+    assert "20 s" in termination.poll(120.0)
+    assert requests.interrupts == 1
+    assert termination.poll(121.0) == "", "said once"
+    assert requests.interrupts == 1
+
+
+def test_ranks_that_never_look_are_interrupted_soon(requests: StopRequests) -> None:
+    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: private_slot()})
+    assert termination.poll(100.0 + LISTEN_S - 0.1) == ""
+    assert "should_stop" in termination.poll(100.0 + LISTEN_S)
+    assert requests.interrupts == 1
+
+
+def test_a_first_look_in_time_gives_the_whole_grace(requests: StopRequests) -> None:
+    slot = private_slot()
+    termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
+    slot.count_check()
+    assert termination.poll(100.0 + LISTEN_S) == ""
+    assert termination.poll(120.0)
+
+
+def test_only_a_process_with_a_handler_gets_the_signal(requests: StopRequests) -> None:
+    plain = handler("")
+    handling = handler("signal.signal(signal.SIGTERM, lambda *args: exit(5))")
+    try:
+        assert not proc.catches(plain.pid, signal.SIGTERM)
+        assert proc.catches(handling.pid, signal.SIGTERM)
+        slots = {0: private_slot(), 1: private_slot()}
+        termination = Termination(requests, 0.0, 20.0, {0: plain.pid, 1: handling.pid}, slots)
+        assert handling.wait(timeout=30) == 5
+        assert plain.poll() is None
+        assert termination.poll(LISTEN_S + 1) == "", "the rank that handles it has the whole grace"
+    finally:
+        for process in (plain, handling):
+            process.kill()
+            process.communicate()
+
+
+def test_the_second_request_interrupts_at_once(requests: StopRequests) -> None:
+    requests.terminate(20.0)
+    assert (requests.terminations, requests.interrupts) == (1, 0)
+    requests.terminate(20.0)
+    assert requests.interrupts == 1

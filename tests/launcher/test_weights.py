@@ -1,0 +1,153 @@
+"""Weights on their way back: all of them or none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch.launcher.weights import assembled, join, load_back, trainable_bytes
+from nblaunch.wire.modules import Piece
+
+
+def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) there and (3, 2) here"),
+        ({"2.weight": torch.ones(1)}, "2.weight is only there"),
+        ({"1.bias": None}, "1.bias is only here"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor | None], reason: str) -> None:
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: tensor for name, tensor in (ones_like(model) | change).items() if tensor is not None}
+    back = load_back({1: model}, {1: state}, {})
+    assert (back.lines, back.places) == ((), frozenset())
+    (line,) = back.warnings
+    assert "args[1] (Sequential)" in line
+    assert "not loaded" in line
+    assert reason in line
+    assert "job.weights()[1]" in line
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
+    model = net()
+    state = ones_like(model)
+    del state["1.bias"]
+    back = load_back({0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
+    (line,) = back.warnings
+    assert "are back" in line
+    assert back.places == {0}
+    assert "['1.bias'] (TypeError: no)" in line
+    assert model[0].weight.unique().tolist() == [1.0]
+    back = load_back({0: model}, {}, {0: "OSError: gone"})
+    (line,) = back.warnings
+    assert not back.places
+    assert "OSError: gone" in line
+
+
+def test_a_lazy_module_is_filled() -> None:
+    lazy = nn.LazyLinear(3)
+    (line,) = load_back({0: lazy}, {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {}).lines
+    assert "are back" in line
+    assert lazy.weight.shape == (3, 4)
+
+
+def test_a_lazy_module_has_no_bytes_yet() -> None:
+    assert trainable_bytes(nn.Sequential(nn.LazyLinear(3), nn.Linear(2, 2))) == 24
+
+
+def test_only_weights_that_training_changes_count() -> None:
+    assert trainable_bytes(nn.Linear(2, 2, device="meta")) == 0
+    assert trainable_bytes(net()) == 4 * (2 * 2 + 2 + 2 * 3 + 3)
+
+
+def test_what_is_inside_one_argument_is_told_in_one_line() -> None:
+    nets = [net() for _ in range(5)]
+    modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
+    back = load_back(modules, {place: ones_like(module) for place, module in modules.items()}, {})
+    assert back.lines == (
+        "the trained weights of args[0] (Sequential) are back in the kernel's module (60 B)",
+        "the trained weights of args[1]['a'] (Sequential) and args[1]['b'] (Sequential) are back in the kernel's "
+        "modules (120 B)",
+    )
+    modules = {f"args[0][{i}]": module for i, module in enumerate(nets)}
+    (line,) = load_back(modules, {place: ones_like(module) for place, module in modules.items()}, {}).lines
+    assert "args[0][2] (Sequential) and 2 more are back in the kernel's modules (300 B)" in line
+    assert all(module[0].bias.tolist() == [1.0, 1.0] for module in nets)
+
+
+def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
+    modules = {"args[0][0]": net(), "args[0][1]": net()}
+    states = {place: ones_like(module) for place, module in modules.items()}
+    del states["args[0][0]"]["1.bias"]
+    back = load_back(modules, states, {})
+    assert back.places == {"args[0][1]"}
+    assert len(back.lines) == 1
+    assert "job.weights()['args[0][0]']" in back.warnings[0]
+
+
+def in_parts(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
+    """What ``count`` ranks tell, of which each holds some rows of every weight, and rank 0 the biases."""
+    told: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
+    for name, tensor in state.items():
+        if name.endswith("bias"):
+            told[0][0][name] = tensor
+            continue
+        start = 0
+        for rank, rows in enumerate(tensor.tensor_split(count)):
+            told[rank][0][name] = Piece(tuple(tensor.shape), (start, 0), rows)
+            start += len(rows)
+    return told
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parts_come_back_as_one(device: str) -> None:
+    state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
+    model = net().to(device)
+    model[1].requires_grad_(False)
+    back = load_back({0: model}, join(in_parts(state, 4)), {})
+    assert back.places == {0}
+    (line,) = back.lines
+    assert "are back" in line
+    assert "(60 B)" in line
+    torch.testing.assert_close(dict(model.state_dict()), state)
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+
+
+def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("meta")
+    model[1].weight = model[0].weight
+    state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
+    state["1.weight"] = state["0.weight"]
+    assert load_back({0: model}, join(in_parts(state, 2)), {}).places == {0}
+    assert model[1].weight is model[0].weight
+    torch.testing.assert_close(model[0].weight.data, state["0.weight"])
+
+
+def test_parts_that_do_not_make_a_whole_change_nothing() -> None:
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told = in_parts(ones_like(model), 2)
+    back = load_back({0: model}, join(told[:1]), {})
+    assert not back.places
+    (line,) = back.warnings
+    assert "2 elements of 0.weight are on other machines" in line
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_stay_out_can_be_had_whole() -> None:
+    state = {"weight": torch.randn(5, 2)}
+    whole = assembled(join(in_parts(state, 3))[0], nn.Linear(2, 5))
+    torch.testing.assert_close(whole, state)

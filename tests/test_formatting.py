@@ -1,0 +1,79 @@
+"""Sizes, counts and ranks as people read them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch import formatting
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (9_994, "9.99 kB"),
+        (9_996, "10.0 kB"),
+        (99_960, "100 kB"),
+        (67_108_864, "67.1 MB"),
+        (999.4e6, "999 MB"),
+        (999.6e6, "1.00 GB"),
+        (24e9, "24.0 GB"),
+        (3e12, "3.00 TB"),
+        (4.5e15, "4500 TB"),
+    ],
+)
+def test_sizes(num_bytes: float, text: str) -> None:
+    assert formatting.size(num_bytes) == text
+
+
+@given(st.integers(0, 999 * 10**12))
+def test_a_size_is_right_to_three_digits(num_bytes: int) -> None:
+    found = re.fullmatch(r"(\d\.\d\d|\d\d\.\d|\d{1,3}) ([kMGT]?B)", formatting.size(num_bytes))
+    assert found is not None
+    assert float(found[1]) * UNITS[found[2]] == pytest.approx(num_bytes, rel=0.0051)
+
+
+def test_sizes_that_read_alike_are_one() -> None:
+    assert formatting.size_range([1_001_000, 1_000_000]) == "1.00 MB"
+    assert formatting.size_range([4000, 1000, 2000]) == "1.00 kB to 4.00 kB"
+
+
+def test_counts() -> None:
+    assert [formatting.count(number, "process") for number in (0, 1, 2, 1200)] == [
+        "0 processes",
+        "1 process",
+        "2 processes",
+        "1,200 processes",
+    ]
+    assert formatting.count(3, "more rank") == "3 more ranks"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ({1, 0}, "ranks 0-1"),
+        ([0, 2, 5, 6, 7], "ranks 0, 2, 5-7"),
+        ({7: "", 2: "", 6: ""}, "ranks 2, 6-7"),
+        (range(64), "ranks 0-63"),
+    ],
+)
+def test_ranks(ranks: list[int], text: str) -> None:
+    assert formatting.ranks(ranks) == text
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_spans_name_every_rank_once(ranks: set[int]) -> None:
+    named: list[int] = []
+    for span in formatting.spans(ranks).split(", "):
+        first, _, last = span.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(ranks)
