@@ -13,6 +13,11 @@ XLA_VENV := .venv-xla
 XLA_TESTS := tests/xla tests/contracts/test_backend.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What was made or found once is not looked at again until its recipe changes.
+DEMO_STAMP := $(VENV)/.demo
+BROWSER_STAMP := $(VENV)/.browser
+COLAB_STAMP := .venv-colab-kernel/.complete
+XLA_STAMP := $(XLA_VENV)/.complete
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
@@ -35,14 +40,24 @@ help:  ## list these commands
 setup: $(STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found;" \
-		"install one or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint $(CONSTRAINTS)
-	@touch $@
+	$(call install,'.[test]')
 
-demo: setup  ## run the quickstart notebook on all cores and print its ranks and accuracy
-	$(BIN)/python scripts/demo.py
+# Make .venv with what pip is to install, $(1).
+define install
+@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found;" \
+	"install one or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+$(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable $(1)
+@touch $@
+endef
+
+demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP))  ## run the quickstart notebook on all cores and print its ranks and accuracy
+	@mkdir -p artifacts
+	$(BIN)/nblaunch run-notebook notebooks/01_quickstart.ipynb --output artifacts/01_quickstart.ipynb
+
+# Of the tests' needs, the few that the notebook has.
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
+	$(call install,'.[notebooks]' scikit-learn)
 
 ifeq ($(strip $(ARGS)),)
 # Everything is run, whatever failed before it; the last lines tell what did.
@@ -69,11 +84,16 @@ test-main: setup browser colab-env  ## run all tests but those with XLA
 	$(call whole_suite,$(BIN)/python,)
 
 # The browser tests say what is missing where there is none; elsewhere than where changes are accepted they are skipped.
-browser: setup  ## find Chromium for the browser tests; install Debian's where that needs no password
-	@$(BIN)/python scripts/browser.py || true
+browser: $(BROWSER_STAMP)  ## find Chromium for the browser tests; install Debian's where that needs no password
 
-colab-env: setup  ## make the interpreter for kernels as in Colab, and front ends of their time (270 MB; at once where it is there already)
-	$(BIN)/python scripts/colab_env.py .venv-colab-kernel
+$(BROWSER_STAMP): tests/tools/browser.py | $(STAMP)
+	@$(BIN)/python $< && touch $@ || true
+
+colab-env: $(COLAB_STAMP)  ## make the interpreter for kernels as in Colab, and front ends of their time (270 MB)
+
+$(COLAB_STAMP): tests/tools/colab_env.py constraints-colab.txt $(STAMP)
+	$(BIN)/python $< $(@D)
+	@touch $@
 
 ifeq ($(strip $(ARGS)),)
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
@@ -83,13 +103,16 @@ test-xla: xla-env
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
 endif
 
-xla-env:  ## make the environment for the XLA tests (2.6 GB; at once where it is there already)
+xla-env: $(XLA_STAMP)  ## make the environment for the XLA tests (2.6 GB)
+
+$(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
-	$(PYTHON) scripts/xla_env.py $(XLA_VENV)
+	$(PYTHON) $< $(@D)
+	@touch $@
 
 # No syntax and nothing of the standard library that is newer than `requires-python`; a line that looks first whether it
 # is there ends in "# novm". Mypy sees to that in the package only.
-VERMIN := vermin --quiet --violations --no-tips --target=3.10- nblaunch tests scripts
+VERMIN := vermin --quiet --violations --no-tips --target=3.10- nblaunch tests
 
 lint: setup  ## format, style, types and import floors, without changing a file; tells all findings, not the first
 	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy '$(VERMIN)' lint-imports; do \
@@ -106,7 +129,7 @@ bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_c
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 picture: setup browser  ## take the README's picture of the dashboard again, in JupyterLab
-	$(BIN)/python scripts/picture.py
+	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left
 	rm -rf $(VENV) $(XLA_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

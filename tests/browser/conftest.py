@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import browser as chromium
 from tests.browser.lab import Browser, Lab
+from tests.tools import browser as chromium
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from playwright.sync_api import Browser as ChromiumBrowser
 from playwright.sync_api import Locator, Playwright, sync_playwright
 from playwright.sync_api import Page as BrowserPage
 
-from scripts import browser as chromium
 from tests.browser.server import Server
+from tests.tools import browser as chromium
 
 WAIT_S = 60.0
 

@@ -16,8 +16,8 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
-class _Person(NotebookClient):  # type: ignore[misc]
-    """Executes as a front end does behind which a person sits: it could answer ``input()``."""
+class _Interactive(NotebookClient):  # type: ignore[misc]
+    """Execute as an interactive front end does, which can answer ``input()``."""
 
     async def async_start_new_kernel_client(self) -> Any:
         client = await super().async_start_new_kernel_client()
@@ -39,19 +39,33 @@ def executed(
         keeps_widgets: store the widgets' state in the notebook, which is nbclient's default.
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    client = _Interactive if is_interactive else NotebookClient
+    execute(notebook, folder, timeout_s=60, client=client, store_widget_state=keeps_widgets)
+    return notebook
+
+
+def execute(
+    notebook: Any, folder: Path, timeout_s: int, client: type[NotebookClient] = NotebookClient, **options: Any
+) -> None:
+    """Run all cells in a fresh kernel; the outputs are then in the notebook, also if a cell raised.
+
+    Args:
+        notebook: from nbformat; changed in place.
+        folder: to run in.
+        timeout_s: for each cell.
+        client: what executes it.
+        options: further ones of ``client``, as ``kernel_name``.
+    """
     with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
         # Over Unix sockets rather than TCP, of which new kernels warn that it is not encrypted.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
-        client = (_Person if is_interactive else NotebookClient)(
+        client(
             notebook,
-            timeout=60,
-            kernel_name="python3",
-            store_widget_state=keeps_widgets,
+            timeout=timeout_s,
             resources={"metadata": {"path": str(folder)}},
             config=Config({"AsyncKernelManager": connection}),
-        )
-        client.execute()
-    return notebook
+            **({"kernel_name": "python3"} | options),
+        ).execute()
 
 
 def check_for_github(notebook: Any) -> None:

@@ -11,9 +11,8 @@ import nbformat
 import pytest
 import torch
 
-from scripts.demo import execute
 from tests.event_loop import event_loop  # noqa: F401  a fixture
-from tests.notebooks.saved import check_for_github, texts
+from tests.notebooks.saved import check_for_github, execute, texts
 from tests.profiles import PROFILES, python_of
 
 FOLDER = Path(__file__).parents[2] / "notebooks"

@@ -116,7 +116,7 @@ def test_the_wheel_is_pure_and_has_every_file_of_the_package(built: Built) -> No
 def test_the_source_archive_has_what_its_tests_need(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("pyproject.toml", "Makefile", "LICENSE", "README.md", "constraints.txt", "scripts/demo.py"):
+    for name in ("pyproject.toml", "Makefile", "LICENSE", "README.md", "constraints.txt"):
         assert name in names
     for folder in ("nblaunch", "notebooks", "tests"):
         assert any(name.startswith(f"{folder}/") for name in names)
@@ -153,7 +153,7 @@ def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Buil
     }
     assert plain == wanted
     extras = {extra: of_extra(built, extra) for extra in built.metadata.get_all("Provides-Extra", [])}
-    assert {"tpu", "deepspeed", "ray", "stateful", "notebooks", "lint", "test"} <= extras.keys()
+    assert {"tpu", "deepspeed", "stateful", "notebooks", "lint", "test"} <= extras.keys()
     assert "nblaunch" not in {name for names in extras.values() for name in names}, (
         "an extra was not resolved"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from scripts.demo import all_outputs, execute
 from tests.event_loop import event_loop  # noqa: F401  a fixture
+from tests.notebooks.saved import execute, texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_the_tpu_notebook_runs_untouched(monkeypatch: pytest.MonkeyPatch) -> Non
     path = ROOT / "notebooks" / "03_tpu.ipynb"
     notebook = nbformat.read(path, as_version=4)
     execute(notebook, path.parent, timeout_s=250)
-    text = "\n".join(all_outputs(notebook))
+    text = texts(notebook)
     assert "backend: xla" in text
     assert re.search(r"train: done in .* on 8 processes \(xla, fork", text)
     assert re.search(r"training: \d+ graphs? compiled", text)

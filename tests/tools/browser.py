@@ -1,6 +1,6 @@
 """Find the Chromium that the browser tests and ``make picture`` drive; where the system has none, install Debian's.
 
-    python scripts/browser.py      # prints its path; exit code 1, and why, where there is none
+    python tests/tools/browser.py      # prints its path; exit code 1, and why, where there is none
 
 Looked for, in this order: ``NBLAUNCH_TEST_BROWSER``, the names under which systems install it, and what playwright
 downloaded for itself.

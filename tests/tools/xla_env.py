@@ -6,7 +6,7 @@ then the few that are needed, and each missing CUDA library is replaced by a stu
 name, with one function per symbol that torch would look up in it, which returns zero (torch registers its kernels
 through some while it is loaded). They are for these tests only.
 
-    python scripts/xla_env.py .venv-xla        2.6 GB, about a minute; at once where it is complete already
+    python tests/tools/xla_env.py .venv-xla        2.6 GB, about a minute; at once where it is complete already
 
 Needs gcc, nm and readelf (package "build-essential" or "gcc" and "binutils"), and Linux on x86-64.
 """
@@ -97,7 +97,7 @@ def _fingerprint() -> str:
 
 
 def _constraints() -> Path:
-    return Path(__file__).parents[1] / "constraints.txt"
+    return Path(__file__).parents[2] / "constraints.txt"
 
 
 def _check_machine() -> None:

@@ -4,7 +4,7 @@ ipykernel, IPython and ipywidgets as ``constraints-colab.txt`` pins them, with f
 environment of their own; all else (torch above all) is that of the environment that runs this script. So a test can
 start a kernel of either kind: ``Kernel.start(python=...)``, see ``tests/profiles.py``.
 
-    .venv/bin/python scripts/colab_env.py .venv-colab-kernel        270 MB, half a minute; at once where it is complete
+    .venv/bin/python tests/tools/colab_env.py .venv-colab-kernel    270 MB; at once where it is complete
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints-colab.txt"
 PACKAGES = (
     "ipykernel",

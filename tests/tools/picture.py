@@ -1,6 +1,6 @@
 """Take the picture of the dashboard that the README shows: a real launch in a real JupyterLab, caught while it runs.
 
-Needs Chromium (see ``scripts/browser.py``). Called by ``make picture``; writes ``notebooks/images/dashboard.png``.
+Needs Chromium (see ``browser.py``). Called by ``make picture``; writes ``notebooks/images/dashboard.png``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from tests.browser.lab import Browser, Lab, Page, write_notebook
 
-from tests.browser.lab import Browser, Lab, Page, write_notebook  # noqa: E402  (the root is not installed)
-
+ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "notebooks" / "images" / "dashboard.png"
 MAX_BYTES = 300_000
 NUM_RANKS = 4

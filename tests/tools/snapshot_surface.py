@@ -1,6 +1,6 @@
 """Write down the public names and signatures of the installed ``accelerate``, as data for tests/hf_surface.
 
-    python scripts/snapshot_surface.py
+    python -m tests.tools.snapshot_surface
 
 It is run when the surface is to follow a new release; the tests read only what it wrote. Names, names of parameters and
 defaults are facts about an interface; nothing else of the package is stored.
@@ -20,7 +20,7 @@ from typing import Any
 
 import accelerate
 
-TARGET = Path(__file__).parents[1] / "tests" / "hf_surface" / "accelerate.json"
+TARGET = Path(__file__).parents[1] / "hf_surface" / "accelerate.json"
 MODULES = (
     "", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking", "utils",
     "big_modeling", "checkpointing", "hooks", "inference", "memory_utils", "parallelism_config",
