@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.remote_failures import Explanation, explain_remote, left_early
-from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.diagnosis.reraise import rebuild
+from nblaunch.diagnosis.rendering import rebuild
+from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
+    SAME_COLLECTIVES,
     RootCause,
     find_root_cause,
     others_in_one_line,
@@ -21,7 +21,8 @@ from nblaunch.diagnosis.root_cause import (
     what_happened,
     what_it_means,
 )
-from nblaunch.errors import JobHung, WorkerDied
+from nblaunch.errors import JobHung, NodeLost, WorkerDied
+from nblaunch.events import Failed
 from nblaunch.host import disk
 
 _LAST_LINES = 5
@@ -33,6 +34,10 @@ _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _HEADLINE = 500  # characters
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
+
+
+Explanation = tuple[BaseException, int, str]
+"""What to raise, the rank that it is about, and a few words."""
 
 
 class Logs(Protocol):
@@ -111,11 +116,53 @@ def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanat
     """What happened on another node, where nothing failed here by itself."""
     if own_failures(report):
         return None
-    story = explain_remote(report.remote, notes)
+    story = _explain_remote(report.remote, notes)
     if story is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
-        story = left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
+        story = _left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
     return story
+
+
+def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation | None:
+    """Return the first failure on another node, with ``notes`` below; None where none is known."""
+    times = {rank: failed.time_s for rank, failed in remote.failed.items()}
+    times |= {rank: time_s for rank, (_, time_s) in remote.exits.items()}
+    if times:
+        rank = min(times, key=lambda rank: times[rank])
+        label = remote.labels[rank]
+        if rank in remote.failed:
+            return _raised_remotely(remote.failed[rank], label, notes)
+        return _died_remotely(remote, rank, notes)
+    for rank, why in remote.lost.items():
+        error = NodeLost("\n".join([f"{why}.", *notes]), rank=rank, exitcode=1)
+        return error, rank, f"was lost: {why}"
+    return None
+
+
+def _left_early(
+    remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
+) -> Explanation | None:
+    """Return a rank of another node that had returned when ranks here could not go on without it."""
+    for rank, finished in sorted(remote.finished.items()):
+        if finished.time_s <= first_error_s:
+            headline = f"returned from the function while {waiting} still needed it in a collective operation"
+            text = f"rank {rank} on {remote.labels[rank]} {headline}. {SAME_COLLECTIVES}"
+            return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
+    return None
+
+
+def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Explanation:
+    lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
+    note = f"rank {failed.rank} on {label}; its complete log is there"
+    return rebuild(failed, [note, *notes], is_remote=True), failed.rank, f"{lines[0]} (on {label})"
+
+
+def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Explanation:
+    status, _ = remote.exits[rank]
+    how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
+    headline = f"{how} (on {remote.labels[rank]})"
+    text = f"rank {rank} {headline}. Its last lines and its complete log are there."
+    return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline
 
 
 def _hung(report: AttemptReport, folder: Path) -> Failure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nblaunch import formatting
 from nblaunch.host import cgroup, proc
@@ -42,6 +42,31 @@ def read_facts() -> MemoryFacts:
     limit, available = limit_and_available()
     shm_used, shm_size = _shm()
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
+
+
+@dataclass
+class MemoryRecord:
+    """Memory over one attempt, in bytes.
+
+    Args:
+        before: the host's when it began.
+        lowest_available: the least that was available while it ran; None where unknown.
+        own_bytes: rank -> most memory of its own that was seen.
+    """
+
+    before: MemoryFacts = field(default_factory=read_facts)
+    lowest_available: int | None = None
+    own_bytes: dict[int, int] = field(default_factory=dict)
+
+    def add(self, pids: Mapping[int, int]) -> None:
+        """Look once."""
+        for rank, pid in pids.items():
+            taken = proc.own_bytes(pid)
+            if taken is not None:
+                self.own_bytes[rank] = max(taken, self.own_bytes.get(rank, 0))
+        available = read_facts().available
+        if available is not None:
+            self.lowest_available = min(available, self.lowest_available or available)
 
 
 def judge(

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nblaunch.diagnosis.inspection import MemoryRecord
-from nblaunch.diagnosis.remote_failures import RemoteFailures
+from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.events import ExitStatus, Failed, Finished, WeightsSent
 from nblaunch.wire.board import Sample
 from nblaunch.wire.modules import Place
+
+
+@dataclass
+class RemoteFailures:
+    """How the workers of other nodes ended, apart from consequences of other failures.
+
+    Args:
+        labels: rank -> its node in words, for all ranks of other nodes.
+        failed: ranks whose function raised.
+        exits: ranks whose process ended without raising, and when.
+        finished: ranks whose function returned.
+        lost: rank -> why its node takes no further part, as a sentence. One rank for each such node.
+        wants_restart: the set of nodes changes: nothing failed, but all workers start again.
+    """
+
+    labels: Mapping[int, str] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    wants_restart: bool = False
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether something went wrong there that explains why workers here had to stop."""
+        return bool(self.failed or self.exits or self.lost)
 
 
 @dataclass

@@ -6,7 +6,6 @@ import signal
 from dataclasses import dataclass
 
 from nblaunch import formatting
-from nblaunch.diagnosis.remote_failures import SAME_COLLECTIVES
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Failed
 
@@ -19,6 +18,12 @@ _MEANINGS = {
     "SIGFPE": "Native code divided by zero",
     "SIGILL": "Native code was built for another processor",
 }
+
+SAME_COLLECTIVES = (
+    "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
+    "the rank."
+)
+"""What to do where a rank returned, on any node, while others still needed it."""
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Protocol
 
 from nblaunch import formatting
-from nblaunch.diagnosis.hang import Position, describe_hang
-from nblaunch.diagnosis.inspection import Inspector
+from nblaunch.diagnosis.hang import Finding, Inspector, describe_hang
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.diagnosis.stackdump import StackDump
-from nblaunch.diagnosis.watchdog import Finding
+from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from nblaunch.diagnosis.remote_failures import RemoteFailures
+from nblaunch.diagnosis.report import RemoteFailures
 from nblaunch.events import Event, Exited, Finished
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.inspection import MemoryRecord
+from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.diagnosis.hang import Position, describe_hang, position_of
+from nblaunch.diagnosis.hang import describe_hang
+from nblaunch.diagnosis.stacks import Position, position_of
+from nblaunch.training.collectives import operations
 from nblaunch.wire.outbox import Outbox
 from nblaunch.worker.delivery import Delivery
 
@@ -30,6 +32,13 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
             "all_reduce",
         ),
         ([(f"{TORCH}/distributed/distributed_c10d.py", 9, "barrier")], "barrier"),
+        (
+            [
+                (f"{TORCH}/distributed/distributed_c10d.py", 9, "all_gather_into_tensor"),
+                (operations.__file__, 8, operations.gather.__name__),
+            ],
+            "gather",
+        ),
         (
             [
                 (f"{TORCH}/utils/data/dataloader.py", 9, "_try_get_data"),

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from nblaunch.diagnosis.failure import Failure, failure_of
-from nblaunch.diagnosis.remote_failures import RemoteFailures
-from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.errors import NodeLost, WorkerDied, WorkerFailed
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
 from nblaunch.launcher.joblog import JobLog

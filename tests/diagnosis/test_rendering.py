@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.diagnosis.rendering import ShownAtCall, make_traceback, worth_showing
-from nblaunch.diagnosis.reraise import rebuild
+from nblaunch.diagnosis.rendering import ShownAtCall, make_traceback, rebuild, worth_showing
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import Failed, FrameInfo
 from nblaunch.spec import LaunchSpec

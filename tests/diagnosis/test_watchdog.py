@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.hang import Position
-from nblaunch.diagnosis.stacks import StackFrame
-from nblaunch.diagnosis.watchdog import Finding, Look, Progress, Watchdog
+from nblaunch.diagnosis.hang import Finding, Look, Progress, Watchdog
+from nblaunch.diagnosis.stacks import Position, StackFrame
 
 T = 10.0
 
