@@ -5,7 +5,7 @@
       course                its attempts, one after the other, until one counts; then the trained weights
         attempt             one start of the workers: their store (rendezvous), pipes, engine and logs (joblog)
           supervisor        the one wait loop while they run: requests, escalation of stops, SIGTERM
-                            (termination), what they take of the host (memory_watch) and its devices (device_watch)
+                            (termination), what they take of the host and its devices (monitor)
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

@@ -10,17 +10,16 @@ from functools import partial
 
 from nblaunch import env
 from nblaunch.backends.base import Backend
-from nblaunch.diagnosis.given_back import MemoryBalance
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Exited, Note, Started
 from nblaunch.host.descendants import Descendants
-from nblaunch.launcher.device_watch import DeviceWatch
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
 from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.supervisor import Peers, Supervisor
@@ -79,7 +78,7 @@ class Attempt:
             LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
         """
         self._stack = ExitStack()
-        self._balance = MemoryBalance(self.backend)
+        self._leak_check = DeviceLeakCheck(self.backend)
         with ExitStack() as stack, self._refusals_named():
             self._assignments, self._supervisor = self._start(stack)
             self._stack = stack.pop_all()
@@ -95,7 +94,7 @@ class Attempt:
             if report.unkillable:
                 self._guardian.stay()
             outcomes = _collect(self._assignments, report)
-        for line in self._balance.lines():
+        for line in self._leak_check.leaks():
             self.emit(Note.of_job(line, "warning"))
         return report, outcomes
 
@@ -131,8 +130,8 @@ class Attempt:
         stack.callback(self._end_descendants, descendants, group, group.process_groups())
         stack.callback(group.close)
         tails = self._tails(stack, [assignment.rank for assignment in assignments])
-        watch = DeviceWatch(self.backend, place.rank, place.local_world_size)
-        stack.callback(watch.close)
+        monitor = Monitor(self.backend, place.rank, place.local_world_size)
+        stack.callback(monitor.close)
         guardian = Guardian(group.process_groups(), descendants.mark)
         stack.callback(guardian.dismiss)
         supervisor = Supervisor(
@@ -140,10 +139,11 @@ class Attempt:
             receivers=receivers,
             tails=tails,
             board=board,
+            monitor=monitor,
             rendezvous=rendezvous,
             requests=self.requests,
             emit=partial(self._emit_with, guardian, group),
-            show=partial(self._show_with, watch),
+            show=self.show,
             settle=partial(self._settle, guardian),
             grace_s=self.spec.interrupt_grace_s,
             stacks_paths={a.rank: self.log.stacks_path(a.rank, self.number) for a in assignments},
@@ -183,11 +183,6 @@ class Attempt:
         if self.peers is not None:
             self.peers.send_port(rendezvous.port)
         return rendezvous
-
-    def _show_with(self, watch: DeviceWatch, samples: Sequence[Sample]) -> None:
-        self.show(samples)
-        for event in watch.look():
-            self.emit(event)
 
     def _settle(self, guardian: Guardian) -> None:
         """What workers do not wait for, and the shortest jobs do without."""

@@ -30,7 +30,7 @@ from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric,
 from nblaunch.host import proc
 from nblaunch.launcher.escalation import Escalation
 from nblaunch.launcher.logtail import LogTail
-from nblaunch.launcher.memory_watch import MemoryWatch
+from nblaunch.launcher.monitor import Monitor
 from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.termination import Termination
@@ -94,6 +94,7 @@ class Supervisor:
         receivers: rank -> its events.
         tails: rank -> its log.
         board: its progress.
+        monitor: samples its memory and devices from outside.
         rendezvous: the store that workers may ask for; None where another machine hosts it.
         requests: requests to the job.
         emit: takes every event, for the listeners.
@@ -113,6 +114,7 @@ class Supervisor:
         receivers: Mapping[int, EventReceiver],
         tails: Mapping[int, LogTail],
         board: Board,
+        monitor: Monitor,
         rendezvous: RendezvousHost | None,
         requests: StopRequests,
         emit: Callable[[Event], None],
@@ -139,7 +141,7 @@ class Supervisor:
         self._stops_on_hang = stops_on_hang
         self._peers = peers
         self._inspector = Inspector(hang_timeout_s)
-        self._memory_watch = MemoryWatch()
+        self._monitor = monitor
         self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: Agreement | None = None
         self._termination: Termination | None = None
@@ -413,7 +415,7 @@ class Supervisor:
                 self._emit(event)
         samples = self._sample()
         self._show(samples)
-        for event in self._memory_watch.look(self._answering()):
+        for event in self._monitor.sample(self._answering()):
             self._emit(event)
         if self._inspector.look(
             time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs

@@ -1,0 +1,237 @@
+"""What workers take of the host and of its devices, read from outside while they run.
+
+    Monitor             events about each rank's host memory and the utilisation of its device, once a second
+    DeviceLeakCheck     the memory of the devices before the workers start, compared with that after they have ended
+
+Workers notice nothing of it. A device is read in about a millisecond (NVML for GPUs). What a worker has taken of its
+device's memory it reports by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nblaunch import formatting
+from nblaunch.backends.base import Backend
+from nblaunch.events import DeviceUse, Event, HostMemory
+from nblaunch.host import memory, proc
+from nblaunch.host.meter import DeviceMeter, DeviceReading
+
+INTERVAL_S = 1.0
+"""Between two samples."""
+
+PROPORTIONAL_INTERVAL_S = 2.0
+"""Between two readings of the proportional memory of a rank, at least."""
+
+_MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
+
+_LEAK_BYTES = 64 << 20
+"""Less comes and goes with the driver's own tables, and with what else uses a GPU that shows a desktop."""
+
+_LEAK_PATIENCE_S = 1.0
+_LEAK_INTERVAL_S = 0.05
+
+
+class Monitor:
+    """Samples the workers of this machine once a second, until it is closed. Made when they have started.
+
+    Args:
+        backend: what they compute on.
+        first_rank: of the workers of this machine.
+        num_workers: on this machine; where there are more than devices, they share devices in turn.
+    """
+
+    def __init__(self, backend: Backend, first_rank: int, num_workers: int) -> None:
+        self._memory = MemorySampler()
+        self._devices = DeviceSampler(backend, first_rank, num_workers)
+
+    def sample(self, pids: Mapping[int, int]) -> list[Event]:
+        """Return events about the ranks in ``pids`` (rank -> process); none most of the time."""
+        return [*self._memory.sample(pids), *self._devices.sample()]
+
+    def close(self) -> None:
+        """Close what reads the devices."""
+        self._devices.close()
+
+
+class DeviceSampler:
+    """Reads the utilisation of the devices of this machine's workers.
+
+    Args:
+        backend: whose devices.
+        first_rank: of the workers of this machine.
+        num_workers: on this machine.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        first_rank: int,
+        num_workers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_rank = first_rank
+        self._num_workers = num_workers
+        self._clock = clock
+        self._next_s = clock() + INTERVAL_S  # workers have not used their devices before
+        self._meter: DeviceMeter = backend.open_meter()
+
+    def sample(self) -> list[DeviceUse]:
+        """Return the utilisation of each rank's device, if it is time."""
+        if self._clock() < self._next_s:
+            return []
+        self._next_s = self._clock() + INTERVAL_S
+        readings = self._meter.read()
+        # A device that can't be read, as a lost GPU, must not shift the others to other ranks.
+        count = self._meter.num_devices or len(readings)
+        by_position = {
+            index if one.position is None else one.position: one for index, one in enumerate(readings)
+        }
+        events = []
+        for local_rank in range(self._num_workers if readings else 0):
+            reading = by_position.get(local_rank % count)
+            if reading is not None and reading.utilisation is not None:
+                events.append(DeviceUse(self._first_rank + local_rank, time.time(), reading.utilisation))
+        return events
+
+    def close(self) -> None:
+        """Close the meter."""
+        self._meter.close()
+
+
+@dataclass
+class _Known:
+    """Memory of a rank when its proportional memory was last read; that is None where the system does not report it."""
+
+    proportional: int | None
+    own: int
+    read_s: float
+
+
+class MemorySampler:
+    """Reads the host memory of workers.
+
+    Proportional memory, in which shared pages count in parts, is expensive: the system walks all pages of the process,
+    12 ms for each GB. It is read for one rank at a time, and so rarely that it takes a hundredth of the launcher's
+    time. In between it is carried forward by what is cheap to read, the growth of the process's own pages.
+
+    Args:
+        proportional_bytes: reads the proportional memory of a process; None where the system does not report it.
+        own_bytes: reads the size of its own pages, quickly; None where the process has ended.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        *,
+        proportional_bytes: Callable[[int], int | None] = memory.proportional_bytes,
+        own_bytes: Callable[[int], int | None] = proc.own_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._proportional_bytes = proportional_bytes
+        self._own_bytes = own_bytes
+        self._clock = clock
+        self._known: dict[int, _Known] = {}
+        self._next_read_s = self._next_s = 0.0
+
+    def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
+        """Return the memory of each rank in ``pids`` (rank -> process), if it is time."""
+        now_s = self._clock()
+        if now_s >= self._next_read_s:
+            self._read_one(pids, now_s)
+        if now_s < self._next_s:
+            return []
+        self._next_s = now_s + INTERVAL_S
+        return [event for rank, pid in pids.items() if (event := self._estimate(rank, pid)) is not None]
+
+    def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
+        """Read the rank whose number is the oldest, if it is old enough; the slower it was, the later the next."""
+        due = [
+            rank
+            for rank in pids
+            if rank not in self._known or now_s - self._known[rank].read_s >= PROPORTIONAL_INTERVAL_S
+        ]
+        if not due:
+            return
+        rank = min(due, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
+        own = self._own_bytes(pids[rank])
+        if own is None:
+            return
+        self._known[rank] = _Known(self._proportional_bytes(pids[rank]), own, now_s)
+        self._next_read_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
+
+    def _estimate(self, rank: int, pid: int) -> HostMemory | None:
+        # Workers of a job share the same pages, so until a rank is read, the shared part of another one stands for its
+        # own: a table with the memory of some ranks only would show a wrong sum.
+        known = self._known.get(rank) or next(iter(self._known.values()), None)
+        own = self._own_bytes(pid)
+        if own is None or known is None:
+            return None
+        if known.proportional is None:
+            return HostMemory(rank, time.time(), own, is_proportional=False)
+        return HostMemory(rank, time.time(), max(known.proportional + own - known.own, 0))
+
+
+class DeviceLeakCheck:
+    """Compares the memory of the devices before a launch with that after it.
+
+    Reads the devices when it is made, which is before workers start, and once more when all have ended.
+
+    Args:
+        backend: whose devices.
+        patience_s: how long the driver may take to free the memory of ended processes.
+    """
+
+    def __init__(self, backend: Backend, patience_s: float = _LEAK_PATIENCE_S) -> None:
+        self._backend = backend
+        self._patience_s = patience_s
+        self._before = {reading.name: reading for reading in self._read()}
+
+    def leaks(self) -> list[str]:
+        """Return a sentence for each device of which clearly more memory is taken than before."""
+        if not self._before:
+            return []
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            grown = [reading for reading in self._read() if self._growth(reading) > _LEAK_BYTES]
+            if not grown or time.monotonic() >= deadline_s:
+                return [self._describe(reading) for reading in grown]
+            time.sleep(_LEAK_INTERVAL_S)
+
+    def _read(self) -> tuple[DeviceReading, ...]:
+        meter = self._backend.open_meter()
+        try:
+            return meter.read()
+        finally:
+            meter.close()
+
+    def _growth(self, reading: DeviceReading) -> int:
+        before = self._before.get(reading.name)
+        return 0 if before is None else reading.used_bytes - before.used_bytes
+
+    def _describe(self, reading: DeviceReading) -> str:
+        growth = formatting.size(self._growth(reading))
+        text = f"{reading.name}: {growth} more of its memory are taken than before the launch"
+        owners = _growing(self._before[reading.name].by_process, reading.by_process)
+        if not owners:
+            return f"{text}, though all its processes have ended; another program took them (nvidia-smi lists who)"
+        return f"{text}: " + ", ".join(f"{_name(pid)} took {formatting.size(taken)}" for pid, taken in owners)
+
+
+def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return the processes that take more than before, with how much more, the greatest first."""
+    more = {pid: taken - before.get(pid, 0) for pid, taken in after.items()}
+    return sorted(
+        ((pid, taken) for pid, taken in more.items() if taken > 0), key=lambda one: one[1], reverse=True
+    )
+
+
+def _name(pid: int) -> str:
+    command = proc.read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    if not command:
+        return f"process {pid} of the host"  # this is a container, which sees its own processes only
+    return f"process {pid} ({command:.60})"

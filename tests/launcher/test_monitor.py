@@ -1,0 +1,234 @@
+"""Samples of workers' host memory and devices, and the check for device memory that a launch leaves taken."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+
+import pytest
+
+from nblaunch.backends.cpu import CpuBackend
+from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import Exited, JobStarted, Started, WorkerState
+from nblaunch.host.memory import proportional_bytes
+from nblaunch.host.meter import DeviceMeter, DeviceReading
+from nblaunch.host.nvml import NvmlMeter
+from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceLeakCheck, DeviceSampler, MemorySampler
+from nblaunch.wire.board import Sample
+from tests.host.fake_nvml import FakeGpu, FakeNvml
+
+MB = 1_000_000
+GB = 1_000_000_000
+
+
+@dataclass
+class Host:
+    """A system whose clock moves by what reading costs."""
+
+    now_s: float = 100.0
+    cost_s: float = 0.0
+    shared: int | None = 40 * MB
+    own: dict[int, int] = field(default_factory=lambda: {1: 10 * MB, 2: 20 * MB})
+    reads: list[tuple[int, float]] = field(default_factory=list)
+
+    def sampler(self) -> MemorySampler:
+        return MemorySampler(
+            proportional_bytes=self.proportional_bytes, own_bytes=self.own.get, clock=lambda: self.now_s
+        )
+
+    def proportional_bytes(self, pid: int) -> int | None:
+        self.reads.append((pid, self.now_s))
+        self.now_s += self.cost_s
+        return None if self.shared is None else self.shared + self.own[pid]
+
+    def run(self, sampler: MemorySampler, pids: dict[int, int], seconds: float) -> list[tuple[int, int]]:
+        seen = []
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            seen += [(event.rank, event.num_bytes) for event in sampler.sample(pids)]
+            self.now_s += 0.1
+        return seen
+
+
+def test_every_rank_is_sampled_once_a_second() -> None:
+    host = Host()
+    seen = host.run(host.sampler(), {0: 1, 1: 2}, 9.95)
+    assert set(seen) == {(0, 50 * MB), (1, 60 * MB)}
+    assert 17 <= len(seen) <= 20
+
+
+def test_all_ranks_are_reported_at_once_though_they_are_read_one_by_one() -> None:
+    host = Host(cost_s=0.2)
+    seen = host.sampler().sample({0: 1, 1: 2})
+    assert [(event.rank, event.num_bytes) for event in seen] == [(0, 50 * MB), (1, 60 * MB)]
+    assert [pid for pid, _ in host.reads] == [1]
+
+
+def test_a_rank_is_read_at_most_every_two_seconds() -> None:
+    host = Host()
+    host.run(host.sampler(), {0: 1, 1: 2}, 20)
+    for pid in (1, 2):
+        times = [when for one, when in host.reads if one == pid]
+        assert 9 <= len(times) <= 11
+        assert min(after - before for before, after in itertools.pairwise(times)) >= PROPORTIONAL_INTERVAL_S
+
+
+def test_slow_reads_take_a_hundredth_of_the_time_and_ranks_take_turns() -> None:
+    host = Host(cost_s=0.05)
+    host.run(host.sampler(), {0: 1, 1: 2}, 100)
+    assert 18 <= len(host.reads) <= 21
+    assert [pid for pid, _ in host.reads[:4]] == [1, 2, 1, 2]
+
+
+def test_growth_between_readings_is_reported() -> None:
+    host = Host(cost_s=1.0)
+    sampler = host.sampler()
+    host.run(sampler, {0: 1}, 2)
+    host.own[1] += 5 * MB
+    assert host.run(sampler, {0: 1}, 3)[-1] == (0, 55 * MB)
+    assert len(host.reads) == 1
+
+
+def test_without_the_true_number_own_pages_are_reported_as_such() -> None:
+    host = Host(shared=None)
+    (event,) = host.sampler().sample({0: 2})
+    assert (event.num_bytes, event.is_proportional) == (20 * MB, False)
+
+
+def test_a_process_that_is_gone_is_left_out() -> None:
+    host = Host()
+    assert [event.rank for event in host.sampler().sample({0: 999})] == []
+
+
+def test_a_real_process_is_read() -> None:
+    (event,) = MemorySampler().sample({3: os.getpid()})
+    if not event.is_proportional:
+        assert proportional_bytes("self") is None
+        return
+    assert event.rank == 3
+    assert event.num_bytes == pytest.approx(proportional_bytes("self"), rel=0.2)
+
+
+class _TwoDevices(CpuBackend, DeviceMeter):
+    """Its own meter, with two devices."""
+
+    is_closed = False
+    num_reads = 0
+    uses: tuple[float | None, ...] = (0.25, None)
+
+    def open_meter(self) -> DeviceMeter:
+        return self
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        self.num_reads += 1
+        return tuple(DeviceReading(f"GPU {index}", 0, 1, use) for index, use in enumerate(self.uses))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_devices_are_read_once_a_second_and_shared_in_turn() -> None:
+    backend, now_s = _TwoDevices(), 100.0
+    sampler = DeviceSampler(backend, first_rank=4, num_workers=3, clock=lambda: now_s)
+    assert sampler.sample() == [], "no device is in use yet"
+    now_s = 101.5
+    assert [(one.rank, one.share) for one in sampler.sample()] == [(4, 0.25), (6, 0.25)], (
+        "devices are taken in turn"
+    )
+    assert sampler.sample() == []
+    assert backend.num_reads == 1
+    now_s = 103.0
+    backend.uses = ()
+    assert sampler.sample() == []
+    sampler.close()
+    assert backend.is_closed
+
+
+def test_a_lost_gpu_does_not_shift_the_others_to_other_ranks() -> None:
+    gpus = [FakeGpu(f"GPU-{index}", utilisation=10 * index) for index in range(3)]
+    backend, now_s = _TwoDevices(), 100.0
+    backend.open_meter = lambda: NvmlMeter([gpu.uuid for gpu in gpus], driver)  # type: ignore[method-assign]
+    driver = FakeNvml(gpus)
+    driver.nvmlInit()
+    sampler = DeviceSampler(backend, 0, 4, clock=lambda: now_s)
+    gpus[1].is_lost = True
+    now_s = 102.0
+    assert [(one.rank, one.share) for one in sampler.sample()] == [(0, 0.0), (2, 0.2), (3, 0.0)]
+    sampler.close()
+
+
+def test_the_table_shows_the_utilisation_while_the_rank_runs() -> None:
+    view = fold(fold(JobView(), JobStarted(-1, 1.0, num_processes=1)), Started(0, 1.0, pid=7))
+    now_s = 100.0
+    sampler = DeviceSampler(_TwoDevices(), 0, 1, clock=lambda: now_s)
+    now_s = 102.0
+    for event in sampler.sample():
+        view = fold(view, event)
+    sample = Sample(0, WorkerState.TRAINING, device_bytes=2_000_000_000, device_limit_bytes=16_000_000_000)
+    view = fold_samples(view, [sample], 3.0)
+    table = tabulate(view)
+    assert "2.00 GB of 16.0 GB, 25% busy" in table.rows[0].cells
+    ended = tabulate(fold(view, Exited(0, 4.0)))
+    assert not any("busy" in cell for cell in ended.rows[0].cells)
+
+
+class _Readings(DeviceMeter):
+    def __init__(self, backend: _Devices) -> None:
+        self._backend = backend
+        backend.num_open += 1
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        readings = self._backend.readings
+        return readings.pop(0) if len(readings) > 1 else readings[0]
+
+    def close(self) -> None:
+        self._backend.num_open -= 1
+
+
+class _Devices(CpuBackend):
+    """Devices that read as given, one reading after the other, the last one again and again."""
+
+    def __init__(self, *readings: tuple[DeviceReading, ...]) -> None:
+        self.readings = list(readings)
+        self.num_open = 0
+
+    def open_meter(self) -> DeviceMeter:
+        return _Readings(self)
+
+
+def _gpu(used: float, by_process: dict[int, int] | None = None, name: str = "GPU 0") -> DeviceReading:
+    return DeviceReading(name, int(used * GB), 16 * GB, None, by_process or {})
+
+
+def test_no_leak_where_all_memory_is_free_again() -> None:
+    backend = _Devices((_gpu(1.0), _gpu(2.0, name="GPU 1")), (_gpu(1.05), _gpu(1.0, name="GPU 1")))
+    assert DeviceLeakCheck(backend).leaks() == []
+    assert backend.num_open == 0
+
+
+def test_the_driver_has_a_moment_to_free_memory() -> None:
+    backend = _Devices((_gpu(1.0),), (_gpu(9.0),), (_gpu(5.0),), (_gpu(1.0),))
+    assert DeviceLeakCheck(backend, patience_s=60).leaks() == []
+
+
+def test_a_process_that_keeps_memory_is_named() -> None:
+    mine, hosts = os.getpid(), 2**31 - 7
+    before, after = {mine: GB // 2, 5: GB}, {mine: GB, hosts: 2 * GB, 5: GB}
+    (line,) = DeviceLeakCheck(_Devices((_gpu(1.0, before),), (_gpu(3.5, after),)), patience_s=0).leaks()
+    assert line.startswith(
+        "GPU 0: 2.50 GB more of its memory are taken than before the launch: "
+        f"process {hosts} of the host took 2.00 GB, process {mine} ("
+    )
+    assert line.endswith("took 500 MB")
+
+
+def test_an_unknown_owner_of_memory() -> None:
+    (line,) = DeviceLeakCheck(_Devices((_gpu(1.0),), (_gpu(2.0),)), patience_s=0).leaks()
+    assert "though all its processes have ended; another program took them" in line
+
+
+def test_a_backend_without_devices_of_its_own_has_nothing_to_compare() -> None:
+    assert DeviceLeakCheck(CpuBackend()).leaks() == []
