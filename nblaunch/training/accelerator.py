@@ -44,7 +44,8 @@ from nblaunch.training.process import GatherControl, ProcessControl
 from nblaunch.training.properties import DataSettings, GivenHandlers, ParallelLabels
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
-from nblaunch.training.tracking.hub import TrackerHub, Tracking
+from nblaunch.training.tracking.hub import TrackerHub
+from nblaunch.training.tracking.trackers import GeneralTracker
 
 T = TypeVar("T")
 
@@ -57,7 +58,6 @@ class Accelerator(
     GivenHandlers,
     ParallelLabels,
     Checkpointing,
-    Tracking,
 ):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
@@ -195,10 +195,6 @@ class Accelerator(
     @property
     def _checkpointer(self) -> Checkpointer:
         return self._checkpoints
-
-    @property
-    def _tracking(self) -> TrackerHub:
-        return self._trackers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one process, one place in the job: trainers that copy their settings go on sharing it
@@ -345,6 +341,68 @@ class Accelerator(
     def clear(self, *objects: Any) -> list[None]:
         """Another name of :meth:`free_memory`."""
         return self.free_memory(*objects)
+
+    # --- tracking -------------------------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run in this process, once :meth:`init_trackers` was called."""
+        return self._trackers.trackers
+
+    @property
+    def log_with(self) -> list[Any]:
+        """What was chosen by the argument of that name: tracker classes and trackers."""
+        return self._trackers.chosen
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers chosen by ``log_with``. They run on the main process, unless their class demands more.
+
+        Args:
+            project_name: what runs are filed under.
+            config: settings to keep with the run, as learning rate and seed. Not changed.
+            init_kwargs: further arguments by tracker name, as ``{"wandb": {"tags": ["a"]}}``.
+        """
+        self._trackers.start(project_name, config, init_kwargs or {})
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
+
+        Works without any tracker, too. Numbers and short texts reach the dashboard and ``job.metrics``, in Python's own
+        types: an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects
+        reach only those trackers that know them. A tensor makes the process wait for its device.
+
+        Args:
+            values: by name; nested mappings get names such as ``loss/train``.
+            step: what they belong to; None: not given.
+            log_kwargs: further arguments by tracker name.
+
+        Example::
+
+            accelerator.log({"loss": loss.item(), "lr": scheduler.get_last_lr()[0]}, step=step)
+        """
+        self._trackers.log(values, step, log_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
+
+        Args:
+            name: as in ``log_with``.
+            unwrap: True: the library's own run object instead.
+
+        Raises:
+            ValueError: there is none, or it is not started.
+        """
+        return self._trackers.get(name, unwrap)
 
     # --- progress and the end ------------------------------------------------------------------------------------
 

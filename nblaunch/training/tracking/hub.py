@@ -3,8 +3,8 @@
     accelerator.log ──> every tracker (main process)
                     └─> events.Metric ──> dashboards, job.metrics
 
-:class:`Tracking` is what an ``Accelerator`` offers; it needs one attribute, a :class:`TrackerHub`. What a tracker is,
-and those that come along, is in ``trackers/``.
+:class:`TrackerHub` is the part of the ``Accelerator`` that does it. What a tracker is, and those that come along, is in
+``trackers.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import enum
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,7 +86,7 @@ class TrackerHub:
     def start(
         self, project_name: str, config: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make and start the trackers that run on this rank."""
+        """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
         for one in self.chosen:
             if one.main_process_only and self.member.topology.rank != 0:
                 continue
@@ -103,7 +102,7 @@ class TrackerHub:
     def log(
         self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Hand ``values`` to the trackers, and their plain part to the launcher."""
+        """Pass ``values`` to the trackers, and their plain part to the launcher."""
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.member.topology.rank == 0:
@@ -112,7 +111,15 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged))
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """The tracker called ``name``; one that does nothing on ranks where it does not run."""
+        """Return the tracker called ``name``; one that does nothing on ranks where it does not run.
+
+        Args:
+            name: as in ``log_with``.
+            unwrap: the library's own run object instead.
+
+        Raises:
+            ValueError: there is none, or it is not started.
+        """
         for tracker in self.trackers:
             if tracker.name == name:  # type: ignore[attr-defined]
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
@@ -128,7 +135,7 @@ class TrackerHub:
         )
 
     def finish(self) -> None:
-        """End all runs. If some fail, the first error is raised once all were asked."""
+        """End all runs. If some fail, raise the first error once all were asked."""
         trackers, self.trackers = self.trackers, []
         first: Exception | None = None
         for tracker in trackers:
@@ -140,73 +147,8 @@ class TrackerHub:
             raise first
 
 
-class Tracking(ABC):
-    """Logging of metrics. The final class gives it its ``_tracking``."""
-
-    @property
-    @abstractmethod
-    def _tracking(self) -> TrackerHub:
-        """What does the work."""
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run in this process, once ``init_trackers`` was called."""
-        return self._tracking.trackers
-
-    @property
-    def log_with(self) -> list[Any]:
-        """What was chosen: tracker classes and trackers."""
-        return self._tracking.chosen
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Start the trackers chosen by ``log_with``. They run on the main process, unless they say otherwise.
-
-        Args:
-            project_name: what runs are filed under.
-            config: settings to keep with the run, as learning rate and seed. Not changed.
-            init_kwargs: further arguments by tracker name, as ``{"wandb": {"tags": ["a"]}}``.
-        """
-        self._tracking.start(project_name, config, init_kwargs or {})
-
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
-
-        Works without any tracker, too. Numbers and short texts reach the dashboard and ``job.metrics``, in Python's own
-        types: an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects
-        reach only those trackers that know them. A tensor makes the process wait for its device.
-
-        Args:
-            values: by name; nested mappings get names such as ``loss/train``.
-            step: what they belong to; None: not given.
-            log_kwargs: further arguments by tracker name.
-        """
-        self._tracking.log(values, step, log_kwargs or {})
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called ``name``; one that does nothing on ranks where it does not run.
-
-        Args:
-            name: as in ``log_with``.
-            unwrap: the library's own run object instead.
-
-        Raises:
-            ValueError: there is none, or it is not started.
-        """
-        return self._tracking.get(name, unwrap)
-
-
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """Tracker classes and trackers that ``log_with`` means, each once, those that are not installed left out."""
+    """Return the tracker classes and trackers that ``log_with`` means, each once, without those not installed."""
     asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     asked = [str(one) if isinstance(one, (str, enum.Enum)) else one for one in asked if one is not None]
     chosen: list[Any] = []
