@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import profiling, settings, strategies
-from nblaunch.training.checkpoints.checkpointer import Checkpointer, Checkpointing
+from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints.snapshot import add_hook
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
@@ -57,7 +59,6 @@ class Accelerator(
     DataSettings,
     GivenHandlers,
     ParallelLabels,
-    Checkpointing,
 ):
     """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
 
@@ -192,17 +193,13 @@ class Accelerator(
         self._session.check_home()
         return self._session.member
 
-    @property
-    def _checkpointer(self) -> Checkpointer:
-        return self._checkpoints
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one process, one place in the job: trainers that copy their settings go on sharing it
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state!r})"
 
-    # --- settings and state --------------------------------------------------------------------------------------
+    # --- settings and state ------------------------------------------------------------------------------------------
 
     @property
     def mixed_precision(self) -> str:
@@ -250,7 +247,7 @@ class Accelerator(
     def _dataloaders(self) -> list[PreparedLoader]:
         return self._preparer.loaders
 
-    # --- preparing -----------------------------------------------------------------------------------------------
+    # --- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready for this job.
@@ -342,7 +339,195 @@ class Accelerator(
         """Another name of :meth:`free_memory`."""
         return self.free_memory(*objects)
 
-    # --- tracking -------------------------------------------------------------------------------------------------
+    # --- checkpoints: where ------------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where checkpoints and logs go."""
+        return self._checkpoints.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of this training run; None: none was given."""
+        return self._checkpoints.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder for trackers that write files; None: none was given."""
+        return self._checkpoints.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._checkpoints.project.iteration
+
+    # --- checkpoints: the whole state --------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: bool = False,
+        main_process_only: bool = False,
+    ) -> str:
+        """Save everything that training needs to continue exactly: call it on all ranks.
+
+        Weights, optimizers, schedulers, the gradient scaler, where loaders are, registered objects and the random
+        generators of every rank. What the folder held before is replaced only when the new checkpoint is complete and
+        forced to disk: a failure, or the end of the process at any moment, leaves the old one. Other files stay.
+
+        A collective without a deadline: the main process waits for every rank, however late. Ranks that go on to
+        another collective, or end, show that the main process was meant to save alone (``if is_main_process:``); it
+        does, without their random states. Where they hold parts of the weights, that is an error.
+
+        Args:
+            output_dir: the folder, as the main process names it. Ignored with automatic naming, see
+                ``ProjectConfiguration``.
+            safe_serialization: weights in safetensors' format; False: torch's.
+            asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
+                next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
+                memory is kept for the next time, until ``end_training``. Parts that ranks hold of weights and
+                optimizers are written before it returns.
+            main_process_only: the main process saves, without the random states of other ranks, and waits for none; the
+                others return at once. They need not call it.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: no folder was given, it is a file, or the automatically named one exists; or
+                ``main_process_only`` where every rank holds a part of the weights.
+            CheckpointError: it could not be written; names the rank and the reason.
+        """
+        return self._checkpoints.saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once where nothing is under way.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._checkpoints.saver.wait()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        any_world_size: bool = False,
+        **model_options: Any,
+    ) -> None:
+        """Load what :meth:`save_state` saved: call it on all ranks, after ``prepare`` of the same objects.
+
+        Whether the checkpoint is whole and fits is looked at before anything is changed. After one that was taken in
+        the middle of an epoch, continue with ``accelerator.skip_first_batches(loader, batches_seen)``.
+
+        Args:
+            input_dir: the folder. None: with automatic naming, the one with the highest number.
+            load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
+            any_world_size: also take a checkpoint of another number of processes. Its random states and the order of
+                its data don't carry over then.
+            **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
+                ``"cpu"`` (default) or ``"on_device"``, where files are read to.
+
+        Raises:
+            ValueError: there is no such folder.
+            CheckpointError: the checkpoint is damaged, or does not fit this job; says what and where.
+            TypeError: an unknown ``map_location`` or option.
+        """
+        self._checkpoints.restorer.load(input_dir, load_kwargs, any_world_size, **model_options)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have ``save_state`` and ``load_state`` include these objects.
+
+        Args:
+            *objects: have ``state_dict()`` and ``load_state_dict(state)``.
+
+        Raises:
+            ValueError: some have not; lists them. None is registered then.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
+
+        Args:
+            hook: gets the prepared models, their state dicts, and the folder to write to, which takes its place when
+                the checkpoint is complete. State dicts that it takes out of ``weights`` are not written.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook back.
+        """
+        return add_hook(self._checkpoints.state.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
+
+        Args:
+            hook: gets the prepared models and the folder. Models that it takes out of ``models`` are not loaded.
+
+        Returns:
+            A handle whose ``remove()`` takes the hook back.
+        """
+        return add_hook(self._checkpoints.state.load_hooks, hook)
+
+    # --- weights and single objects ----------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole weights of a prepared model.
+
+        Where every rank holds a part of them, all ranks must call it; the main process of every machine gets them, in
+        CPU memory, the others an empty dict.
+
+        Args:
+            model: what :meth:`prepare` returned.
+            unwrap: False: with the names that its wrappers give them.
+        """
+        return self._checkpoints.weights(model, unwrap)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights, to be read without nblaunch. Call it on all ranks; the main process writes.
+
+        Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Weights that the
+        folder held before go when the new ones are complete; other files stay.
+
+        Args:
+            model: prepared or not.
+            save_directory: made where it does not exist.
+            max_shard_size: bytes of tensors per file, as a number or as in ``"5GB"``.
+            safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
+
+        Raises:
+            ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
+            RuntimeError: a parameter is on the meta device.
+        """
+        if self._checkpoints.collects_weights:
+            weights = self.get_state_dict(model)
+            self._checkpoints.save_weights(weights, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Save one object with ``torch.save`` on the main process; the others do nothing.
+
+        A failure leaves the file as it was.
+
+        Args:
+            obj: what to save.
+            f: a path, or a binary file that is open.
+            safe_serialization: safetensors' format, for a dict of tensors.
+
+        Raises:
+            CheckpointError: ``obj`` has weights of which this rank holds but a part.
+        """
+        self._checkpoints.save(obj, f, safe_serialization)
+
+    # --- tracking ----------------------------------------------------------------------------------------------------
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -404,7 +589,7 @@ class Accelerator(
         """
         return self._trackers.get(name, unwrap)
 
-    # --- progress and the end ------------------------------------------------------------------------------------
+    # --- progress and the end ----------------------------------------------------------------------------------------
 
     def progress(
         self, iterable: Iterable[T], total: int | None = None, desc: str | None = None
