@@ -22,6 +22,7 @@ from nblaunch.events import WorkerState
 from nblaunch.training import profiling, settings, strategies
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.snapshot import add_hook
+from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
@@ -42,7 +43,7 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.process import GatherControl, ProcessControl
+from nblaunch.training.process import ProcessControl
 from nblaunch.training.properties import DataSettings, GivenHandlers, ParallelLabels
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
@@ -55,7 +56,6 @@ T = TypeVar("T")
 class Accelerator(
     ProcessControl,
     GradientControl,
-    GatherControl,
     DataSettings,
     GivenHandlers,
     ParallelLabels,
@@ -167,7 +167,7 @@ class Accelerator(
         project = project_of(project_dir, project_config)
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, self._member)
-        self.flag_tensor = None
+        self.flag_tensor: torch.Tensor | None = None
 
     def _choose_strategy(
         self,
@@ -338,6 +338,112 @@ class Accelerator(
     def clear(self, *objects: Any) -> list[None]:
         """Another name of :meth:`free_memory`."""
         return self.free_memory(*objects)
+
+    # --- values of all ranks -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors over ranks on dim 0, in rank order, on every rank.
+
+        Args:
+            tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
+                dimensions counts as one row.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
+                and everywhere with ``ACCELERATE_DEBUG_MODE``).
+        """
+        return operations.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what ranks computed for their batches, each sample of the dataset exactly once.
+
+        Samples that completed the last batch of an epoch are dropped. All ranks must call it for every batch, with
+        whole batches: the first dimension is that of samples.
+
+        Args:
+            input_data: tensor or nested structure of tensors; anything else must be an iterable per rank and is
+                gathered with pickle, as a list.
+            use_gather_object: gather with pickle in any case.
+
+        Example::
+
+            for inputs, labels in eval_loader:
+                predictions = model(inputs).argmax(dim=-1)
+                predictions, labels = accelerator.gather_for_metrics((predictions, labels))
+                num_correct += (predictions == labels).sum()
+        """
+        return operations.gather_for_metrics(input_data, use_gather_object, self._session.gradients)
+
+    def gather_object(self, items: Any) -> Any:
+        """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
+
+        Args:
+            items: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
+        """
+        return operations.gather_object(items)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors over ranks, elementwise. The argument is not changed.
+
+        Args:
+            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
+            reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
+            scale: the result is multiplied by it.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: the reduction is unknown.
+        """
+        return operations.reduce(tensor, reduction, scale)
+
+    def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
+        """Overwrite tensors with those of one rank, in place, and return them.
+
+        Args:
+            tensor: tensor or nested structure of tensors, of equal shape on all ranks.
+            from_process: the rank that sends.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ValueError: there is no rank ``from_process``.
+        """
+        return operations.broadcast(tensor, from_process)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors to the largest size that any rank has in dimension ``dim``.
+
+        Args:
+            tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
+            dim: the dimension, negative from the end; a tensor without it is returned as it is.
+            pad_index: value to pad with.
+            pad_first: pad in front instead of behind.
+        """
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Set a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
+        self.flag_tensor = torch.ones(1, device=self._session.member.device)
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank set the flag since the last check, and clear it. A collective: call it on all ranks.
+
+        Example::
+
+            if loss.item() < 0.1:
+                accelerator.set_trigger()
+            if accelerator.check_trigger():  # the same answer on every rank
+                break
+        """
+        mine = self.flag_tensor
+        if mine is None:
+            mine = torch.zeros(1, device=self._session.member.device)
+        is_set = bool(operations.reduce(mine, "sum") >= 1)
+        if is_set:
+            self.flag_tensor = None
+        return is_set
 
     # --- checkpoints: where ------------------------------------------------------------------------------------------
 

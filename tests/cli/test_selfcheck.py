@@ -22,13 +22,12 @@ from nblaunch.cli import main, selfcheck_jobs, selfcheck_ranks
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher import weights
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.process import GatherControl
 from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
 DdpStrategy.wrap = Fsdp2Strategy.wrap = lambda self, model, member: model
-GatherControl.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
-GatherControl.gather_for_metrics = lambda self, data, **options: self.gather(data)
+Accelerator.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
+Accelerator.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Accelerator.load_state = lambda self, folder: None
 weights.load_back = lambda modules, state_dicts, lost: weights.LoadedBack((), (), frozenset(modules))
 

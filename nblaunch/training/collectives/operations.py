@@ -25,6 +25,7 @@ import torch.distributed as dist
 from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training import advice
+from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
@@ -137,6 +138,41 @@ def gather_object(object: Any) -> Any:
     received = _all_gather_bytes(padded).cpu().reshape(world_size(), -1)
     parts = [_unpickled(row[:size]) for row, size in zip(received, sizes, strict=True)]
     return [item for part in parts for item in part]
+
+
+def gather_for_metrics(data: Any, use_gather_object: bool, gradients: GradientSync) -> Any:
+    """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
+
+    Args:
+        data: as there.
+        use_gather_object: as there.
+        gradients: has the loader that is being read.
+    """
+    is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
+    gathered = gather_object(data) if is_object else gather(data)
+    loader = gradients.active_loader
+    if loader is None or not loader.end_of_dataloader or not _may_be_completed(loader):
+        return gathered
+    remainder = gradients.remainder
+    if remainder < 0 and not _drops_last(loader):
+        advice.warn(
+            "the loader's length is not known, so samples that completed its last batch are still among the "
+            "gathered ones. With num_workers=0 they can be distinguished."
+        )
+    if remainder <= 0:
+        return gathered
+    if is_object:
+        return gathered[:remainder]
+    return nested.map_leaves(lambda leaf: leaf[:remainder], gathered)
+
+
+def _may_be_completed(loader: Any) -> bool:
+    """Whether samples may have been added to the loader's last batch; in a lone process, where shapes are static."""
+    return world_size() > 1 or loader.shard is not None
+
+
+def _drops_last(loader: Any) -> bool:
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
