@@ -1,9 +1,10 @@
-"""The settings of a launch: their names, where they come from, and the files that keep them.
+"""Settings of a launch: the table of all settings, configuration files, and the way from settings to a launch.
 
     command line ─┐
-    file ─────────┼──> Resolved: a value for each setting, and where it came from ──> LaunchSpec
+    file ─────────┼──> Resolved: a value for each setting, with its source ──> LaunchSpec
     defaults ─────┘
 
-Owns the one table of settings, from which options, files, comments and checks are made. Never looks at devices, never
-starts anything.
+``settings`` is the table, with a kind of value (``kinds``) for each row. ``nblaunch launch`` makes its options from it,
+``files`` reads and writes it as YAML, ``resolving`` merges the layers and checks them, ``launching`` turns the result
+into a :class:`~nblaunch.spec.LaunchSpec`. Nothing here reads devices or starts processes.
 """

@@ -1,10 +1,10 @@
-"""Configuration files: where they are, reading them with every mistake named, writing them with comments.
+"""Configuration files: their default path, reading them, and writing them with comments.
 
     # What a setting means.
     num_processes: 4
 
-One format for ours and for those of ``accelerate config``: keys are the names of :data:`SETTINGS`, those of a strategy
-may stand in a mapping of their own (``fsdp_config:``).
+Keys are the names in :data:`SETTINGS`; those of a strategy may be in a mapping of their own (``fsdp_config:``). Files
+written by ``accelerate config`` have the same format and are read as they are.
 """
 
 from __future__ import annotations
@@ -17,40 +17,89 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
-from nblaunch.config import reference
+from nblaunch.config.kinds import Flag
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
 from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
 
+_DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
+    "NO": {},
+    "MULTI_CPU": {"backend": "cpu"},
+    "MULTI_GPU": {"backend": "cuda"},
+    "XLA": {"backend": "xla"},
+    "TPU": {"backend": "xla"},
+    "FSDP": {"strategy": "fsdp"},
+    "DEEPSPEED": {"strategy": "deepspeed"},
+}
+
+_UNUSED = {
+    "main_training_function": "the whole script runs in every process",
+    "same_network": "rdzv_backend says how machines find each other",
+    "enable_cpu_affinity": "processes are not bound to cores",
+    "ipex_config": "what Intel's extension brought is part of PyTorch",
+    "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",
+    "deepspeed_multinode_launcher": "every machine runs nblaunch launch",
+    "deepspeed_hostfile": "every machine runs nblaunch launch",
+    "deepspeed_exclusion_filter": "every machine runs nblaunch launch",
+    "deepspeed_inclusion_filter": "every machine runs nblaunch launch",
+}
+"""Keys of ``accelerate config`` that have no effect -> why."""
+
+_REFUSED = {
+    "fp8_config": "training in fp8",
+    "megatron_lm_config": "Megatron-LM",
+    "mpirun_config": "launching through mpirun",
+    "parallelism_config": "combined parallelism",
+    "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
+    "tpu_name": "starting the machines of a TPU pod from one of them",
+    "tpu_zone": "starting the machines of a TPU pod from one of them",
+    "tpu_use_sudo": "starting the machines of a TPU pod from one of them",
+    "tpu_vm": "starting the machines of a TPU pod from one of them",
+    "tpu_env": "starting the machines of a TPU pod from one of them",
+    "command_file": "starting the machines of a TPU pod from one of them",
+    "commands": "starting the machines of a TPU pod from one of them",
+}
+"""Keys of ``accelerate config`` that nblaunch refuses unless they are empty -> what they ask for."""
+
+_OLD_NAMES = {
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+}
+
 _MAX_UNKNOWN = 5
-"""Unknown keys that a message names."""
+"""Number of unknown keys that a message lists."""
 
 _MAX_VALUES = 10_000
-"""In a file; those that there are take a few hundred."""
+"""Largest number of values in a file. A file with every setting has a few hundred."""
 
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
-"""Settings of other groups that the reference writes into ``deepspeed_config``."""
+"""Settings of other groups that ``accelerate config`` writes into ``deepspeed_config``."""
 
 
 def default_path() -> Path:
-    """The file that is read where no other is named: ``NBLAUNCH_CONFIG_FILE``, or one in the platform's folder."""
+    """Return the path that is read when the user names no file.
+
+    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the platform's folder for configuration.
+    """
     chosen = env.read("NBLAUNCH_CONFIG_FILE")
     return Path(chosen).expanduser() if chosen else _platform_folder() / "nblaunch" / "default.yaml"
 
 
 def _platform_folder() -> Path:
-    """Source: XDG Base Directory Specification; Apple's File System Programming Guide; Windows' known folders."""
+    """Return the folder for users' configuration.
+
+    Source: XDG Base Directory Specification; Apple's File System Programming Guide; Windows' known folders.
+    """
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support"
     chosen = env.read("APPDATA" if sys.platform == "win32" else "XDG_CONFIG_HOME")
-    # The specification: a relative path is invalid and must be ignored.
+    # XDG: a relative path is invalid and must be ignored.
     return Path(chosen) if chosen and Path(chosen).is_absolute() else Path.home() / ".config"
 
 
 def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
-    """What the file says that was named, else the default one; nothing where there is none.
+    """Read ``config_file``, or the default file if it is None and the file exists; empty if there is neither.
 
     Raises:
-        ConfigError: the named file is missing, or the file can't be used.
+        ConfigError: ``config_file`` is missing, or the file is invalid.
     """
     if config_file is not None:
         return [read(Path(config_file))]
@@ -59,26 +108,25 @@ def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
 
 
 def read(path: Path) -> Layer:
-    """A configuration file as a layer of settings.
+    """Read a configuration file as a layer of settings.
 
     Raises:
-        ConfigError: it is missing, is no YAML, or has an unknown key or a value of a wrong type.
+        ConfigError: the file is missing, is not YAML, or has an unknown key or a value of a wrong type.
     """
     raw = _flattened(path, _load(path))
     try:
-        ours, notes = reference.translated(raw)
+        ours, notes = _translated(raw)
         unknown_keys = [key for key in ours if key not in SETTINGS]
         if unknown_keys:
             raise ConfigError("; ".join(unknown(named(key), SETTINGS) for key in unknown_keys[:_MAX_UNKNOWN]))
-        given = {name: value for name, value in ours.items() if value is not None}
-        values = {name: convert(name, value) for name, value in given.items()}
+        values = {name: convert(name, value) for name, value in ours.items() if value is not None}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Layer(f"file {path}", values, tuple(notes))
 
 
 def _load(path: Path) -> dict[str, Any]:
-    import yaml  # 15 ms, which commands without a file do not need
+    import yaml  # takes 15 ms; commands without a file do not need it
 
     try:
         content = _content(path.read_text(encoding="utf-8"))
@@ -87,7 +135,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {_place_of(error)}") from None
+        raise ConfigError(f"{path}: is not YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -95,8 +143,8 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _place_of(error: Any) -> str:
-    """What is wrong with a text that is no YAML, and where."""
+def _describe_yaml_error(error: Any) -> str:
+    """Return what is wrong with the text, with line and column where known."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return " ".join(str(error).split())
@@ -104,10 +152,10 @@ def _place_of(error: Any) -> str:
 
 
 def _content(text: str) -> Any:
-    """What the YAML ``text`` holds.
+    """Parse the YAML ``text``.
 
     Raises:
-        yaml.YAMLError: it is none, or a value in it is not what it seems to be; with the place.
+        yaml.YAMLError: the text is not YAML, or a value in it is invalid; with line and column.
     """
     import yaml
 
@@ -116,7 +164,7 @@ def _content(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_endless(node, {})
+        _check_size(node, {})
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=loader.get_mark()) from None
@@ -124,12 +172,17 @@ def _content(text: str) -> Any:
         loader.dispose()
 
 
-def _refuse_endless(node: Any, sizes: dict[int, int]) -> int:
-    """How many values a node holds where aliases are written out; refuses what would fill the memory, or holds itself.
+def _check_size(node: Any, sizes: dict[int, int]) -> int:
+    """Return the number of values in a node with its aliases expanded.
+
+    Expanded aliases can fill the memory with a file of a few lines, or contain themselves.
 
     Args:
-        node: of YAML's tree.
-        sizes: of nodes that were looked at; 0 while a node is being looked at.
+        node: of the YAML tree.
+        sizes: ``id`` of each visited node -> its number of values; 0 while the node is being visited.
+
+    Raises:
+        yaml.YAMLError: the node contains itself, or too many values.
     """
     import yaml
 
@@ -143,7 +196,7 @@ def _refuse_endless(node: Any, sizes: dict[int, int]) -> int:
             if isinstance(node, yaml.SequenceNode)
             else [part for pair in node.value for part in pair]
         )
-        size = sizes[id(node)] = 1 + sum(_refuse_endless(part, sizes) for part in parts)
+        size = sizes[id(node)] = 1 + sum(_check_size(part, sizes) for part in parts)
     if size == 0 or size > _MAX_VALUES:
         problem = "holds itself" if size == 0 else f"holds more than {_MAX_VALUES:,} values"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
@@ -154,24 +207,27 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Says where a value is wrong, and refuses a key that is there twice, of which YAML would take the last."""
+        """A safe loader that reports the position of an invalid value and refuses duplicate keys.
+
+        PyYAML itself takes the last of several equal keys.
+        """
 
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             try:
                 return super().construct_object(node, deep)
             except (yaml.YAMLError, RecursionError):
                 raise
-            except (
-                Exception
-            ) as error:  # of a conversion, which trusts that the text has the form it seems to have
+            except Exception as error:  # PyYAML's conversions do not check the text, as in 2024-99-99
                 kind = node.tag.rpartition(":")[2]
                 problem = f"{shown(node.value)} is no valid {kind} ({error})"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []  # what else it is, YAML says
+            pairs = (
+                node.value if isinstance(node, yaml.MappingNode) else []
+            )  # PyYAML refuses other nodes below
             keys = [self.construct_object(key, deep=True) for key, _ in pairs]
-            twice = [key for place, key in enumerate(keys) if key in keys[:place]]
+            twice = [key for i, key in enumerate(keys) if key in keys[:i]]
             if twice:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{named(twice[0])} is there twice", node.start_mark
@@ -182,7 +238,7 @@ def _loader() -> Any:
 
 
 def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the file and of its sections together."""
+    """Return the keys of the file and of its sections in one mapping."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if key not in SECTIONS:
@@ -199,10 +255,92 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write settings as YAML with a comment for each, so that a reader ever sees the old file or the whole new one.
+def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Translate keys of ``accelerate config`` into settings; unknown keys are returned as they are.
 
-    Where ``path`` is a link, as in a folder of dotfiles, the file that it leads to is written.
+    Source: accelerate 0.20, 1.0 and 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its
+    questionnaire in ``commands/config/cluster.py``.
+
+    Args:
+        raw: keys and values of the file, nested mappings flattened.
+
+    Returns:
+        Settings and unknown keys, and a note for each key that has no effect.
+
+    Raises:
+        ConfigError: the file asks for a feature that nblaunch does not have.
+    """
+    ours: dict[str, Any] = {}
+    notes = []
+    for key, value in raw.items():
+        if key == "num_processes" and value == -1:
+            continue  # Accelerate's value for "not set"
+        if key == "deepspeed_config_file" and value == "none":
+            continue  # likewise: the default answer of its questionnaire
+        if key in _REFUSED:
+            _refuse_unless_empty(key, value)
+        elif key in _UNUSED:
+            if _has_effect_in_accelerate(key, value):
+                notes.append(f"{key} changes nothing: {_UNUSED[key]}")
+        elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
+            ours[_OLD_NAMES.get(key, key)] = value
+    _check_environment(raw)
+    return _translated_device(raw) | ours, notes
+
+
+def _has_effect_in_accelerate(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(value.values())
+    return value not in (None, False, "main", True) or (key == "zero3_init_flag" and value is True)
+
+
+def _refuse_unless_empty(key: str, value: Any) -> None:
+    is_empty = value is None or value is False or value in ("", "no", [], [""], {})
+    if not is_empty:
+        raise ConfigError(f"{key}: {_REFUSED[key]} is not available in nblaunch")
+
+
+def _check_environment(raw: Mapping[str, Any]) -> None:
+    environment = raw.get("compute_environment", "LOCAL_MACHINE")
+    if environment != "LOCAL_MACHINE":
+        raise ConfigError(
+            f"compute_environment: {named(environment)} is not available in nblaunch, only LOCAL_MACHINE"
+        )
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    try:
+        return value is not None and Flag().convert(value)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {shown(value)} {error}") from None
+
+
+def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kind = raw.get("distributed_type")
+    if kind is not None:
+        # YAML reads an unquoted NO as false.
+        name = "NO" if kind is False else str(kind)
+        if name not in _DISTRIBUTED_TYPES:
+            valid = ", ".join(_DISTRIBUTED_TYPES)
+            raise ConfigError(
+                f"distributed_type: {named(kind)} is not available in nblaunch; valid are {valid}"
+            )
+        found |= _DISTRIBUTED_TYPES[name]
+        if name == "NO":
+            found["num_processes"] = 1
+    if _flag(raw, "use_cpu"):
+        found["backend"] = "cpu"
+    if _flag(raw, "fp16") and "mixed_precision" not in raw:
+        found["mixed_precision"] = "fp16"
+    return found
+
+
+def write(path: Path, values: Mapping[str, Any]) -> None:
+    """Write settings atomically as YAML, with a comment for each.
+
+    If ``path`` is a symbolic link, as in a folder of dotfiles, its target is written.
 
     Raises:
         ConfigError: the folder or the file can't be written.
@@ -226,11 +364,11 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def render(values: Mapping[str, Any]) -> str:
-    """Settings as commented YAML, in the order of the table."""
+    """Return settings as commented YAML, in the order of the table."""
     lines = [
-        "# Defaults of `nblaunch launch`, written by `nblaunch config`. An option on the command line beats them;"
+        "# Defaults of `nblaunch launch`, written by `nblaunch config`. Options on the command line override them.",
+        "# `nblaunch launch --help` lists all settings; each can be set here.",
     ]
-    lines.append("# `nblaunch launch --help` lists all settings, and each may stand here.")
     for group, title in GROUPS.items():
         chosen = {name: value for name, value in values.items() if SETTINGS[name].group == group}
         if not chosen:
@@ -247,6 +385,6 @@ def _scalar(value: Any) -> str:
     import yaml
 
     if value is None:
-        return "none"  # and not null, which leaves a setting open
+        return "none"  # null would mean "not set"
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

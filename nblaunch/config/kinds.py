@@ -1,7 +1,8 @@
-"""The kinds of value that a setting can have, and how each is read from a command line, a file or a Python call."""
+"""Kinds of values of settings: each converts and checks a value of a command line, a file or a Python call."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,19 +13,25 @@ from typing import Any
 from nblaunch.env import as_flag
 from nblaunch.spec import parse_num_nodes
 
+COMPILERS = (
+    "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
+    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend",
+)  # fmt: skip
+"""Compilers that Accelerate lists. Some register themselves with torch when the script imports their library."""
+
 
 class Kind(ABC):
-    """How a value is read."""
+    """Conversion of a value to the type of a setting."""
 
     metavar = ""
     choices: tuple[str, ...] = ()
 
     @abstractmethod
     def convert(self, value: Any) -> Any:
-        """``value``, a text or what YAML made of one, as the setting's type.
+        """Convert ``value``, a text or a value parsed by YAML, to the type of the setting.
 
         Raises:
-            ValueError: it is none; the message is the end of a sentence, as ``must be a whole number``.
+            ValueError: ``value`` is invalid. The message ends a sentence, as in ``must be a whole number``.
         """
 
 
@@ -48,7 +55,7 @@ class Whole(Kind):
 
 @dataclass(frozen=True)
 class Machines(Kind):
-    """A number of machines, or ``min:max`` where fewer than ``max`` will do."""
+    """A number of machines, or ``min:max``."""
 
     metavar = "N|MIN:MAX"
 
@@ -80,7 +87,7 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Flag(Kind):
-    """True or false, in any of the usual words."""
+    """True or false; accepts yes, no, on, off, 1 and 0 as well."""
 
     metavar = "true|false"
 
@@ -95,23 +102,23 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Switch(Flag):
-    """A flag that takes no value on the command line: being there makes it true."""
+    """A flag that takes no value on the command line; its presence means true."""
 
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of a few words, in small or capital letters; ``synonyms`` are other spellings of them."""
+    """One of ``choices``, case ignored; ``synonyms`` maps other spellings to choices."""
 
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] | None = None
 
     @property
     def metavar(self) -> str:  # type: ignore[override]
-        """The words themselves."""
+        """Return the choices."""
         return "|".join(self.choices)
 
     def convert(self, value: Any) -> str:
-        # YAML reads the words no and yes as truth values.
+        # YAML reads unquoted no and yes as booleans.
         text = {False: "no", True: "yes"}.get(value, value) if isinstance(value, bool) else value
         text = str(text).strip()
         by_lower = {choice.lower(): choice for choice in self.choices}
@@ -124,7 +131,7 @@ class Choice(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """Any text, but not an empty one."""
+    """Any non-empty text."""
 
     metavar: str = "TEXT"
 
@@ -135,22 +142,25 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
-class Word(Kind):
-    """A name in small letters that is checked elsewhere."""
+class Compiler(Kind):
+    """The name of a ``torch.compile`` backend in lower case, or ``no`` for none."""
 
     metavar = "NAME"
 
     def convert(self, value: Any) -> str:
-        # YAML reads the word no as a truth value.
-        text = "no" if value is False else str(value).strip().lower()
-        if value is True or not text.replace("_", "").replace("-", "").isalnum():
+        # YAML reads an unquoted no as false.
+        name = "no" if value is False else str(value).strip().lower()
+        if value is True or not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError("must be a name")
-        return text
+        reason = compiler_refusal(name)
+        if reason:
+            raise ValueError(reason)
+        return name
 
 
 @dataclass(frozen=True)
 class FlagOrName(Kind):
-    """True, false, or a name in capital letters: settings that were names before they became flags."""
+    """True, false, or a name in capitals, for settings that took names before they took flags."""
 
     metavar = "true|false|NAME"
 
@@ -178,8 +188,22 @@ class Pairs(Kind):
         return {key.strip(): _as_number(content.strip()) for key, _, content in pairs}
 
 
+def compiler_refusal(name: str) -> str:
+    """Return why ``name`` is not a compiler, as ``must be no, or one of ...``; empty if it is one.
+
+    Imports torch only if ``name`` is not well known.
+    """
+    if name in COMPILERS:
+        return ""
+    torch_compiler = importlib.import_module("torch.compiler")
+    if name in torch_compiler.list_backends(exclude_tags=()):
+        return ""
+    usual = sorted({"eager", "aot_eager", *torch_compiler.list_backends()})
+    return f"must be no, or one of torch's compilers: {', '.join(usual)}"
+
+
 def _as_number(value: Any) -> Any:
-    """A number where a text is one."""
+    """Return the number that a text holds; any other value as it is."""
     number = _number(value) if isinstance(value, str) else None
     return value if number is None else int(number) if number == int(number) else number
 

@@ -1,4 +1,8 @@
-"""From resolved settings to a :class:`LaunchSpec`, which counts per machine and knows plugins by their arguments."""
+"""Conversion of resolved settings to a :class:`LaunchSpec`.
+
+Settings count the processes of all machines, a ``LaunchSpec`` those of one. Settings of strategies and compilers become
+arguments of the plugins of ``Accelerator``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from nblaunch.config.files import find_layers
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, most_machines, resolve
 from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
-_ALWAYS = (
+_SAME_NAMES = (
     "backend",
     "mixed_precision",
     "rdzv_backend",
@@ -24,7 +28,9 @@ _ALWAYS = (
     "on_hang",
     "interrupt_grace_s",
 )
-_WHERE_SET = {
+"""Settings that are fields of ``LaunchSpec`` under the same name."""
+
+_RENAMED = {
     "num_machines": "num_nodes",
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
@@ -35,6 +41,7 @@ _WHERE_SET = {
     "rdzv_endpoint": "rdzv_endpoint",
     "rdzv_timeout_s": "rdzv_timeout_s",
 }
+"""Setting -> field of ``LaunchSpec``; passed only if it is not None."""
 
 _DYNAMO_ARGUMENTS = {
     "dynamo_backend": "backend",
@@ -57,7 +64,7 @@ _FSDP_ARGUMENTS = {
     "fsdp_activation_checkpointing_offload": "activation_checkpointing_offload",
     "fsdp_sharding_strategy": "sharding_strategy",
 }
-"""Setting -> argument of ``FullyShardedDataParallelPlugin``, for those that mean something in version 2."""
+"""Setting -> argument of ``FullyShardedDataParallelPlugin``, for those that have an effect in version 2."""
 
 _DEEPSPEED_ARGUMENTS = {
     "deepspeed_config_file": "hf_ds_config",
@@ -70,25 +77,36 @@ _DEEPSPEED_ARGUMENTS = {
     "zero3_save_16bit_model": "zero3_save_16bit_model",
     "deepspeed_moe_layer_cls_names": "transformer_moe_cls_names",
 }
-"""Setting -> argument of ``DeepSpeedPlugin``, for those that mean something here."""
+"""Setting -> argument of ``DeepSpeedPlugin``, for those that have an effect."""
 
 
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
-    """Arguments of a Python call over a file over the defaults; options that are None are left to the file."""
+    """Resolve the arguments of a Python call, a file and the defaults, in this order of precedence.
+
+    Args:
+        config_file: path; None = the default file.
+        options: setting -> value; None = not given.
+    """
     given = {name: convert(name, value) for name, value in options.items() if value is not None}
     return resolve([Layer("argument", given), *find_layers(config_file)])
 
 
 def spec_of(
-    resolved: Resolved, function: Callable[..., Any], args: tuple[Any, ...] = (), **further: Any
+    resolved: Resolved, function: Callable[..., Any], args: tuple[Any, ...] = (), **fields: Any
 ) -> LaunchSpec:
-    """The launch that settings describe; ``further`` are arguments of :class:`LaunchSpec` that no setting has.
+    """Return the launch that settings describe.
+
+    Args:
+        resolved: the settings.
+        function: what each process calls.
+        args: its arguments.
+        **fields: fields of :class:`LaunchSpec` that override those of the settings.
 
     Raises:
-        ConfigError: the settings do not make a launch.
+        ConfigError: the settings contradict each other.
     """
-    given = {name: resolved[name] for name in _ALWAYS}
-    given |= {ours: resolved[name] for name, ours in _WHERE_SET.items() if resolved[name] is not None}
+    given = {name: resolved[name] for name in _SAME_NAMES}
+    given |= {ours: resolved[name] for name, ours in _RENAMED.items() if resolved[name] is not None}
     if (
         resolved["rdzv_backend"] == "c10d"
         and resolved["rdzv_endpoint"] is None
@@ -100,31 +118,31 @@ def spec_of(
     given["spans_devices"] = resolved["strategy"] == "spmd"
     given["accelerator"] = accelerator_settings(resolved)
     try:
-        return LaunchSpec(function=function, args=args, **(given | further))
+        return LaunchSpec(function=function, args=args, **(given | fields))
     except (TypeError, ValueError) as error:
         raise ConfigError(in_words_of_settings(str(error))) from None
 
 
 def in_words_of_settings(text: str) -> str:
     """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
-    names = {ours: name for name, ours in _WHERE_SET.items()} | {"use_port": "main_process_port"}
+    names = {ours: name for name, ours in _RENAMED.items()} | {"use_port": "main_process_port"}
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 
 def device_choice(resolved: Resolved) -> dict[str, str | None]:
-    """Environment variables that say which GPUs are used, to be set before they are counted: CUDA's own."""
+    """Return the environment variables that select GPUs; set them before GPUs are counted."""
     is_narrowed = resolved["gpu_ids"] != "all" and resolved["backend"] in ("auto", "cuda")
     return {"CUDA_VISIBLE_DEVICES": resolved["gpu_ids"]} if is_narrowed else {}
 
 
 def processes_per_machine(resolved: Resolved) -> int | None:
-    """``num_processes`` counts those of all machines; None = one per device of each."""
+    """Return ``num_processes`` per machine; None = one per device."""
     total: int | None = resolved["num_processes"]
     return None if total is None else total // most_machines(resolved)
 
 
 def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
-    """What an ``Accelerator()`` in a worker takes where its own argument is not given, by argument."""
+    """Return defaults for the arguments of ``Accelerator()`` in workers."""
     settings: dict[str, Any] = {}
     if resolved["gradient_accumulation_steps"] is not None:
         settings["gradient_accumulation_steps"] = resolved["gradient_accumulation_steps"]
@@ -142,7 +160,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def _arguments(resolved: Resolved, group: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of a plugin from the settings of a group that were given; ``names``: setting -> argument."""
+    """Return arguments of a plugin from the settings that were set; ``names``: setting -> argument."""
     chosen = resolved.group(group)
     return {argument: chosen[name] for name, argument in names.items() if name in chosen}
 
@@ -150,7 +168,7 @@ def _arguments(resolved: Resolved, group: str, names: Mapping[str, str]) -> dict
 def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
     plugin = _arguments(resolved, "fsdp_config", _FSDP_ARGUMENTS)
     if not plugin.get("min_num_params"):
-        plugin.pop("min_num_params", None)  # the reference writes 0 where it has no meaning
+        plugin.pop("min_num_params", None)  # accelerate config writes 0 for "not set"
     names = plugin.get("transformer_cls_names_to_wrap")
     if names is not None:
         plugin["transformer_cls_names_to_wrap"] = [name.strip() for name in names.split(",")]
@@ -160,5 +178,5 @@ def _fsdp_arguments(resolved: Resolved) -> dict[str, Any]:
 def _deepspeed_arguments(resolved: Resolved) -> dict[str, Any]:
     plugin = _arguments(resolved, "deepspeed_config", _DEEPSPEED_ARGUMENTS)
     if not plugin.get("gradient_clipping"):
-        plugin.pop("gradient_clipping", None)  # no norm is no clipping
+        plugin.pop("gradient_clipping", None)  # 0 means no clipping
     return plugin

@@ -1,4 +1,4 @@
-"""Settings from several places made one, with where each came from; and whether they go together."""
+"""Merging of settings from several sources, with checks that they agree."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from nblaunch.config.settings import SETTINGS
 
 DEFAULT = "default"
 
-_NEEDED = {
+_REQUIRED = {
     "fsdp_config": ("strategy", ("fsdp",), "use_fsdp"),
     "deepspeed_config": ("strategy", ("deepspeed",), "use_deepspeed"),
 }
-"""Group -> the setting that it hangs on, the values it needs, and the option that gives them."""
+"""Group -> the setting it depends on, the values that setting must have, and the option that sets one."""
 
 
 class ConfigError(ValueError):
-    """A setting has a value that it can't have, or two contradict each other. The message is one line."""
+    """A setting is invalid, or two settings contradict each other. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one place says.
+    """Settings of one source.
 
     Args:
-        source: the place, as ``command line`` or a file.
-        values: name of a setting -> value, converted; None is a value as well, where a setting may be none.
-        notes: what was read and changes nothing, a sentence each.
+        source: as ``command line``, or the path of a file.
+        values: setting -> converted value. None is a value too, for settings that accept none.
+        notes: a sentence for each key that has no effect.
     """
 
     source: str
@@ -43,8 +43,8 @@ class Resolved:
     """A value for every setting.
 
     Args:
-        values: name -> value.
-        sources: name -> where it came from.
+        values: setting -> value.
+        sources: setting -> source of the value.
         notes: of all layers.
     """
 
@@ -56,11 +56,11 @@ class Resolved:
         return self.values[name]
 
     def is_set(self, name: str) -> bool:
-        """Whether it was given, be it as its default."""
+        """Whether the setting has another source than the table's default."""
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:
-        """The settings of a group that were given."""
+        """Return the settings of a group that are set."""
         return {
             name: self.values[name]
             for name in self.values
@@ -69,10 +69,10 @@ class Resolved:
 
 
 def convert(name: str, value: Any, label: str = "") -> Any:
-    """``value`` as the type of the setting ``name``; ``label`` is its name in messages.
+    """Convert ``value`` to the type of the setting ``name``; messages call it ``label``.
 
     Raises:
-        ConfigError: it is none of its values, or there is no such setting.
+        ConfigError: the value is invalid, or there is no such setting.
     """
     label = label or name
     if name not in SETTINGS:
@@ -88,23 +88,23 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def shown(value: Any) -> str:
-    """``value`` in a message: one line, and short, however much it holds."""
+    """Return ``value`` for a message: one line of at most about 80 characters."""
     return _SHORT.repr(value)
 
 
 def named(name: Any) -> str:
-    """A name in a message: as it stands, if it is a word."""
+    """Return ``name`` for a message: without quotes if it is an identifier."""
     return name if isinstance(name, str) and name.isidentifier() and len(name) <= 80 else shown(name)
 
 
 def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
-    """``name`` is not known, and what was probably meant."""
+    """Return a message that ``name`` is unknown, with the nearest of the ``valid`` names."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f"{name} is unknown" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def resolve(layers: Sequence[Layer]) -> Resolved:
-    """One value per setting; earlier layers beat later ones, and all beat the defaults.
+    """Merge layers into one value per setting; earlier layers override later ones and the defaults.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -115,7 +115,7 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
         values[name] = layer.values[name] if layer is not None else setting.default
         sources[name] = layer.source if layer is not None else DEFAULT
     resolved = Resolved(values, sources, tuple(note for layer in layers for note in layer.notes))
-    order = {layer.source: place for place, layer in enumerate(layers)} | {DEFAULT: len(layers)}
+    order = {layer.source: i for i, layer in enumerate(layers)} | {DEFAULT: len(layers)}
     _check_groups(resolved, order)
     _check_machines(resolved)
     _check_training(resolved, order)
@@ -123,17 +123,17 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 
 def _check_groups(resolved: Resolved, order: Mapping[str, int]) -> None:
-    """Refuse a strategy's settings without it, unless what chose another strategy was meant to override them."""
+    """Refuse settings of a strategy that is not used, unless a layer above them chose another strategy."""
     for name in resolved.values:
-        needed = _NEEDED.get(SETTINGS[name].group)
-        if needed is None or not resolved.is_set(name):
+        required = _REQUIRED.get(SETTINGS[name].group)
+        if required is None or not resolved.is_set(name):
             continue
-        on, valid, option = needed
-        overrides = order[resolved.sources[on]] < order[resolved.sources[name]]
-        if resolved[on] not in valid and not overrides:
+        setting, valid, option = required
+        overrides = order[resolved.sources[setting]] < order[resolved.sources[name]]
+        if resolved[setting] not in valid and not overrides:
             raise ConfigError(
-                f"{name} ({resolved.sources[name]}) is for --{option}, but {on} is {resolved[on]} "
-                f"({resolved.sources[on]})"
+                f"{name} ({resolved.sources[name]}) is for --{option}, but {setting} is {resolved[setting]} "
+                f"({resolved.sources[setting]})"
             )
     for name in (
         "dynamo_mode",
@@ -147,7 +147,7 @@ def _check_groups(resolved: Resolved, order: Mapping[str, int]) -> None:
 
 
 def most_machines(resolved: Resolved) -> int:
-    """``num_machines``, or its greatest value where it is a range."""
+    """Return ``num_machines``, or its maximum if it is a range."""
     return int(str(resolved["num_machines"]).rpartition(":")[2])
 
 
@@ -178,7 +178,7 @@ def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
         ("downcast_bf16", resolved["downcast_bf16"], ("cpu", "cuda"), "TPUs"),
         ("gpu_ids", resolved["gpu_ids"] != "all", ("cpu", "xla"), "GPUs"),
     ):
-        # Another device on the command line is meant to override a file that was written for this one.
+        # A file may be written for another device than the one on the command line, which overrides it.
         overrides = order[resolved.sources["backend"]] < order[resolved.sources[name]]
         if is_used and backend in others and not overrides:
             raise ConfigError(
@@ -192,6 +192,4 @@ def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
     if resolved["deepspeed_config_file"] is not None:
         both = [name for name in resolved.group("deepspeed_config") if name != "deepspeed_config_file"]
         if both:
-            raise ConfigError(
-                f"deepspeed_config_file says it all already; set {', '.join(both)} in that file"
-            )
+            raise ConfigError(f"deepspeed_config_file replaces {', '.join(both)}; set these in that file")

@@ -1,6 +1,7 @@
-"""The table of all settings of a launch, under the names that Hugging Face Accelerate gives them where it has them.
+"""The table of all settings of a launch.
 
-One row is an option of ``nblaunch launch``, a key of a configuration file and an argument of :func:`nblaunch.launch`.
+Each row is an option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`.
+Names are those of Hugging Face Accelerate where it has the setting.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.config.compilers import Compiler
 from nblaunch.config.kinds import (
     Choice,
+    Compiler,
     Flag,
     FlagOrName,
     Kind,
@@ -33,7 +34,7 @@ GROUPS = {
     "deepspeed_config": "DeepSpeed, with --use_deepspeed",
     "running": "while it runs",
 }
-"""Group -> its title. The groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
+"""Group -> title. Groups that end in ``_config`` are mappings in files, as Accelerate writes them."""
 
 STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "spmd")
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
@@ -48,10 +49,10 @@ class Setting:
 
     Args:
         name: of the option, the key and the argument.
-        kind: what values it has.
-        default: its value where it is not given; None = decided at the launch.
-        meaning: a line for help and for comments in files.
-        group: of :data:`GROUPS`.
+        kind: converts and checks values.
+        default: None = chosen at the launch.
+        meaning: one line, for help and for comments in files.
+        group: key of :data:`GROUPS`.
     """
 
     name: str
@@ -82,22 +83,22 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
         ),
     ),
     "machines": (
-        ("num_machines", Machines(), 1, "number of machines; min:max where fewer will do, with c10d"),
-        ("machine_rank", Whole(0), 0, "which of them this one is, from 0"),
+        ("num_machines", Machines(), 1, "number of machines, or min:max with c10d"),
+        ("machine_rank", Whole(0), 0, "rank of this machine, from 0"),
         ("main_process_ip", Text("ADDRESS"), None, "address of machine 0; default on one machine: 127.0.0.1"),
         ("main_process_port", Whole(0, 65535), None, "port of machine 0; default on one machine: a free one"),
         ("rdzv_backend", Choice(RDZV_BACKENDS), "static", "how machines find each other"),
-        ("rdzv_endpoint", Text("HOST:PORT"), None, "where c10d machines meet; default: machine 0"),
+        ("rdzv_endpoint", Text("HOST:PORT"), None, "address of the c10d rendezvous; default: machine 0"),
         ("rdzv_conf", Pairs(), None, "further settings of the rendezvous"),
         (
             "rdzv_timeout_s",
             Number(0.001),
             None,
-            "seconds in which machines must find each other; default: 600",
+            "timeout of the rendezvous in seconds; default: 600",
         ),
         ("rdzv_id", Text("NAME"), "none", "name of the job among several at one rendezvous"),
-        ("max_restarts", Whole(0), 0, "how often all processes are started again after a failure"),
-        ("monitor_interval", Number(0.001), 0.1, "changes nothing: processes are watched by events"),
+        ("max_restarts", Whole(0), 0, "how often all processes are restarted after a failure"),
+        ("monitor_interval", Number(0.001), 0.1, "no effect: the launcher waits for events"),
     ),
     "training": (
         ("mixed_precision", Choice(MIXED_PRECISIONS), "no", "precision of forward passes"),
@@ -139,7 +140,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
             "fsdp_state_dict_type",
             Choice(STATE_DICT_TYPES),
             None,
-            "weights in checkpoints: whole, or a part per rank",
+            "weights in checkpoints: whole, or a shard per rank",
         ),
         ("fsdp_cpu_ram_efficient_loading", Flag(), None, "only rank 0 loads the pretrained weights"),
         ("fsdp_activation_checkpointing", Flag(), None, "compute activations again rather than keep them"),
@@ -149,11 +150,11 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
             "fsdp_backward_prefetch",
             Text("NAME"),
             None,
-            "version 1; changes nothing, version 2 always prefetches",
+            "version 1; no effect, version 2 always prefetches",
         ),
-        ("fsdp_forward_prefetch", Flag(), None, "version 1; changes nothing, version 2 always prefetches"),
-        ("fsdp_use_orig_params", Flag(), None, "version 1; changes nothing, version 2 keeps them"),
-        ("fsdp_sync_module_states", Flag(), None, "version 1; changes nothing, ranks compare their weights"),
+        ("fsdp_forward_prefetch", Flag(), None, "version 1; no effect, version 2 always prefetches"),
+        ("fsdp_use_orig_params", Flag(), None, "version 1; no effect, version 2 keeps them"),
+        ("fsdp_sync_module_states", Flag(), None, "version 1; no effect, ranks compare their weights"),
     ),
     "deepspeed_config": (
         (
@@ -163,12 +164,12 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
             "DeepSpeed's own JSON file, instead of the options below",
         ),
         ("zero_stage", Whole(0, 3), None, "shard 1: optimizer states, 2: gradients too, 3: parameters too"),
-        ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where optimizer states lie"),
-        ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where parameters lie (stage 3)"),
+        ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where optimizer states are kept"),
+        ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where parameters are kept (stage 3)"),
         ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
         ("gradient_clipping", Number(0.0), None, "greatest norm of the gradients"),
-        ("zero3_init_flag", Flag(), None, "changes nothing: build the model in deepspeed.zero.Init()"),
+        ("zero3_init_flag", Flag(), None, "no effect: build the model in deepspeed.zero.Init()"),
         ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16 bit weights in one piece"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),
@@ -194,7 +195,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
 }
 
 SETTINGS = {row[0]: Setting(*row, group) for group, rows in _TABLE.items() for row in rows}
-"""Name -> setting, in the order in which they are shown."""
+"""Name -> setting, in the order of help and files."""
 
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
-"""The groups that are mappings of their own in files."""
+"""Groups that are mappings in files."""

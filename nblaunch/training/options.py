@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nblaunch.config import compilers
+from nblaunch.config.kinds import compiler_refusal
 from nblaunch.packages import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xla")
@@ -257,7 +257,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool = False
 
     def __post_init__(self) -> None:
-        reason = compilers.refusal(self._name)
+        reason = compiler_refusal(self._name)
         if reason:
             raise ValueError(f"dynamo backend {str(self.backend)!r} {reason}")
 

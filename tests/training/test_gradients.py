@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.config.compilers import WELL_KNOWN
+from nblaunch.config.kinds import COMPILERS
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -403,7 +403,7 @@ def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match="dynamo backend 'nosuch' must be no, or one of torch's compilers: aot_eager"
     ):
         Accelerator(dynamo_backend="nosuch")
-    assert {name.lower() for name in DynamoBackend.__members__} == set(WELL_KNOWN)
+    assert {name.lower() for name in DynamoBackend.__members__} == set(COMPILERS)
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin were both given"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
