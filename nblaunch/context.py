@@ -24,10 +24,6 @@ def _at_once(is_alone: bool = False) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _nothing() -> None:
-    """End a turn without a launcher: there is none."""
-
-
 def _discard(event: Event) -> None:
     """Emit without a launcher: to nothing."""
 
@@ -43,7 +39,6 @@ class WorkerContext:
         emit: sends an event to the launcher; never raises, never blocks for long.
         turn: makes a context manager in which only a few workers of this machine are at the same time; only one with
             ``is_alone=True``.
-        end_building: lets the next worker build a model, if this one had the turn; never blocks.
         defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
             given, as ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 where there was none.
@@ -60,7 +55,6 @@ class WorkerContext:
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
     turn: Callable[..., AbstractContextManager[None]] = _at_once
-    end_building: Callable[[], None] = _nothing
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0

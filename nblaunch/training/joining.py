@@ -49,7 +49,6 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Membe
     backend = backends.choose("cpu") if cpu else ctx.backend
     device = backend.device(ctx.topology)
     init = init or InitProcessGroupKwargs()
-    ctx.end_building()  # joining waits for all ranks
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(ctx.topology, backend, init)
     backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)

@@ -158,7 +158,6 @@ def place(model: torch.nn.Module, member: Member) -> None:
     turn = context.current().turn if member.backend.transfers_in_turn else nullcontext
     with turn():
         member.backend.place(model, member.device)
-    context.current().end_building()
 
 
 def memory_line(model: torch.nn.Module, member: Member) -> str | None:

@@ -23,7 +23,6 @@ class Waiting:
         self._slot = slot
 
     def __enter__(self) -> None:
-        context.current().end_building()  # or the others, who wait for their turn, would never come
         self._before = self._slot.state
         self._slot.set_state(WorkerState.WAITING)
 

@@ -27,23 +27,19 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
-from nblaunch.backends.base import Backend
 from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire.assignment import Assignment, Call
-from nblaunch.wire.board import Board, Slot
+from nblaunch.wire.board import Board, Slot, turn
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
-from nblaunch.wire.turns import turn
 from nblaunch.worker import guard, inherited, progress, shell, stdio
-from nblaunch.worker.construction import Construction
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import tell_failure
 
@@ -131,7 +127,6 @@ class _Worker:
         backend.prepare_child(assignment.topology)
         if assignment.spans_devices:
             backend.span_devices()
-        construction = self._watch_construction(backend)
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         shell.connect(assignment.rank, self.sender.send)
         context.install(
@@ -141,7 +136,6 @@ class _Worker:
                 slot=self.slot,
                 emit=self.sender.send,
                 turn=self._turn,
-                end_building=construction.end,
                 parent_pid=assignment.parent_pid,
                 defaults=assignment.defaults,
                 attempt=assignment.attempt,
@@ -149,32 +143,19 @@ class _Worker:
                 is_launched=True,
             )
         )
-        os.register_at_fork(after_in_child=partial(self._become_child, construction))
+        os.register_at_fork(after_in_child=self._become_child)
         backend.observe(self._note, self._show_compiling, self._state)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
-    def _watch_construction(self, backend: Backend) -> Construction:
-        assignment = self.assignment
-        construction = Construction(
-            slot=self.slot,
-            fd=assignment.board_fd,
-            num_workers=assignment.topology.local_world_size,
-            takes_turns=backend.device_type != "cpu",
-            note=self._note,
-        )
-        construction.watch()
-        return construction
-
-    def _become_child(self, construction: Construction) -> None:
+    def _become_child(self) -> None:
         """In a process that was just forked from the worker: be no part of the rank any more."""
         self._is_child = True
         self.sender.become_another()
         self.slot.become_private()
         self.interrupts.belong_to_child()
-        construction.retire()
         stdio.renew_buffers()
         guard.watch_faults_of_child()
 

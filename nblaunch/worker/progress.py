@@ -1,6 +1,7 @@
-"""Signs of progress that code shows which knows nothing of nblaunch: steps of optimizers, bars of tqdm that advance.
+"""Signs of progress of code that does not use nblaunch: steps of optimizers, bars of tqdm, parameters of new modules.
 
-They go to the rank's slot of the board, by which the launcher distinguishes a rank that works from one that hangs.
+They are counted in the rank's slot of the board. By them the launcher distinguishes a rank that works from one that
+hangs, and knows which ranks have built a model instead of receiving it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from nblaunch.wire.board import Slot
 
 
 def watch(slot: Slot) -> None:
-    """Count steps and bars on ``slot`` from now on, also of libraries that are imported later."""
+    """Count on ``slot`` from now on, also what libraries do that are imported later."""
     packages.when_imported("torch.optim.optimizer", lambda module: _watch_optimizers(module, slot))
+    packages.when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
 
 
@@ -25,6 +27,14 @@ def _watch_optimizers(module: Any, slot: Slot) -> None:
             slot.count_update()
 
     module.register_optimizer_step_post_hook(count)
+
+
+def _watch_parameters(module: Any, slot: Slot) -> None:
+    def count(owner: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            slot.add_built_bytes(parameter.numel() * parameter.element_size())
+
+    module.register_module_parameter_registration_hook(count)
 
 
 def _watch_bars(module: Any, slot: Slot) -> None:

@@ -84,7 +84,6 @@ def train():
             pass
         with context.current().turn(is_alone=True):
             pass
-        context.current().end_building()
 
     with context.current().turn(is_alone=True):     # a process that waited for its turn would wait for ever
         status = in_child(interfere)

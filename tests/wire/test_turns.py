@@ -1,4 +1,4 @@
-"""Turns that processes take."""
+"""Turns that workers take on their board."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.wire import turns
-from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.board import NUM_LANES, create_memory_file, turn
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def _hold(fd: int, rank: int, is_alone: bool = False) -> tuple[int, int, int]:
-    """A child that says when it is in its turn, and leaves it when told to: its pid, and both pipes."""
-    said, saying = os.pipe()
-    hearing, tell = os.pipe()
+    """Fork a child that reports when it is in its turn, and ends it on request; return its pid and both pipes."""
+    entered, entering = os.pipe()
+    leave, leaving = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(tell)
-        with turns.turn(fd, rank, is_alone):
-            os.write(saying, b"in")
-            os.read(hearing, 1)
+        os.close(leaving)
+        with turn(fd, rank, is_alone):
+            os.write(entering, b"in")
+            os.read(leave, 1)
         os._exit(0)
-    os.close(saying)
-    os.close(hearing)
-    return pid, said, tell
+    os.close(entering)
+    os.close(leave)
+    return pid, entered, leaving
 
 
 def _end(held: tuple[int, int, int]) -> None:
-    """Tell a child to leave its turn, if it can still hear it, and wait for its end."""
-    pid, said, tell = held
+    """End the turn of a child, if it still runs, and wait for its end."""
+    pid, entered, leaving = held
     with contextlib.suppress(BrokenPipeError):
-        os.write(tell, b"x")
+        os.write(leaving, b"x")
     os.waitpid(pid, 0)
-    os.close(said)
-    os.close(tell)
+    os.close(entered)
+    os.close(leaving)
 
 
 def _waits_for_a_lock(pid: int) -> bool:
@@ -59,7 +58,7 @@ def test_ranks_of_one_lane_take_turns_and_others_do_not_wait() -> None:
     fd = create_memory_file("turns")
     first = _hold(fd, 0)
     assert os.read(first[1], 2) == b"in"
-    second = _hold(fd, turns.NUM_LANES)
+    second = _hold(fd, NUM_LANES)
     other_lane = _hold(fd, 1)
     assert os.read(other_lane[1], 2) == b"in"
     _wait_until_blocked(second[0])
@@ -70,11 +69,11 @@ def test_ranks_of_one_lane_take_turns_and_others_do_not_wait() -> None:
     os.close(fd)
 
 
-def test_a_process_that_is_killed_in_its_turn_holds_nobody_up() -> None:
+def test_a_process_that_is_killed_in_its_turn_blocks_no_other() -> None:
     fd = create_memory_file("turns")
     first = _hold(fd, 0)
     assert os.read(first[1], 2) == b"in"
-    second = _hold(fd, turns.NUM_LANES)
+    second = _hold(fd, NUM_LANES)
     _wait_until_blocked(second[0])
     os.kill(first[0], signal.SIGKILL)
     assert os.read(second[1], 2) == b"in"
@@ -98,21 +97,3 @@ def test_blocks_for_one_at_a_time_exclude_each_other_and_no_turn() -> None:
         _end(other_lane)
         _end(same_lane)
         os.close(fd)
-
-
-def test_the_turn_to_build_is_had_by_one_and_freed_by_its_end() -> None:
-    fd = create_memory_file("turns")
-    said, saying = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(saying, b"1" if turns.take_building_turn(fd, 0) else b"0")
-        signal.pause()
-        os._exit(0)
-    assert os.read(said, 1) == b"1"
-    assert not turns.take_building_turn(fd, 0), "another one has it, and patience is over"
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert turns.take_building_turn(fd, 10)
-    turns.end_building_turn(fd)
-    for one in (fd, said, saying):
-        os.close(one)

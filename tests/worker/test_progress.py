@@ -40,6 +40,12 @@ for _ in tqdm.tqdm(range(3), mininterval=0, file=io.StringIO()):
     pass
 assert shown()[1] > 2, shown()
 
+assert slot.built_bytes == 0
+torch.nn.Linear(16, 16)
+with torch.device("meta"):
+    torch.nn.Linear(1 << 14, 1 << 14)
+assert slot.built_bytes == (16 * 16 + 16) * 4, slot.built_bytes
+
 torch.compile(optimizers[0].step, backend="eager")()
 print(weight.tolist())
 """
@@ -47,7 +53,7 @@ print(weight.tolist())
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_before", [True, False], ids=["imported before", "imported later"])
-def test_optimizers_and_bars_show_progress(is_before: bool) -> None:
+def test_optimizers_bars_and_modules_are_counted(is_before: bool) -> None:
     script = SCRIPT.format(is_before=is_before)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -36,7 +36,7 @@ def built() -> memory.Report:
 
 
 def test_models_built_one_after_the_other_take_a_fraction(built: memory.Report) -> None:
-    in_turn = memory.measure("built, in turn")
+    in_turn = memory.measure("built, one at a time")
     print(in_turn, built)
     assert in_turn.peak < 0.6 * built.peak
 
