@@ -66,7 +66,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     if background:
         return [GuardedDashboard(table)]
     lines = LinesPrinter(
-        publish=publish_in_shell(shell), first_s=_FIRST_LINES_S, holds_lines=is_live, joins_equal=True
+        publish=publish_in_shell(shell), first_s=_FIRST_LINES_S, defers_lines=is_live, merges_equal=True
     )
     return [GuardedDashboard(table), GuardedDashboard(lines)]
 

@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Any
 
 from nblaunch import events
-from nblaunch.dashboard.formatting import clean
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
     HISTORY_LENGTH,
@@ -26,6 +25,7 @@ from nblaunch.dashboard.view import (
     read_bar,
 )
 from nblaunch.events import Event, WorkerState
+from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 _MARK_SPACING_S = 0.5
@@ -70,7 +70,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         epoch=sample.epoch,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
-        own_step_s=_own_step_s(marks, rank),
+        busy_step_s=_busy_step_s(marks, rank),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
@@ -90,7 +90,7 @@ def _trained(rank: RankView, sample: Sample) -> TrainingPass | None:
     trained = rank.trained
     if sample.state is WorkerState.TRAINING or (trained is not None and _goes_on(trained, sample)):
         return TrainingPass(
-            rank.step, rank.total, rank.epoch, rank.steps_per_s, rank.samples_per_s, rank.own_step_s
+            rank.step, rank.total, rank.epoch, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
         )
     if trained is not None and sample.epoch > trained.epoch:  # it was seen to its end, between two looks
         return replace(trained, epoch=sample.epoch, step=max(trained.step, trained.total))
@@ -144,11 +144,11 @@ def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float
     return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
 
 
-def _own_step_s(marks: tuple[Mark, ...], rank: RankView) -> float | None:
-    num_steps = marks[-1].own_steps - marks[0].own_steps if marks else 0
+def _busy_step_s(marks: tuple[Mark, ...], rank: RankView) -> float | None:
+    num_steps = marks[-1].busy_steps - marks[0].busy_steps if marks else 0
     if num_steps <= 0:
-        return rank.own_step_s
-    return max(marks[-1].own_time_s - marks[0].own_time_s, 0.0) / num_steps
+        return rank.busy_step_s
+    return max(marks[-1].busy_time_s - marks[0].busy_time_s, 0.0) / num_steps
 
 
 def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:
@@ -186,14 +186,14 @@ def _with_rank(view: JobView, rank: RankView) -> JobView:
 def _job_started(view: JobView, event: events.JobStarted) -> JobView:
     return replace(
         view,
-        function_name=clean(event.function_name),
+        function_name=single_line(event.function_name),
         num_processes=event.num_processes,
         backend=event.backend,
         start_method=event.start_method,
         reason=event.reason,
-        detour=clean(event.detour),
+        detour=single_line(event.detour),
         spans_devices=event.spans_devices,
-        mixed_precision="" if event.mixed_precision == "no" else clean(event.mixed_precision),
+        mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
         log_dir=event.log_dir,
         attempt=event.attempt,
         # A restart is the same job to its user.
@@ -243,21 +243,21 @@ def _settle(view: JobView, rank: RankView) -> RankView:
 
 def _note(view: JobView, event: events.Note) -> JobView:
     if event.kind == "hang":
-        return replace(view, hang=tuple(clean(line) for line in event.text.splitlines()))
-    note = (event.rank, clean(event.text))
+        return replace(view, hang=tuple(single_line(line) for line in event.text.splitlines()))
+    note = (event.rank, single_line(event.text))
     if event.kind == "warning" and note not in view.warnings:
         view = replace(view, warnings=(*view.warnings, note)[-_NUM_NOTES:])
     return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])
 
 
 def _fact(view: JobView, event: events.Fact) -> JobView:
-    return replace(view, facts={**view.facts, clean(event.name): clean(event.text)})
+    return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
 
 
 def _log_lines(view: JobView, event: events.LogLines) -> JobView:
     if not event.lines or not 0 <= event.rank < len(view.ranks):
         return view
-    last = tuple((event.rank, clean(line)) for line in event.lines[-TAIL_LENGTH:])
+    last = tuple((event.rank, single_line(line)) for line in event.lines[-TAIL_LENGTH:])
     rank = view.ranks[event.rank]
     rank = replace(
         rank,
@@ -269,7 +269,7 @@ def _log_lines(view: JobView, event: events.LogLines) -> JobView:
 
 
 def _displayed(view: JobView, event: events.Displayed) -> JobView:
-    text = clean(str(event.data.get("text/plain", ""))) or clean(", ".join(event.data))
+    text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
     if event.update:
         return view
     return replace(view, tail=(*view.tail, (event.rank, f"displayed: {text}"))[-TAIL_LENGTH:])
@@ -317,7 +317,7 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
 
 
 def _status_line(view: JobView, rank: RankView, event: events.StatusLine) -> RankView:
-    line = clean(event.text).strip()
+    line = single_line(event.text).strip()
     rank = replace(rank, moved_s=max(rank.moved_s, event.time_s))
     if not line and (rank.bar is not None or rank.is_redrawn):
         return replace(rank, line_gone_s=rank.line_gone_s or event.time_s)
@@ -367,11 +367,11 @@ def describe_failure(info: events.ExceptionInfo) -> str:
     own = [frame for frame in info.frames if frame.is_user]
     if own:
         line += f" (line {own[-1].lineno}: {own[-1].line.strip()})".replace(": )", ")")
-    return clean(line)
+    return single_line(line)
 
 
 def _first_line(text: str) -> str:
-    return clean(text.strip().partition("\n")[0])
+    return single_line(text.strip().partition("\n")[0])
 
 
 _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {

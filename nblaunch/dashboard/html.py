@@ -13,12 +13,34 @@ from html import escape
 from math import log10
 
 from nblaunch import formatting
-from nblaunch.dashboard.formatting import BAD, CAUTION, LIVE, OF_STATE, clean, loss, of_outcome
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import Curve, JobView
 from nblaunch.events import WorkerState
+from nblaunch.formatting import loss, single_line
+
+LIVE, GOOD, BAD, CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
+CAUTION = "#b97c12"
+
+STATE_COLOURS = {
+    WorkerState.STARTING: CALM,
+    WorkerState.RUNNING: LIVE,
+    WorkerState.TRAINING: LIVE,
+    WorkerState.EVALUATING: "#8b6fd6",
+    WorkerState.WAITING: CAUTION,
+    WorkerState.COMPILING: "#8b6fd6",
+    WorkerState.FINISHING: GOOD,
+    WorkerState.DONE: GOOD,
+    WorkerState.FAILED: BAD,
+    WorkerState.STOPPED: CALM,
+}
+
+
+def outcome_colour(outcome: str) -> str:
+    """The colour of a job: ``outcome`` as in :class:`nblaunch.events.JobFinished`, empty while it runs."""
+    return {"": LIVE, "done": GOOD, "failed": BAD}.get(outcome, CALM)
+
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 _SPARK_POINTS = 24  # a point for 3 pixels
@@ -60,7 +82,7 @@ def charts(view: JobView) -> str:
         if len(parts) >= _MAX_CHARTS:
             break
         if len(curve.points()) > 1:
-            parts.append(chart(clean(name), {"": curve}))
+            parts.append(chart(single_line(name), {"": curve}))
     return f"<div>{''.join(parts)}</div>" if parts else ""
 
 
@@ -184,7 +206,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
 
 def title(view: JobView, table: Table) -> str:
     """What runs, how it is doing, on what; another line where it had to be started in another way than usual."""
-    colour = of_outcome(view.outcome)
+    colour = outcome_colour(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
     setting = f' <span style="{_MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
@@ -224,10 +246,10 @@ def table_of(table: Table) -> str:
 
 def _row(row: Row, columns: Sequence[str], names: Sequence[str]) -> str:
     is_calm = row.rank is None or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
-    state = f"{_dot(OF_STATE[row.state])}{escape(row.state_text)}"
+    state = f"{_dot(STATE_COLOURS[row.state])}{escape(row.state_text)}"
     cells = [_cell(row.label, _RIGHT), _cell(state, _LEFT)]
     if "progress" in names:
-        cells.append(_cell(_bar(row.fraction, OF_STATE[row.state]), _LEFT))
+        cells.append(_cell(_bar(row.fraction, STATE_COLOURS[row.state]), _LEFT))
     for name, text in zip(columns, row.cells, strict=True):
         cells.append(_cell(escape(text), _RIGHT))
         if name == "loss" and "trend" in names:
@@ -268,7 +290,7 @@ def grid(cells: Sequence[GridCell]) -> str:
 
 
 def _tile(cell: GridCell) -> str:
-    colour = OF_STATE[cell.state]
+    colour = STATE_COLOURS[cell.state]
     width = 100 * (cell.fraction if cell.fraction is not None else 1.0 if cell.state.is_final else 0.0)
     bar = f'<div style="width:{width:.0f}%;height:3px;background:{colour}"></div>'
     return (

@@ -25,11 +25,11 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.formatting import clean
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.text import LiveLine, write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
+from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 NUM_LINES = 60
@@ -49,13 +49,13 @@ class LogBook:
         """Remember what ``event`` says, if it is something that a rank printed or displayed."""
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
-                self._add_line(event, clean(line))
+                self._add_line(event, single_line(line))
             self.num_seen[event.rank] = self.num_seen.get(event.rank, 0) + len(event.lines)
         elif isinstance(event, Displayed) and not event.update:
-            text = clean(str(event.data.get("text/plain", ""))) or clean(", ".join(event.data))
+            text = single_line(str(event.data.get("text/plain", ""))) or single_line(", ".join(event.data))
             self._add_line(event, f"displayed: {text}")
         elif isinstance(event, Note) and event.rank >= 0:
-            self._add_line(event, clean(event.text))
+            self._add_line(event, single_line(event.text))
 
     def of_all(self) -> list[tuple[int, str]]:
         """``(rank, line)``, oldest first by the clocks of the workers."""
@@ -74,7 +74,7 @@ class LogBook:
 MIN_RANKS = 3
 """So many ranks must print a line for it to be shown once: of two, each may as well have its own."""
 
-SAME_S = 2.0
+MERGE_WINDOW_S = 2.0
 """Seconds between lines that can be the same."""
 
 
@@ -85,7 +85,7 @@ class _Line:
     ranks: list[int] = field(default_factory=list)
 
 
-class SameLines:
+class MergedLines:
     """Lines of ranks, oldest first."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class SameLines:
         """``rank`` printed ``text``, after all that was added of it before."""
         places = self._places.setdefault(text, [])
         first = bisect_left(places, self._next_place.get(rank, 0))
-        same = (place for place in places[first:] if time_s - self._lines[place].time_s <= SAME_S)
+        same = (place for place in places[first:] if time_s - self._lines[place].time_s <= MERGE_WINDOW_S)
         place = next(same, len(self._lines))
         if place == len(self._lines):
             self._lines.append(_Line(text, time_s))
@@ -137,9 +137,9 @@ class LinesPrinter(Dashboard):
         num_tail: last lines of a rank with more than that, shown at the end.
         line_length: characters of a line that are shown.
         first_s: seconds before the first write, so that the table of the job stands above its output.
-        holds_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
+        defers_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
             shown as it comes.
-        joins_equal: show a line that three or more ranks print at the same time once, labelled ``[0-3]``.
+        merges_equal: show a line that three or more ranks print at the same time once, labelled ``[0-3]``.
         live: a line of the same terminal that is redrawn in place, to be kept below.
         clock: seconds on a clock that never jumps.
     """
@@ -155,8 +155,8 @@ class LinesPrinter(Dashboard):
         num_tail: int = TAIL_LENGTH,
         line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
-        holds_lines: bool = False,
-        joins_equal: bool = False,
+        defers_lines: bool = False,
+        merges_equal: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._stream = stream
@@ -168,9 +168,9 @@ class LinesPrinter(Dashboard):
         self._num_tail = num_tail
         self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
-        self._holds_lines = holds_lines
-        self._joins_equal = joins_equal
-        self._pending: list[str | SameLines | Displayed] = []
+        self._defers_lines = defers_lines
+        self._merges_equal = merges_equal
+        self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: dict[int, int] = {}
         self._tails: dict[int, deque[str]] = {}
         self._num_displays: dict[int, int] = {}
@@ -198,7 +198,7 @@ class LinesPrinter(Dashboard):
 
     def on_samples(self, samples: Sequence[Sample]) -> None:
         if self._pending and self._pace.is_due():
-            if self._holds_lines:
+            if self._defers_lines:
                 self._flush_displays()
             else:
                 self._flush()
@@ -235,18 +235,18 @@ class LinesPrinter(Dashboard):
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         shown = [_shorten(line, self._line_length) for line in event.lines[:num_shown]]
-        if not self._joins_equal:
+        if not self._merges_equal:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
             return
         last = self._pending[-1] if self._pending else None
-        same = last if isinstance(last, SameLines) else SameLines()
+        same = last if isinstance(last, MergedLines) else MergedLines()
         if same is not last:
             self._pending.append(same)
         for line in shown:
             same.add(event.rank, line, event.time_s)
 
-    def _labelled(self, same: SameLines) -> Iterator[str]:
+    def _labelled(self, same: MergedLines) -> Iterator[str]:
         for ranks, line in same.joined():
             label = self._label(ranks[0]) if len(ranks) == 1 else f"[{formatting.spans(ranks)}] "
             yield f"{label}{line}\n"
@@ -302,7 +302,7 @@ class LinesPrinter(Dashboard):
             if isinstance(item, str):
                 lines.append(item)
                 continue
-            if isinstance(item, SameLines):
+            if isinstance(item, MergedLines):
                 lines += self._labelled(item)
                 continue
             if self._publish is None:

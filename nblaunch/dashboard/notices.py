@@ -11,9 +11,9 @@ from math import isfinite
 from statistics import median
 
 from nblaunch import formatting
-from nblaunch.dashboard.formatting import percent, rate, whole_duration
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
+from nblaunch.formatting import percent, rate, whole_duration
 
 SLOW_RATIO = 1.3
 """So many times slower than the others is worth a word."""
@@ -74,7 +74,9 @@ def _slow_ranks(view: JobView) -> list[Notice]:
 
 def _slow_in_step(view: JobView) -> list[Notice]:
     """Ranks that go in step with the others, and make them wait at every step."""
-    own = {rank.rank: rank.own_step_s for rank in view.ranks if rank.own_step_s and _is_measured(view, rank)}
+    own = {
+        rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
+    }
     slower = _outliers(own)
     if not slower:
         return []

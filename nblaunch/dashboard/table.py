@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import isfinite
 
 from nblaunch import formatting
-from nblaunch.dashboard.formatting import clean, duration, loss, percent, rate, whole_duration
 from nblaunch.dashboard.notices import Notice, notices
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
+from nblaunch.formatting import duration, loss, percent, rate, single_line, whole_duration
 
 MAX_ROWS = 16
 """Up to so many processes each has its row; of more, the extremes are shown and the rest is summed up."""
@@ -359,7 +359,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]
     if not lines and view.outcome == "failed" and view.message:
-        lines = [("job", clean(view.message.strip().partition("\n")[0]))]
+        lines = [("job", single_line(view.message.strip().partition("\n")[0]))]
     return tuple(lines)
 
 
@@ -367,13 +367,13 @@ def _metrics(view: JobView) -> str:
     source = next((rank for rank in view.ranks if rank.metrics), None)
     if source is None:
         return ""
-    parts = [f"{clean(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
+    parts = [f"{single_line(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
     step = "" if source.metrics_step is None else f" (step {source.metrics_step:,})"
     return ", ".join(parts) + step
 
 
 def _metric(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else clean(str(value)[:20])
+    return f"{value:.4g}" if isinstance(value, float) else single_line(str(value)[:20])
 
 
 def _memory(view: JobView) -> str:

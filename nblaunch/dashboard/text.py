@@ -14,12 +14,12 @@ from time import monotonic
 from typing import TextIO, final
 from unicodedata import east_asian_width
 
-from nblaunch.dashboard import formatting
+from nblaunch import formatting
 from nblaunch.dashboard.base import Pace, ViewingDashboard
-from nblaunch.dashboard.formatting import percent, rate, whole_duration
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, headline, tabulate
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
+from nblaunch.formatting import percent, rate, whole_duration
 
 _DEFAULT_WIDTH = 80
 

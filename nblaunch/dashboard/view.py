@@ -135,8 +135,8 @@ class Mark:
     time_s: float
     steps: int
     samples: int
-    own_time_s: float = 0.0
-    own_steps: int = 0
+    busy_time_s: float = 0.0
+    busy_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class TrainingPass:
     epoch: int
     steps_per_s: float | None
     samples_per_s: float | None
-    own_step_s: float | None
+    busy_step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class RankView:
         epoch: passes over the training loader that were completed.
         steps_per_s: step rate, smoothed over about :data:`WINDOW_S`; None before it is known.
         samples_per_s: sample rate, likewise.
-        own_step_s: seconds of a step in which it does not wait for others, likewise; None where that is not known.
+        busy_step_s: seconds of a step in which it does not wait for others, likewise; None where that is not known.
         loss: the last loss, perhaps not finite; None before the first.
         losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
         metrics: the last value of everything logged by ``accelerator.log``.
@@ -204,7 +204,7 @@ class RankView:
     epoch: int = 0
     steps_per_s: float | None = None
     samples_per_s: float | None = None
-    own_step_s: float | None = None
+    busy_step_s: float | None = None
     loss: float | None = None
     losses: Curve = field(default_factory=Curve)
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -33,15 +33,15 @@ from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_ranks import NUMBERS, LogPane, RowGrid
-from nblaunch.dashboard.widget_throttle import Valve
+from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
-STOP_ASKED = (
+STOP_REQUESTED = (
     "asked to stop: loops that look at accelerator.should_stop end at the same step on every rank. "
     "Interrupt ends any other function, too"
 )
-INTERRUPT_ASKED = "interrupted: finally blocks run, then the workers end"
-KILL_ASKED = "killed"
+INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
+KILL_REQUESTED = "killed"
 BUSY = "a cell is running, and clicks reach the kernel only when it has ended"
 
 
@@ -49,17 +49,17 @@ class Buttons:
     """Stacks, Stop and Kill.
 
     Args:
-        valve: through which they change.
+        throttle: through which they change.
         clock: seconds on a clock that never jumps.
     """
 
-    def __init__(self, valve: Valve, clock: Callable[[], float] = monotonic) -> None:
-        self._valve = valve
+    def __init__(self, throttle: Throttle, clock: Callable[[], float] = monotonic) -> None:
+        self._throttle = throttle
         self._clock = clock
         self._controls: Controls | None = None
         self._cells = CellWatch(None)
         self._tooltips: dict[Any, str] = {}
-        self._has_asked_to_stop = False
+        self._has_requested_stop = False
         self._kill_clicked_s = float("-inf")
         self.message = ""
         self.stacks = ""
@@ -88,18 +88,20 @@ class Buttons:
         self._cells.close()
 
     def show(self, *, is_running: bool) -> None:
-        """Draw what was clicked; sent at the valve's next flush."""
+        """Draw what was clicked; sent at the throttle's next flush."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
-        stop = "Interrupt" if self._has_asked_to_stop else "Stop"
+        stop = "Interrupt" if self._has_requested_stop else "Stop"
         kill = "Kill: sure?" if is_sure else "Kill"
         style = "danger" if is_sure else ""
         for button, tooltip in self._tooltips.items():
             is_busy = self._cells.is_busy
-            self._valve.want(button, disabled=is_busy, tooltip=BUSY if is_busy else tooltip, is_urgent=True)
-        self._valve.want(self._stacks, layout=layout, is_urgent=True)
-        self._valve.want(self._stop, layout=layout, description=stop, is_urgent=True)
-        self._valve.want(self._kill, layout=layout, description=kill, button_style=style, is_urgent=True)
+            self._throttle.update(
+                button, disabled=is_busy, tooltip=BUSY if is_busy else tooltip, is_urgent=True
+            )
+        self._throttle.update(self._stacks, layout=layout, is_urgent=True)
+        self._throttle.update(self._stop, layout=layout, description=stop, is_urgent=True)
+        self._throttle.update(self._kill, layout=layout, description=kill, button_style=style, is_urgent=True)
 
     def _button(self, name: str, tooltip: str, on_click: Callable[[Any], None]) -> Any:
         button = widgets.Button(description=name, tooltip=tooltip, layout=self._hidden)
@@ -118,11 +120,11 @@ class Buttons:
     def _on_stop(self, button: Any) -> None:
         if self._controls is None:
             return
-        if self._has_asked_to_stop:
-            self.message = INTERRUPT_ASKED
+        if self._has_requested_stop:
+            self.message = INTERRUPT_REQUESTED
             self._controls.interrupt()
         else:
-            self._has_asked_to_stop, self.message = True, STOP_ASKED
+            self._has_requested_stop, self.message = True, STOP_REQUESTED
             self._controls.stop()
 
     def _on_kill(self, button: Any) -> None:
@@ -130,7 +132,7 @@ class Buttons:
         if self._controls is None:
             return
         if self._clock() - self._kill_clicked_s < _SURE_S:
-            self.message = KILL_ASKED
+            self.message = KILL_REQUESTED
             self._controls.cancel()
         self._kill_clicked_s = self._clock()
 
@@ -153,11 +155,11 @@ class Root(widgets.VBox):
     output that the panel stands in, so that output can't be replaced there.
     """
 
-    num_states_told = 0
+    num_state_requests = 0
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> Any:
         if key is None:
-            self.num_states_told += 1
+            self.num_state_requests += 1
         return super().get_state(key, drop_defaults)
 
 
@@ -171,12 +173,12 @@ class Panel:
 
     def __init__(self, book: LogBook, clock: Callable[[], float] = monotonic) -> None:
         self._book = book
-        self._valve = Valve(clock=clock)
+        self._throttle = Throttle(clock=clock)
         self._shown = widgets.Layout(margin="2px 0", width="100%")
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
-        self._buttons = Buttons(self._valve, clock)
-        self._rows = RowGrid(self._valve)
+        self._buttons = Buttons(self._throttle, clock)
+        self._rows = RowGrid(self._throttle)
         self._grid, self._remarks, self._charts, self._footer = (self._block() for _ in range(4))
         self._logs: LogPane | None = None
         top = widgets.HBox(
@@ -184,7 +186,7 @@ class Panel:
         )
         self._blocks = [top, self._rows.widget, self._grid, self._remarks, self._charts, self._footer]
         self.root = Root(self._blocks, layout=widgets.Layout(width="100%", overflow="hidden"))
-        self._num_states_told = self.root.num_states_told
+        self._num_state_requests = self.root.num_state_requests
 
     def bundle(self, view: JobView) -> Bundle:
         """What a cell shows: the widgets, and words for front ends without them."""
@@ -201,21 +203,21 @@ class Panel:
         """Bring the widgets up to ``view``, as far as the budget of messages goes."""
         table = tabulate(view)
         if view.is_started and self._logs is None:
-            self._logs = LogPane(self._book, view.num_processes, self._valve)
+            self._logs = LogPane(self._book, view.num_processes, self._throttle)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
         # It shows the same rates as the rows, and at the same time.
-        self._valve.want(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
+        self._throttle.update(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_ranks(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
-        if self._valve.is_due(self._charts, _CHART_S):
+        if self._throttle.is_due(self._charts, _CHART_S):
             drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
             self._show_block(self._charts, drawn, every_s=_CHART_S)
         self._show_block(self._footer, _footer(table), every_s=1.0)
         if self._logs is not None:
             self._logs.show()
-        self._valve.flush()
+        self._throttle.flush()
 
     def _show_ranks(self, table: Table) -> None:
         """A row of widgets for each rank; of many, the extremes and a grid of the others, in one piece of HTML.
@@ -225,7 +227,7 @@ class Panel:
         """
         if not table.grid:
             self._rows.show(table)
-        elif self._valve.is_due(self._grid, _GRID_S):
+        elif self._throttle.is_due(self._grid, _GRID_S):
             self._show_block(self._grid, html.table_of(table) + html.grid(table.grid), every_s=_GRID_S)
 
     def close(self, lasting: str) -> None:
@@ -236,7 +238,7 @@ class Panel:
         """
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
-        if self.root.num_states_told > self._num_states_told:
+        if self.root.num_state_requests > self._num_state_requests:
             parts = [part for part in parts if part not in (self.root, self.root.layout)]
             self.root.children = [widgets.HTML(lasting, layout=self.root.layout)]
         for part in parts:
@@ -248,7 +250,7 @@ class Panel:
     def _show_block(self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False) -> None:
         value = f'<div style="{_STYLE}">{content}</div>' if content else ""
         layout = self._shown if content else self._hidden
-        self._valve.want(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
+        self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
 
     def _answers(self) -> str:
         """What came of the last click."""

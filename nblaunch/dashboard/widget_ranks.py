@@ -21,11 +21,10 @@ from typing import Any
 import ipywidgets as widgets
 from ipywidgets.widgets.widget_int import ProgressStyle  # not among the public names, in 7 and 8 alike
 
-from nblaunch.dashboard import formatting
-from nblaunch.dashboard.html import sparkline
+from nblaunch.dashboard.html import CALM, STATE_COLOURS, sparkline
 from nblaunch.dashboard.lines import LogBook
 from nblaunch.dashboard.table import Row, Table
-from nblaunch.dashboard.widget_throttle import Valve
+from nblaunch.dashboard.widget_throttle import Throttle
 from nblaunch.events import WorkerState
 
 MAX_TABS = 16
@@ -49,12 +48,12 @@ class LogPane:
     Args:
         book: what is shown.
         num_ranks: how many ranks may print.
-        valve: through which the texts change.
+        throttle: through which the texts change.
     """
 
-    def __init__(self, book: LogBook, num_ranks: int, valve: Valve) -> None:
+    def __init__(self, book: LogBook, num_ranks: int, throttle: Throttle) -> None:
         self._book = book
-        self._valve = valve
+        self._throttle = throttle
         # A reversed column keeps the scroll bar at the newest line.
         layout = widgets.Layout(
             height=_HEIGHT, overflow="auto", display="flex", flex_flow="column-reverse", margin="0",
@@ -75,23 +74,23 @@ class LogPane:
             self.widget = self._list()
 
     def show(self) -> None:
-        """Make the tabs show the book; sent at the valve's next flushes."""
+        """Make the tabs show the book; sent at the throttle's next flushes."""
         lines = [
             f'<span style="opacity:.6">[{rank:{self._width}}]</span> {escape(_cut(line))}'
             if self._num_ranks > 1
             else escape(_cut(line))
             for rank, line in self._book.of_all()
         ]
-        self._valve.want(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
+        self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
         # Clicks on tabs reach the kernel only while no cell runs, so this is a guess; every tab stays up to date.
         seen = getattr(self._pages, "selected_index", None)
         for rank, pane in enumerate(self._panes[1:]):
             is_seen = seen == rank + 1
             every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
-            if self._valve.is_due(pane, every_s):
+            if self._throttle.is_due(pane, every_s):
                 own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
                 num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
-                self._valve.want(pane, every_s=every_s, value=_pane(own, num_bytes))
+                self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 
     def _titles(self) -> list[str]:
         return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
@@ -163,11 +162,11 @@ class RowGrid:
     """The rows of a job.
 
     Args:
-        valve: through which they change.
+        throttle: through which they change.
     """
 
-    def __init__(self, valve: Valve) -> None:
-        self._valve = valve
+    def __init__(self, throttle: Throttle) -> None:
+        self._throttle = throttle
         # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden")
         bar = {
@@ -179,7 +178,7 @@ class RowGrid:
         self._bar_shown = widgets.Layout(**bar)
         self._bar_unknown = widgets.Layout(**bar, visibility="hidden")
         self._styles = {
-            colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(formatting.OF_STATE.values())
+            colour: ProgressStyle(bar_color=colour) for colour in dict.fromkeys(STATE_COLOURS.values())
         }
         self._widths: dict[str, int] = {}
         self._state, self._bar_head, self._numbers, self._trend, self._details = (
@@ -202,15 +201,15 @@ class RowGrid:
         return [self._shown, self._bar_shown, self._bar_unknown, *self._styles.values()]
 
     def show(self, table: Table) -> None:
-        """Make the rows show ``table``, which has always the same ranks; sent at the valve's next flushes."""
+        """Make the rows show ``table``, which has always the same ranks; sent at the throttle's next flushes."""
         self._make_bars(len(table.rows))
         states = (_state_line(escape(row.label), _state(row), is_muted=_is_calm(row)) for row in table.rows)
         head = _state_line("rank", "state", is_muted=True)
-        self._valve.want(self._state, is_urgent=True, value=_column([head, *states]))
+        self._throttle.update(self._state, is_urgent=True, value=_column([head, *states]))
         self._show_bars(table.rows)
         # Where columns come or grow, they do at once.
         has_moved = self._fit(table)
-        self._valve.want(
+        self._throttle.update(
             self._numbers,
             every_s=_NUMBERS_S,
             group=NUMBERS,
@@ -227,7 +226,7 @@ class RowGrid:
             self._bars.append(
                 widgets.IntProgress(
                     value=0, min=0, max=BAR_STEPS, layout=self._bar_unknown,
-                    style=self._styles[formatting.CALM], _dom_classes=(_BAR_CLASS,),
+                    style=self._styles[CALM], _dom_classes=(_BAR_CLASS,),
                 )
             )  # fmt: skip
         self.widget.layout.display = "grid"
@@ -235,14 +234,14 @@ class RowGrid:
 
     def _show_bars(self, rows: Sequence[Row]) -> None:
         title = "progress" if any(row.fraction is not None for row in rows) else ""
-        self._valve.want(self._bar_head, is_urgent=True, value=_column([_line(title, _MUTED) + _SMOOTH]))
+        self._throttle.update(self._bar_head, is_urgent=True, value=_column([_line(title, _MUTED) + _SMOOTH]))
         for bar, row in zip(self._bars, rows, strict=False):
-            self._valve.want(
+            self._throttle.update(
                 bar,
                 every_s=_NUMBERS_S,
                 group=NUMBERS,  # ranks in step must be seen in step, and bars where the numbers say
                 value=round(BAR_STEPS * (row.fraction or 0.0)),
-                style=self._styles[formatting.OF_STATE[row.state]],
+                style=self._styles[STATE_COLOURS[row.state]],
                 layout=self._bar_unknown if row.fraction is None else self._bar_shown,
             )
 
@@ -272,17 +271,17 @@ class RowGrid:
         return f'<div style="{style};text-align:right;{_TEXT}">{"".join(cells)}</div>'
 
     def _show_trend(self, rows: Sequence[Row]) -> None:
-        if not self._valve.is_due(self._trend, _TREND_S):
+        if not self._throttle.is_due(self._trend, _TREND_S):
             return
         drawn = [sparkline(row.loss_history) if _has_trend(row) else "" for row in rows]
         lines = [_line("trend", _MUTED), *map(_line, drawn)] if any(drawn) else []
-        self._valve.want(self._trend, every_s=_TREND_S, value=_column(lines))
+        self._throttle.update(self._trend, every_s=_TREND_S, value=_column(lines))
 
     def _show_details(self, rows: Sequence[Row]) -> None:
         has_any = any(row.detail for row in rows)
         style = f"{_MONO};{_MUTED}"
         lines = [_line("output", _MUTED), *(_line(escape(row.detail), style) for row in rows)]
-        self._valve.want(self._details, every_s=_DETAILS_S, value=_column(lines) if has_any else "")
+        self._throttle.update(self._details, every_s=_DETAILS_S, value=_column(lines) if has_any else "")
 
 
 def _is_calm(row: Row) -> bool:
@@ -294,7 +293,7 @@ def _has_trend(row: Row) -> bool:
 
 
 def _state(row: Row) -> str:
-    return f'<span style="color:{formatting.OF_STATE[row.state]}">&#9679;</span> {escape(row.state_text)}'
+    return f'<span style="color:{STATE_COLOURS[row.state]}">&#9679;</span> {escape(row.state_text)}'
 
 
 def _state_line(label: str, state: str, *, is_muted: bool) -> str:

@@ -1,9 +1,9 @@
 """What widgets are to show, sent within a budget.
 
-    panel ──want(widget, value="...")──> Valve ──at most so many bytes a second──> front end
+    panel ──want(widget, value="...")──> Throttle ──at most so many bytes a second──> front end
 
 Each change of a widget is a message of at least 600 bytes, and a slow front end (a remote one, a phone) suffers from
-many. So the panel says at every tick what each widget should show, and the valve sends what changed: at once what
+many. So the panel says at every tick what each widget should show, and the throttle sends what changed: at once what
 matters, the rest in the order of how overdue it is, as far as the budget goes. Values between two sendings are never
 seen, which is as it should be.
 """
@@ -55,7 +55,7 @@ class _Slot:
         }
 
 
-class Valve:
+class Throttle:
     """Sends changes of widgets within a budget of bytes. Used by one thread at a time.
 
     Args:
@@ -78,7 +78,7 @@ class Valve:
         self._budget_bytes = burst_bytes
         self._filled_s = clock()
 
-    def want(
+    def update(
         self,
         widget: Any,
         *,

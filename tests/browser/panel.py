@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.dashboard.formatting import BAD
+from nblaunch.dashboard.html import BAD
 from tests.browser.lab import Page
 
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
-from nblaunch.dashboard.lines import LinesPrinter, SameLines
+from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
@@ -184,7 +184,7 @@ def said(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
 
 def test_what_several_ranks_print_alike_is_told_once() -> None:
     stream = Writes()
-    printer = LinesPrinter(stream=stream, joins_equal=True)
+    printer = LinesPrinter(stream=stream, merges_equal=True)
     warned = [said(rank, "deprecated", f"loss {rank}", "saved") for rank in range(4)]
     two = [said(rank, "hello") for rank in (1, 3)]
     feed(printer, [*started(12), *warned, *two, *(said(rank, "bye") for rank in (11, 2, 3, 4))])
@@ -207,7 +207,7 @@ def test_what_several_ranks_print_alike_is_told_once() -> None:
 
 def test_lines_are_alike_only_near_each_other() -> None:
     stream = Writes()
-    printer = LinesPrinter(stream=stream, joins_equal=True, holds_lines=True)
+    printer = LinesPrinter(stream=stream, merges_equal=True, defers_lines=True)
     early = [said(rank, "ready") for rank in range(3)]
     late = [said(3, "ready", after_s=60.0), Note(-1, START_S + 60, text="a note")]
     feed(printer, [*started(4), *early, *late, *(said(rank, "ready", after_s=61.0) for rank in range(3))])
@@ -219,7 +219,7 @@ def test_lines_are_alike_only_near_each_other() -> None:
 def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
     printed: list[tuple[int, str, float]],
 ) -> None:
-    lines = SameLines()
+    lines = MergedLines()
     for rank, text, time_s in printed:
         lines.add(rank, text, time_s)
     for rank in range(5):

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 
 from nblaunch import formatting
 from nblaunch.dashboard.fold import fold, fold_samples
-from nblaunch.dashboard.formatting import CAUTION, OF_STATE, duration, loss, of_outcome, rate
-from nblaunch.dashboard.html import chart, mimebundle, render_html, sparkline
+from nblaunch.dashboard.html import (
+    CAUTION,
+    STATE_COLOURS,
+    chart,
+    mimebundle,
+    outcome_colour,
+    render_html,
+    sparkline,
+)
 from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import live_line, progress_line, render_text
 from nblaunch.dashboard.view import Curve, JobView
@@ -26,6 +33,7 @@ from nblaunch.events import (
     StatusLine,
     WorkerState,
 )
+from nblaunch.formatting import duration, loss, rate
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, told
@@ -392,9 +400,9 @@ def test_html_stands_alone_in_any_theme() -> None:
 def test_every_colour_can_be_told_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
     """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
     named = {
-        *OF_STATE.values(),
+        *STATE_COLOURS.values(),
         CAUTION,
-        *(of_outcome(o) for o in ("", "done", "failed", "x")),
+        *(outcome_colour(o) for o in ("", "done", "failed", "x")),
     }
     for colour in named:
         ink = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.dashboard.fold import fold, fold_samples
-from nblaunch.dashboard.formatting import clean
 from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
     Displayed,
@@ -30,6 +29,7 @@ from nblaunch.events import (
     StatusLine,
     WorkerState,
 )
+from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 
@@ -292,7 +292,7 @@ def test_a_long_loss_history_is_thinned_and_covers_the_whole_job() -> None:
     ],
 )
 def test_clean(text: str, expected: str) -> None:
-    assert clean(text) == expected
+    assert single_line(text) == expected
 
 
 ranks = st.integers(-1, 4)

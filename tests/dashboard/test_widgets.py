@@ -18,7 +18,7 @@ from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.lines import NUM_LINES, LinesPrinter, LogBook
 from nblaunch.dashboard.notebook import Bundle
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Valve
+from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import Displayed, LogLines, Note, StatusLine
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, view_of
@@ -36,7 +36,7 @@ class Publications:
         self.updates.append(is_update)
 
 
-# --- the valve -------------------------------------------------------------------------------------------------------
+# --- the throttle -----------------------------------------------------------------------------------------------------
 
 
 class FakeWidget:
@@ -58,48 +58,48 @@ class FakeWidget:
 
 def test_only_what_changed_is_sent() -> None:
     clock, widget = Clock(), FakeWidget("a", layout=1)
-    valve = Valve(clock=clock)
-    valve.want(widget, value="a", layout=1)
-    assert (valve.flush(), widget.num_messages) == (0, 0)  # it was made with these
-    valve.want(widget, value="b", layout=1)
-    assert (valve.flush(), widget.value, widget.num_messages) == (1, "b", 1)
-    valve.want(widget, value="c", layout=2)
-    assert (valve.flush(), widget.num_messages) == (1, 2)  # two traits, one message
-    assert valve.flush() == 0
+    throttle = Throttle(clock=clock)
+    throttle.update(widget, value="a", layout=1)
+    assert (throttle.flush(), widget.num_messages) == (0, 0)  # it was made with these
+    throttle.update(widget, value="b", layout=1)
+    assert (throttle.flush(), widget.value, widget.num_messages) == (1, "b", 1)
+    throttle.update(widget, value="c", layout=2)
+    assert (throttle.flush(), widget.num_messages) == (1, 2)  # two traits, one message
+    assert throttle.flush() == 0
 
 
 def test_a_widget_changes_no_oftener_than_worth_while_unless_it_is_urgent() -> None:
     clock, widget = Clock(), FakeWidget()
-    valve = Valve(clock=clock)
+    throttle = Throttle(clock=clock)
     for tick in range(20):
         clock.now_s += 0.2
-        valve.want(widget, value=str(tick), every_s=1.0)
-        valve.flush()
+        throttle.update(widget, value=str(tick), every_s=1.0)
+        throttle.flush()
     assert 4 <= widget.num_messages <= 5
-    valve.want(widget, value="failed", every_s=1.0, is_urgent=True)
-    valve.flush()
+    throttle.update(widget, value="failed", every_s=1.0, is_urgent=True)
+    throttle.flush()
     assert widget.value == "failed"
 
 
 def test_what_belongs_together_is_sent_together() -> None:
     clock, bar, text = Clock(), FakeWidget(0), FakeWidget()
-    valve = Valve(clock=clock)
+    throttle = Throttle(clock=clock)
     for tick in range(1, 40):
         clock.now_s += 0.2
-        valve.want(bar, value=tick, every_s=100.0, group="row")
-        valve.want(text, value=str(tick), every_s=1.0, group="row")
-        valve.flush()
+        throttle.update(bar, value=tick, every_s=100.0, group="row")
+        throttle.update(text, value=str(tick), every_s=1.0, group="row")
+        throttle.flush()
         assert str(bar.value) == (text.value or "0")
 
 
 def test_over_time_the_budget_holds_and_nobody_starves() -> None:
     clock, widgets = Clock(), [FakeWidget() for _ in range(60)]
-    valve = Valve(clock=clock)
+    throttle = Throttle(clock=clock)
     for tick in range(150):
         clock.now_s += 0.2
         for index, widget in enumerate(widgets):
-            valve.want(widget, value=f"{tick:04}" * 100, every_s=0.5 if index < 10 else 5.0)
-        valve.flush()
+            throttle.update(widget, value=f"{tick:04}" * 100, every_s=0.5 if index < 10 else 5.0)
+        throttle.flush()
     num_bytes = sum(widget.num_messages for widget in widgets) * (MESSAGE_BYTES + 400)
     assert num_bytes <= RATE_BYTES_S * 30 + BURST_BYTES + MESSAGE_BYTES + 400
     assert num_bytes >= RATE_BYTES_S * 30 * 0.9
@@ -110,14 +110,14 @@ def test_over_time_the_budget_holds_and_nobody_starves() -> None:
 
 def test_what_is_urgent_does_not_silence_the_rest_for_long() -> None:
     clock, urgent, other = Clock(), [FakeWidget() for _ in range(300)], FakeWidget()
-    valve = Valve(clock=clock)
+    throttle = Throttle(clock=clock)
     for widget in urgent:
-        valve.want(widget, value="x" * 2000, is_urgent=True)
-    assert valve.flush() == 300
+        throttle.update(widget, value="x" * 2000, is_urgent=True)
+    assert throttle.flush() == 300
     for _ in range(10):
         clock.now_s += 0.2
-        valve.want(other, value="late")
-        valve.flush()
+        throttle.update(other, value="late")
+        throttle.flush()
     assert other.value == "late"
 
 
@@ -303,7 +303,7 @@ def test_a_job_that_was_broken_off_leaves_the_widgets_closed() -> None:
 
 def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
     stream, shown = io.StringIO(), []
-    printer = LinesPrinter(stream=stream, publish=shown.append, holds_lines=True)
+    printer = LinesPrinter(stream=stream, publish=shown.append, defers_lines=True)
     for event in [*started(2), LogLines(1, START_S, lines=("one",)), Displayed(0, START_S, data={"a": "b"})]:
         printer.on_event(event)
     printer.on_samples([])

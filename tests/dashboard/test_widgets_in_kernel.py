@@ -14,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from nblaunch.dashboard.formatting import BAD, LIVE
+from nblaunch.dashboard.html import BAD, LIVE
 from nblaunch.dashboard.widget_throttle import BURST_BYTES
 from tests.dashboard.feed import FEED
 from tests.dashboard.front_end import VIEW, FrontEnd
