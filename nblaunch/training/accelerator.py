@@ -27,10 +27,11 @@ from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
-from nblaunch.training.gradients import GradientControl
+from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DynamoBackend,
@@ -55,7 +56,6 @@ T = TypeVar("T")
 
 class Accelerator(
     ProcessControl,
-    GradientControl,
     DataSettings,
     GivenHandlers,
     ParallelLabels,
@@ -164,6 +164,7 @@ class Accelerator(
             step_scheduler_with_optimizer,
             self._dynamo,
         )
+        self._gradients = Gradients(self._session, self._precision, self._strategy, self._preparer)
         project = project_of(project_dir, project_config)
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, self._member)
@@ -338,6 +339,149 @@ class Accelerator(
     def clear(self, *objects: Any) -> list[None]:
         """Another name of :meth:`free_memory`."""
         return self.free_memory(*objects)
+
+    # --- gradients: one micro-step -----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the micro-steps of a window.
+
+        With fp16, the loss is scaled as well. Its value is shown on the dashboard, at most twice a second and at the
+        end of a pass: reading it makes the process wait for the device.
+
+        Args:
+            loss: a tensor of one element.
+            **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``.
+
+        Raises:
+            RuntimeError: the Accelerator was made in the notebook, and this is a worker.
+        """
+        self._gradients.backward(loss, **kwargs)
+
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+        """Run the block as one micro-step: ranks average gradients and optimizers step only where the window ends.
+
+        A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
+
+        Args:
+            *models: those whose gradients are accumulated in the block, one or several.
+
+        Example::
+
+            accelerator = Accelerator(gradient_accumulation_steps=4)
+            for inputs, labels in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(cross_entropy(model(inputs), labels))
+                    optimizer.step()  # does nothing in three of four micro-steps
+                    optimizer.zero_grad()
+        """
+        return self._gradients.accumulate(models)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Run the block with ``backward`` leaving gradients unreduced. Does nothing in a lone process."""
+        return self._strategy.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Have the next ``backward`` in the block reduce gradients although its forwards ran under :meth:`no_sync`.
+
+        For several forwards and one backward. Does nothing for a model that is not spread over processes.
+        """
+        return strategies.sync_in_backward(model)
+
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Let ranks have unequal numbers of batches in the block: those at their end take part in the others' steps.
+
+        Gradients are averaged over the ranks that still have data. Other collectives in the loop (``gather``) are not
+        answered for.
+
+        Args:
+            joinables: the prepared models (and optimizers that communicate) of the loop.
+            even_batches: overrides the setting of all prepared loaders over indexed datasets inside the block.
+        """
+        return self._gradients.join_uneven_inputs(joinables, even_batches)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Run the block in mixed precision: for computations outside of a prepared model, such as a loss.
+
+        Args:
+            autocast_handler: how; None: the ``AutocastKwargs`` among ``kwargs_handlers``, or the defaults.
+        """
+        return self._precision.autocast(autocast_handler)
+
+    # --- gradients: where they are -----------------------------------------------------------------------------------
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring fp16 gradients to their true size.
+
+        Args:
+            optimizer: whose gradients, one or a list; None: those of all prepared optimizers.
+        """
+        self._gradients.unscale(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip gradients by their total norm, in true size. Call it where gradients sync.
+
+        Args:
+            parameters: a parameter or an iterable of them.
+            max_norm: largest norm that is left as it is.
+            norm_type: as the p of the norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before.
+
+        Example::
+
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        """
+        averaged = self._gradients.average(parameters)
+        self.unscale_gradients()
+        return self._strategy.clip_grad_norm(averaged, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
+
+        Args:
+            parameters: a parameter or an iterable of them.
+            clip_value: the largest absolute value of an element.
+        """
+        averaged = self._gradients.average(parameters)
+        self.unscale_gradients()
+        self._strategy.clip_grad_value(averaged, clip_value)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends in an optimizer step; may be set."""
+        return self._session.gradients.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._session.gradients.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per optimizer step; may be set, for the windows that follow."""
+        return self._session.gradients.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self._session.gradients.set_num_steps(num_steps)
+
+    @property
+    def step(self) -> int:
+        """Micro-steps since the last window that a loader's end closed; may be set."""
+        return self._session.gradients.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._session.gradients.step = step
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer left out its last step because fp16 gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
 
     # --- values of all ranks -----------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ class GradientSync:
     def advance(self) -> None:
         """One more micro-step begins: decide whether it ends in an optimizer step."""
         self._tail, self.rescale = None, 1.0
-        if self.plugin.sync_with_dataloader and self.end_of_dataloader:
+        loader = self.active_loader if self.plugin.sync_with_dataloader else None
+        if loader is not None and loader.end_of_dataloader:
             micro_steps = self.step % self.num_steps + 1
             if self.plugin.average_tail and micro_steps < self.num_steps:
                 self._tail, self.rescale = micro_steps, self.num_steps / micro_steps

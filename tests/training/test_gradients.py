@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.config.kinds import COMPILERS
+from nblaunch.training.gradients import Gradients
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -300,7 +301,9 @@ def test_clipping_sees_the_gradient_of_all_ranks(precision: str) -> None:
 def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
     accelerator = Accelerator()
     precision = Fp16Precision(context.current().backend)
-    accelerator._precision = accelerator._preparer.precision = precision
+    preparer = accelerator._preparer
+    preparer.precision = precision
+    accelerator._gradients = Gradients(accelerator._session, precision, preparer.strategy, preparer)
     weight = nn.Parameter(torch.ones(2))
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
     accelerator.backward((weight * torch.tensor([3.0, 4.0])).sum())
