@@ -1,4 +1,4 @@
-"""How sizes, counts and ranks read: the same in messages, notes and dashboards."""
+"""Text of sizes, counts, ranks, durations, rates and losses: the same in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
-_MAX_LENGTH = 400  # characters of foreign text at most
+_MAX_LENGTH = 400  # characters
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _BREAKS = re.compile(r"[\n\v\f\r\x85\u2028\u2029]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def size(num_bytes: float) -> str:
-    """Three digits in decimal units, as devices are sold: ``812 MB``, ``1.31 GB``, ``24.0 GB``; bytes are whole."""
+    """Return bytes with three digits in decimal units: ``812 MB``, ``1.31 GB``, ``24.0 GB``."""
     if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB"):  # noqa: B007  the last one is for whatever is larger
+    for unit in ("kB", "MB", "GB", "TB"):  # noqa: B007  larger sizes keep the last unit
         num_bytes /= 1000
         if num_bytes < 999.5:
             break
@@ -24,26 +24,26 @@ def size(num_bytes: float) -> str:
 
 
 def size_range(sizes: Sequence[int]) -> str:
-    """Sizes as one where they read alike, else from the smallest to the largest: ``1.00 GB to 1.31 GB``."""
+    """Return the range of sizes, ``1.00 GB to 1.31 GB``, or one size if both ends have the same text."""
     low, high = size(min(sizes)), size(max(sizes))
     return high if low == high else f"{low} to {high}"
 
 
 def count(number: int, noun: str) -> str:
-    """``1 process``, ``4 processes``."""
+    """Return a number with its noun: ``1 process``, ``4 processes``."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}es" if noun.endswith("s") else f"{number:,} {noun}s"
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2, 5-63``."""
+    """Return ranks as ``rank 3`` or ``ranks 0, 2, 5-63``."""
     numbers = sorted(numbers)
     return f"rank{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """``3``, ``0, 2, 5-63``."""
+    """Return numbers with ranges folded: ``3``, ``0, 2, 5-63``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:
@@ -54,7 +54,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.03 s``, ``1.2 s``, ``12 s``, ``3:07``, ``1:02:03``."""
+    """Return a duration: ``0.03 s``, ``1.2 s``, ``12 s``, ``3:07``, ``1:02:03``."""
     if not isfinite(seconds) or seconds > 1e8:
         return "?"
     if seconds < 0.995:
@@ -69,19 +69,19 @@ def duration(seconds: float) -> str:
 
 
 def whole_duration(seconds: float) -> str:
-    """The same in whole seconds, for times that are read while they change: ``0 s``, ``12 s``, ``3:07``."""
+    """Return a duration in whole seconds, for values that are updated often: ``0 s``, ``12 s``, ``3:07``."""
     return f"{seconds:.0f} s" if seconds < 9.5 else duration(seconds)
 
 
 def rate(per_s: float) -> str:
-    """About three digits: ``0.083``, ``3.21``, ``38.2``, ``1,240``."""
+    """Return a rate with about three digits: ``0.083``, ``3.21``, ``38.2``, ``1,240``."""
     if per_s >= 99.95:
         return f"{per_s:,.0f}"
     return f"{per_s:.1f}" if per_s >= 9.995 else f"{per_s:.2f}" if per_s >= 0.995 else f"{per_s:.3f}"
 
 
 def loss(value: float) -> str:
-    """Four digits where a loss usually lies, so that numbers stay aligned: ``0.5321``, ``12.04``, ``3.1e-05``."""
+    """Return a loss with four digits in the usual range: ``0.5321``, ``12.04``, ``3.1e-05``."""
     if not isfinite(value):
         return str(value)
     size = abs(value)
@@ -91,12 +91,12 @@ def loss(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """``0%``, ``45%``, ``100%``; 100 only where all is done."""
+    """Return a fraction as ``0%``, ``45%``, ``100%``, rounded down."""
     return f"{min(int(100 * fraction), 100)}%"
 
 
 def single_line(text: str) -> str:
-    """``text`` as one line on paper: without escape sequences, control characters and breaks, and not too long."""
+    """Return ``text`` as one line of at most 400 characters, without escape sequences and control characters."""
     if not text.isprintable():
         text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
         text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")

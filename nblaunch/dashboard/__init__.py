@@ -1,8 +1,11 @@
-"""How a job is shown while it runs and after.
+"""Display of a job while it runs and after it has ended.
 
-    launcher ──events, samples──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML
+    launcher ──events, board samples──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
-Owns the choice of dashboards for where the code runs. Importing it imports nothing of Jupyter.
+The launcher calls each ``Dashboard`` (``base``) with events and samples of the progress board. ``fold`` turns them into
+a ``JobView`` (``view``), ``table`` turns the view into rows and columns (with ``notices`` about slow and stuck ranks),
+and ``text``, ``html`` and ``widgets`` draw the table. ``notebook`` updates an output of a cell, ``lines`` prints what
+workers print. :func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
 """
 
 from __future__ import annotations
@@ -24,26 +27,25 @@ KINDS = ("auto", "widgets", "html", "text", "none")
 
 __all__ = ["KINDS", "Dashboard", "attach", "choose", "has_widgets", "kernel_shell"]
 
-# The table is published at the first tick after 0.25 s; lines wait a little longer, so that they stand below it.
+# The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
 
 
 def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
-    """The dashboards for a job, in the order in which the launcher must call them.
+    """Return the dashboards for a job, in the order in which the launcher must call them.
 
-    In a Jupyter kernel: widgets that a table replaces at the end, or a table that is updated in place, and for a job
-    that the cell waits for, the workers' output below it. Elsewhere: lines of progress and a final table on stderr, and
-    the workers' output on stdout.
+    In a Jupyter kernel: widgets that are replaced by a table at the end, or a table that is updated in place; below it
+    the output of the workers, unless the job runs in the background. Elsewhere: progress lines and a final table on
+    stderr, the output of the workers on stdout.
 
     Args:
-        kind: ``"auto"`` or ``"widgets"``: widgets where a user can see them (:func:`has_widgets`), else
-            as ``"html"``; ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``:
-            nothing at all.
-        background: the caller does not wait for the job. In a kernel, its cell then shows the last lines of output
-            as part of the table, and this function must be called from that cell's thread.
+        kind: ``"auto"`` and ``"widgets"``: widgets if a user can see them (:func:`has_widgets`), else as ``"html"``;
+            ``"html"``: HTML in a kernel, text elsewhere; ``"text"``: text everywhere; ``"none"``: no display.
+        background: the caller does not wait for the job. In a kernel, the table then includes the last lines of
+            output, and this function must be called from the thread of the cell.
 
     Returns:
-        Dashboards that never raise into the launcher; none at all for ``"none"``.
+        Dashboards that never raise into the launcher.
 
     Raises:
         ValueError: unknown ``kind``.
@@ -54,7 +56,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return [GuardedDashboard(NullDashboard())]
     shell = kernel_shell()
     if shell is None:
-        # A line that is redrawn needs the terminal for itself: a cell that does not wait for the job may print, too.
+        # Other output would break a line that is redrawn in place, and the caller of a background job may print.
         live = None if background else LiveLine()
         return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
     is_live = (kind == "widgets" and is_interactive()) or (kind == "auto" and has_widgets())
@@ -72,14 +74,14 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
 
 
 def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:
-    """Connect dashboards with the job that they show.
+    """Connect dashboards with their job.
 
     Args:
         dashboards: from :func:`choose`.
-        controls: acts on a job in the background; None for one that a cell waits for.
+        controls: of a job in the background; None if a cell waits for the job.
 
     Returns:
-        A function that shows the job in the running cell, too; False where there is nothing to show.
+        A function that shows the job in the running cell as well; it returns False if there is nothing to show.
     """
     if controls is not None:
         for dashboard in dashboards:
@@ -88,22 +90,22 @@ def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callab
 
 
 def has_widgets() -> bool:
-    """Return whether live widgets can be seen: the kernel is interactive, and ipywidgets is installed."""
+    """Return whether a user can see live widgets: the kernel is interactive and ipywidgets is installed."""
     return is_interactive() and is_installed("ipywidgets")
 
 
 def is_interactive() -> bool:
-    """Return whether a user may look at the running cell.
+    """Return whether a user may be looking at the running cell.
 
-    Front ends allow ``input()`` in every request; what executes notebooks by itself (nbclient, papermill, nbconvert)
-    never does. Colab has a way of its own to ask.
+    Front ends allow ``input()`` in every request, programs that execute notebooks (nbclient, papermill, nbconvert)
+    never do. Colab has its own protocol for input.
     """
     content = running_request().get("content", {})
     return bool(content.get("allow_stdin")) or notebook_service.detect(env.snapshot()).name == "colab"
 
 
 def kernel_shell() -> Any | None:
-    """The IPython shell of the Jupyter kernel that this process is, or None. Never imports IPython."""
+    """Return the IPython shell if this process is a Jupyter kernel, else None. Never imports IPython."""
     ipython = sys.modules.get("IPython")
     get_ipython = getattr(ipython, "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None

@@ -1,7 +1,7 @@
-"""What a dashboard is to a launcher: a listener that shows a job.
+"""Base classes of dashboards: listeners that a launcher calls to show a job.
 
-Owns the abstract classes, the guard that keeps a broken dashboard from hurting a job, and the clock that paces
-updates. Never draws anything itself.
+``Dashboard`` is the interface, ``GuardedDashboard`` keeps errors of a dashboard away from the job, ``Pace`` limits the
+rate of updates, and ``ViewingDashboard`` keeps the :class:`JobView` that subclasses draw.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nblaunch.wire.board import Sample
 _log = logging.getLogger(__name__)
 
 RATE_BYTES_S = 15_000.0
-"""What a dashboard sends to a notebook in a second. With what workers print, that is 20 kB/s for 8 of them."""
+"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 20 kB/s in all."""
 
 
 class Controls(Protocol):
-    """Requests to a running job. Safe in any thread, and none of them waits."""
+    """Requests to a running job. They are safe in any thread and return at once."""
 
     def stop(self) -> None:
-        """Let training end early and well."""
+        """Request that all ranks leave their training loops at the same step."""
 
     def interrupt(self) -> None:
         """Interrupt every worker."""
@@ -37,43 +37,43 @@ class Controls(Protocol):
         """Kill every worker."""
 
     def ask_stacks(self) -> Future[str]:
-        """Where every rank is, as text, within a second or so."""
+        """Request the Python stacks of all ranks as text; they arrive within about a second."""
 
 
 class Dashboard(abc.ABC):
-    """Shows a job.
+    """A listener that shows a job.
 
-    Called by the launcher, from one thread at a time: ``on_event(JobStarted)``, the workers' events as they come,
-    ``on_samples`` about ten times a second and once at the end, ``on_event(JobFinished)``, then ``close``. ``close``
-    may come early, with no ``JobFinished``, when the launch is broken off.
+    The launcher calls it from one thread at a time: ``on_event(JobStarted)``, then events of workers as they arrive and
+    ``on_samples`` about ten times a second, ``on_event(JobFinished)``, then ``close``. If the launch is aborted,
+    ``close`` comes without ``JobFinished``.
 
-    ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown twice; they
-    are called from the thread of a cell.
+    ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown in several
+    cells. They are called from the thread of a cell.
     """
 
     @abc.abstractmethod
     def on_event(self, event: Event) -> None:
-        """Something happened."""
+        """Handle an event of the job."""
 
     @abc.abstractmethod
     def on_samples(self, samples: Sequence[Sample]) -> None:
-        """The board, one sample per rank. Also the tick at which dashboards publish what they have gathered."""
+        """Handle samples of the progress board, one per rank. Also the tick at which dashboards publish."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """The job is over: show the final state. Calls after the first do nothing."""
+        """Show the final state of the job. Calls after the first do nothing."""
 
     def control(self, controls: Controls) -> None:
-        """The job goes on in the background: ``controls`` acts on it."""
+        """Connect buttons with a job in the background."""
 
     def show_again(self) -> bool:
-        """Show the job in the running cell, too, now or after its end. False where there is nothing to show there."""
+        """Show the job in the running cell as well; return False if there is nothing to show."""
         return False
 
 
 @final
 class NullDashboard(Dashboard):
-    """Shows nothing."""
+    """A dashboard that shows nothing."""
 
     def on_event(self, event: Event) -> None:
         pass
@@ -87,11 +87,10 @@ class NullDashboard(Dashboard):
 
 @final
 class GuardedDashboard(Dashboard):
-    """Another dashboard, switched off at its first error.
+    """A wrapper that switches a dashboard off at its first error.
 
-    A job must not fail because its table could not be drawn (a closed output, a front end that went away). The error
-    is logged once, with its traceback, under ``nblaunch.dashboard.base``. KeyboardInterrupt passes: it is the
-    launcher's business.
+    A job must not fail because its table could not be drawn (a closed output, a disconnected front end). The error is
+    logged once, with its traceback, under ``nblaunch.dashboard.base``. KeyboardInterrupt is passed on to the launcher.
     """
 
     def __init__(self, inner: Dashboard) -> None:
@@ -129,18 +128,18 @@ class GuardedDashboard(Dashboard):
 
 @final
 class Pace:
-    """When to publish: not before ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
+    """The times of updates: the first after ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
 
-    The first seconds are watched closely; after ``slow_after_s`` a calmer table is as good, and a long job leaves
-    fewer messages in the front end. What is large is published more rarely: a front end far away has to carry it.
+    Updates slow down after ``slow_after_s``, so that a long job sends fewer messages to the front end. Large updates
+    are published less often, because a remote front end has to download them.
 
     Args:
         first_s: seconds from the start to the first publication.
         interval_s: seconds between publications at first.
-        slow_s: seconds between publications later on.
-        slow_after_s: seconds from the start after which it is later.
-        rate_bytes_s: bytes a second, over longer times.
-        clock: seconds on a clock that never jumps.
+        slow_s: seconds between publications after ``slow_after_s``.
+        slow_after_s: seconds from the start.
+        rate_bytes_s: average bytes per second.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -163,20 +162,20 @@ class Pace:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Return seconds since the start."""
         return self._clock() - self._started_s
 
     def restart(self) -> None:
-        """The job starts now, not when the dashboard was built."""
+        """Set the start to now, when the job starts."""
         self._started_s = self._clock()
         self._next_s = self._started_s + self._first_s
 
     def is_due(self) -> bool:
-        """Whether it is time to publish."""
+        """Return whether it is time to publish."""
         return self._clock() >= self._next_s
 
     def mark(self, num_bytes: int = 0) -> None:
-        """Something was published now, so many bytes of it."""
+        """Record a publication of ``num_bytes``, now."""
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
         pause_s = self._slow_s if is_slow else self._interval_s
@@ -184,10 +183,10 @@ class Pace:
 
 
 class ViewingDashboard(Dashboard):
-    """Keeps the view of a job. Final classes draw it.
+    """A dashboard that keeps the view of a job; subclasses draw it.
 
     Args:
-        pace: when to draw.
+        pace: times of updates.
     """
 
     def __init__(self, pace: Pace) -> None:
@@ -204,7 +203,7 @@ class ViewingDashboard(Dashboard):
         if self._is_closed or not self._view.is_started:
             return
         self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
-        # Once the job is over, close() is near and draws the final table.
+        # close() draws the final table soon after the job has ended.
         if not self._view.is_over and self._pace.is_due():
             self._draw()
 
@@ -212,17 +211,17 @@ class ViewingDashboard(Dashboard):
         if self._is_closed:
             return
         self._is_closed = True
-        self._draw_last(_broken_off(self._view))
+        self._draw_last(_as_cancelled(self._view))
 
     @abc.abstractmethod
     def _draw(self) -> None:
-        """Show ``self._view``, which is due, and mark the pace."""
+        """Show ``self._view`` and mark the pace."""
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:
-        """Show how the job ended; ``view`` may be of one that never started."""
+        """Show the outcome of the job; ``view`` may be of a job that never started."""
 
 
-def _broken_off(view: JobView) -> JobView:
-    """Return ``view``, as cancelled if no event brought the outcome: closing is then all that is known."""
+def _as_cancelled(view: JobView) -> JobView:
+    """Return ``view``, as cancelled if no event has reported the outcome."""
     return view if view.is_over else fold(view, JobFinished(-1, view.now_s, outcome="cancelled"))

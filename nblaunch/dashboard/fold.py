@@ -1,6 +1,6 @@
-"""A job's view after an event or a sample of the progress board: pure functions that return a new view.
+"""Pure functions that return the view of a job after an event or a sample of the progress board.
 
-Events bring starts, ends, output and metrics of ranks; samples bring steps, rates, losses and memory.
+Events report starts, ends, output and metrics of ranks; samples report steps, rates, losses and memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 _MARK_SPACING_S = 0.5
-_SAME_LOSS_S = 2.0  # a loss that is the same for longer stands still
+_SAME_LOSS_S = 2.0  # longer, and an unchanged loss counts as a new value
 _PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
 def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobView:
-    """The view after a look at the board at ``now_s`` (``time.time()``). Cheap where nothing moved."""
+    """Return the view after samples of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
     ranks = view.ranks
     changed = [
         sample for sample in samples if 0 <= sample.rank < len(ranks) and sample != ranks[sample.rank].sample
@@ -92,13 +92,13 @@ def _trained(rank: RankView, sample: Sample) -> TrainingPass | None:
         return TrainingPass(
             rank.step, rank.total, rank.epoch, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
         )
-    if trained is not None and sample.epoch > trained.epoch:  # it was seen to its end, between two looks
+    if trained is not None and sample.epoch > trained.epoch:  # the pass ended between two samples
         return replace(trained, epoch=sample.epoch, step=max(trained.step, trained.total))
     return trained
 
 
 def _goes_on(trained: TrainingPass, sample: Sample) -> bool:
-    """Whether ``sample`` is of that pass, though its rank was found waiting, or at its end."""
+    """Return whether ``sample`` belongs to that pass, even if its rank is waiting or has ended the pass."""
     is_same = (sample.epoch, sample.total) == (trained.epoch, trained.total) and sample.step >= trained.step
     return is_same and sample.state is not WorkerState.EVALUATING
 
@@ -110,24 +110,24 @@ def _is_new_pass(last: Sample, sample: Sample) -> bool:
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
-    """Events say when a worker starts and how it ends; in between the board knows better."""
+    """Return the state of a rank: events decide its start and end, the board what is between."""
     if rank.state.is_final:
         return rank.state
     if rank.has_returned:
         return WorkerState.FINISHING
-    if read.is_final:  # its end is near; the event will show how it ended
+    if read.is_final:  # the event that follows reports how it ended
         return rank.state
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
 
 
 def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[Mark, ...]:
-    """``marks`` with the newest point last, older ones spaced out and dropped beyond the window."""
+    """Return ``marks`` with a new last point; points are spaced out and dropped when older than the window."""
     if sample.step_time_s <= 0:
         return marks
     newest = Mark(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
     if marks and newest.time_s <= marks[-1].time_s:
         return marks
-    # The last point is provisional: it is replaced until it is far enough from the one before.
+    # The last point is replaced until it is far enough from the one before it.
     if len(marks) >= 2 and marks[-1].time_s - marks[-2].time_s < _MARK_SPACING_S:
         marks = marks[:-1]
     while len(marks) >= 2 and newest.time_s - marks[1].time_s >= WINDOW_S:
@@ -136,7 +136,7 @@ def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[M
 
 
 def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float | None]:
-    """Steps and samples per second over the window; what was known before while a new pass has too few points."""
+    """Return steps and samples per second over the window, or the last rates while a new pass has too few points."""
     if len(marks) < 2 or marks[-1].steps == marks[0].steps:
         return rank.steps_per_s, rank.samples_per_s
     span_s = marks[-1].time_s - marks[0].time_s
@@ -159,17 +159,17 @@ def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) 
         return replace(rank, loss=loss)
     latest = rank.losses.latest
     if loss == rank.loss and latest and steps_done - latest[0] < (rank.steps_per_s or 0.0) * _SAME_LOSS_S:
-        return rank  # losses come twice a second, whatever the number of steps: it is most likely the previous one
+        return rank  # workers write losses twice a second: this is most likely the value of an earlier step
     return replace(rank, loss=loss, losses=rank.losses.extended(float(steps_done), loss, HISTORY_LENGTH))
 
 
 _NUM_NOTES = 20
-_NUM_CURVES = 12  # logged metrics that are kept for charts
-_STOP_SIGNALS = {-2, -9, -15}  # what the launcher sends to workers that it stops: SIGINT, SIGKILL, SIGTERM
+_NUM_CURVES = 12  # logged metrics with charts
+_STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGINT, SIGKILL, SIGTERM
 
 
 def fold(view: JobView, event: Event) -> JobView:
-    """The view after ``event``. Events of unknown types or ranks leave it as it is."""
+    """Return the view after ``event``. Events of unknown types or ranks change nothing."""
     on_job = _JOB_FOLDS.get(type(event))
     if on_job is not None:
         return on_job(view, event)
@@ -196,7 +196,7 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
         log_dir=event.log_dir,
         attempt=event.attempt,
-        # A restart is the same job to its user.
+        # After a restart it is still the same job for its user.
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
         now_s=event.time_s,
         outcome="",
@@ -218,18 +218,20 @@ def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
         message=event.message,
         now_s=max(event.time_s, view.started_s),
     )
-    return replace(view, ranks=tuple(_as_trained(_settle(view, rank)) for rank in view.ranks))
+    return replace(
+        view, ranks=tuple(_with_training_numbers(_with_outcome(view, rank)) for rank in view.ranks)
+    )
 
 
-def _as_trained(rank: RankView) -> RankView:
-    """Return a rank that is done with the numbers of its training, not of the evaluation after it."""
+def _with_training_numbers(rank: RankView) -> RankView:
+    """Return a finished rank with the numbers of its training, not of the evaluation after it."""
     if rank.state is not WorkerState.DONE or rank.trained is None:
         return rank
     return replace(rank, **{part.name: getattr(rank.trained, part.name) for part in fields(rank.trained)})
 
 
-def _settle(view: JobView, rank: RankView) -> RankView:
-    """A rank's last state, now that the outcome is known: what was stopped did not fail, and failures are marked."""
+def _with_outcome(view: JobView, rank: RankView) -> RankView:
+    """Return a rank in its final state by the outcome of the job: ranks that the launcher stopped did not fail."""
     if view.outcome == "failed" and rank.rank == view.failed_rank:
         return replace(rank, state=WorkerState.FAILED, failure=rank.failure or _first_line(view.message))
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
@@ -288,7 +290,7 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
 
 
 def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[str, Curve]:
-    """``curves`` with the numbers of ``event``; what is no number, or not finite, can't be drawn."""
+    """Return ``curves`` with the finite numbers of ``event``."""
     extended = dict(curves)
     for name, value in event.values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
@@ -306,7 +308,7 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     rank = view.ranks[event.rank]
     peak = max(event.num_bytes, rank.host_peak_bytes or 0)
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
-    # Of ranks that ended, the memory is free again.
+    # Ranks that have exited hold no memory.
     total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exit_status is None)
     return replace(
         view,
@@ -350,7 +352,7 @@ def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
     if rank.state.is_final:
         return rank
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
-        # Perhaps ended by the launcher, because a thread lingered.
+        # The launcher may have stopped it because a thread of it did not end.
         return replace(rank, state=WorkerState.DONE)
     others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
     if others_failed and event.status.code in _STOP_SIGNALS:
@@ -362,7 +364,7 @@ def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
 
 
 def describe_failure(info: events.ExceptionInfo) -> str:
-    """An exception in one line: type, message, and the last line of the user's own code."""
+    """Return an exception as one line: type, message, and the innermost line of the user's code."""
     line = f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": ")
     own = [frame for frame in info.frames if frame.is_user]
     if own:

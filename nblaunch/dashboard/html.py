@@ -1,9 +1,9 @@
-"""A job as one piece of HTML that stands alone: no scripts, no style sheet, nothing fetched; curves as inline SVG.
+"""HTML of a job: one fragment without scripts, style sheets or resources to load; curves are inline SVG.
 
-Owns layout. Everything a worker can influence is escaped. Styles are inline, because GitHub and untrusted notebooks
-drop style sheets; where they drop inline styles and SVG too, a plain table is left, with words and numbers, and a chart
-has a caption. Text and lines take the colour of their surroundings and tints are half-transparent greys, so that the
-same HTML is legible in light and dark themes, which a kernel can't know. A colour never stands without its word.
+All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. Where
+inline styles and SVG are removed too, a plain table with numbers and captions is left. Colours of text are inherited
+and tints are half-transparent greys, so that the HTML is legible in light and dark themes. Colours only repeat what
+the text next to them states.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATE_COLOURS = {
 
 
 def outcome_colour(outcome: str) -> str:
-    """The colour of a job: ``outcome`` as in :class:`nblaunch.events.JobFinished`, empty while it runs."""
+    """Return the colour of a job; ``outcome`` as in :class:`nblaunch.events.JobFinished`, empty while it runs."""
     return {"": LIVE, "done": GOOD, "failed": BAD}.get(outcome, CALM)
 
 
@@ -54,7 +54,7 @@ Point = tuple[float, float]
 
 
 def sparkline(history: Sequence[float]) -> str:
-    """A loss over the whole job as a line as high as text; its first and last values in words. Empty for one value."""
+    """Return the losses of the whole job as a curve of the height of text; empty for less than two values."""
     if len(history) < 2:
         return ""
     shown = history if len(history) <= _SPARK_POINTS else _thinned(history)
@@ -73,7 +73,7 @@ def sparkline(history: Sequence[float]) -> str:
 
 
 def charts(view: JobView) -> str:
-    """Charts of the losses of the first ranks and of logged metrics, side by side; empty where nothing was measured."""
+    """Return charts of the losses of the first ranks and of logged metrics, side by side; empty without values."""
     drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1]
     losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
     name = "loss" if len(view.ranks) < 2 else f"loss of {formatting.ranks([rank.rank for rank in drawn])}"
@@ -87,12 +87,11 @@ def charts(view: JobView) -> str:
 
 
 def chart(name: str, curves: Mapping[str, Curve]) -> str:
-    """One chart with a caption in words.
+    """Return one chart with a caption.
 
     Args:
-        name: what is drawn.
-        curves: by label; the first one is drawn strongest, and its values are those in the caption. At least one, of
-            two points or more.
+        name: of the quantity.
+        curves: label -> curve of at least two points; the first one is emphasized, and the caption gives its values.
     """
     lines = [curve.points() for curve in curves.values()]
     ys = [y for line in lines for _, y in line]
@@ -116,18 +115,18 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
 
 
 def _in_words(line: Sequence[Point]) -> str:
-    """``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
+    """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
     text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0] - first[0]), 'step')}"
-    # Of what falls, one wants to know how low it was, and of what rises, how high: a line has no room for more.
+    # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
     if ys[-1] <= ys[0]:
         return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
     return text + (f", highest {loss(max(ys))}" if max(ys) > ys[-1] else "")
 
 
 def _scaled(lines: Sequence[Sequence[Point]], *, is_log: bool) -> list[list[Point]]:
-    """Points in pixels, all lines on the same axes."""
+    """Return the points of all lines in pixels, on the same axes."""
     heights = [[log10(y) if is_log else y for _, y in line] for line in lines]
     low_x, high_x = min(line[0][0] for line in lines), max(line[-1][0] for line in lines)
     low_y, high_y = min(map(min, heights)), max(map(max, heights))
@@ -153,13 +152,13 @@ def _polyline(points: Sequence[Point], *, is_main: bool) -> str:
 
 
 def _thinned(history: Sequence[float]) -> list[float]:
-    """Every so many-th value, and the last one."""
+    """Return evenly spaced values including the last one, at most :data:`_SPARK_POINTS`."""
     stride = -(-len(history) // (_SPARK_POINTS - 1))
     kept = list(history[::stride])
     return kept if (len(history) - 1) % stride == 0 else [*kept, history[-1]]
 
 
-# Repeated in every cell of every update: what can be inherited stands in the table's and the rows' styles.
+# These are repeated in every cell of every update; styles that cells inherit are set on the table and the rows.
 _CELL = "border:0;padding:3px 14px 3px 0"
 _LEFT, _RIGHT = f"{_CELL};text-align:left", f"{_CELL};text-align:right"
 _HEAD = "font-weight:normal;opacity:.65"
@@ -170,7 +169,7 @@ _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
 
 
 def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
-    """``{"text/html": ..., "text/plain": ...}`` of the same table, for ``display(..., raw=True)``."""
+    """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``."""
     return {
         "text/html": render_html(view, with_output=with_output),
         "text/plain": render_text(view, with_output=with_output),
@@ -178,11 +177,11 @@ def mimebundle(view: JobView, *, with_output: bool = False) -> dict[str, str]:
 
 
 def render_html(view: JobView, *, with_output: bool = False) -> str:
-    """The table as an HTML fragment.
+    """Return the table as an HTML fragment.
 
     Args:
-        view: what to render.
-        with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
+        view: the job.
+        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
     """
     table = tabulate(view)
     parts = [title(view, table)]
@@ -205,7 +204,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
 
 
 def title(view: JobView, table: Table) -> str:
-    """What runs, how it is doing, on what; another line where it had to be started in another way than usual."""
+    """Return name, state and setting of the job, and a second line if its start method is not the usual one."""
     colour = outcome_colour(view.outcome)
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
@@ -215,7 +214,7 @@ def title(view: JobView, table: Table) -> str:
 
 
 def remarks(table: Table) -> str:
-    """What went wrong or may go wrong; empty where nothing did."""
+    """Return failures, notices and warnings; empty if there are none."""
     failures = [_marked(label, text, BAD) for label, text in table.failures]
     warnings = [_marked("warning", text, CAUTION) for text in table.warnings]
     return "".join([*failures, *map(_notice, table.notices), *warnings])
@@ -226,7 +225,7 @@ def _dot(colour: str) -> str:
 
 
 def table_of(table: Table) -> str:
-    """A row per rank, or for each of the extremes."""
+    """Return the rows of the table."""
     has_bar = any(row.fraction is not None for row in table.rows)
     has_spark = any(len(row.loss_history) > 1 for row in table.rows)
     has_detail = any(row.detail for row in table.rows)
@@ -281,7 +280,7 @@ def _bar(fraction: float | None, colour: str) -> str:
 
 
 def grid(cells: Sequence[GridCell]) -> str:
-    """Ranks without a row: a tile each, with number, state or progress in words, and a bar."""
+    """Return the grid of ranks without a row: a tile each, with rank, state or progress, and a bar."""
     rows = "".join(
         f'<tr style="background:none">{"".join(map(_tile, cells[start : start + GRID_COLUMNS]))}</tr>'
         for start in range(0, len(cells), GRID_COLUMNS)
@@ -314,7 +313,7 @@ def _notice(notice: Notice) -> str:
 
 
 def line(text: str) -> str:
-    """Words that need no attention."""
+    """Return a line of muted text."""
     return f'<div style="{_MUTED};font-size:12px">{escape(text)}</div>'
 
 

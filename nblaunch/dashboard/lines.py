@@ -1,4 +1,4 @@
-"""What workers print and display, in the output of the cell (or on the terminal) that waits for them.
+"""Output of workers: printed lines and displays, in the output of the cell or on the terminal.
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
@@ -6,9 +6,8 @@
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch/train-3
     [1] last line
 
-Owns labels, batching, the joining of equal lines and the folding of endless output. Lines of one tick leave in one
-write, so that the number of messages depends on time and not on how much is printed. The lines of each rank stay in the
-order in which it printed them. Never reads from workers, never writes logs.
+``LinesPrinter`` labels lines, merges equal lines of several ranks and folds long output. Lines of one tick are one
+write, so that the number of messages to the front end does not grow with the output. Lines of a rank keep their order.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 NUM_LINES = 60
-"""Lines that are kept of each rank, and of all."""
+"""Number of last lines that a ``LogBook`` keeps of each rank, and of all ranks together."""
 
 
 class LogBook:
-    """The last lines of each rank and of all, as they came. Knows no widgets."""
+    """The last lines of each rank and of all ranks."""
 
     def __init__(self) -> None:
         self.num_seen: dict[int, int] = {}
@@ -46,7 +45,7 @@ class LogBook:
         self._count = 0
 
     def add(self, event: Event) -> None:
-        """Remember what ``event`` says, if it is something that a rank printed or displayed."""
+        """Add the text of an event if a rank printed or displayed it."""
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
                 self._add_line(event, single_line(line))
@@ -58,11 +57,11 @@ class LogBook:
             self._add_line(event, single_line(event.text))
 
     def of_all(self) -> list[tuple[int, str]]:
-        """``(rank, line)``, oldest first by the clocks of the workers."""
+        """Return ``(rank, line)`` of all ranks, oldest first by the clocks of the workers."""
         return [(rank, line) for _, _, rank, line in sorted(self._all)]
 
     def of_rank(self, rank: int) -> list[str]:
-        """Its last lines, as they came."""
+        """Return the last lines of a rank, oldest first."""
         return list(self._by_rank.get(rank, ()))
 
     def _add_line(self, event: Event, line: str) -> None:
@@ -72,10 +71,10 @@ class LogBook:
 
 
 MIN_RANKS = 3
-"""So many ranks must print a line for it to be shown once: of two, each may as well have its own."""
+"""Smallest number of ranks whose equal lines are merged."""
 
 MERGE_WINDOW_S = 2.0
-"""Seconds between lines that can be the same."""
+"""Largest number of seconds between equal lines that are merged."""
 
 
 @dataclass
@@ -86,7 +85,7 @@ class _Line:
 
 
 class MergedLines:
-    """Lines of ranks, oldest first."""
+    """Lines of ranks in order, in which equal lines of several ranks are one entry."""
 
     def __init__(self) -> None:
         self._lines: list[_Line] = []
@@ -94,7 +93,7 @@ class MergedLines:
         self._next_place: dict[int, int] = {}
 
     def add(self, rank: int, text: str, time_s: float) -> None:
-        """``rank`` printed ``text``, after all that was added of it before."""
+        """Add a line that ``rank`` printed after its earlier lines."""
         places = self._places.setdefault(text, [])
         first = bisect_left(places, self._next_place.get(rank, 0))
         same = (place for place in places[first:] if time_s - self._lines[place].time_s <= MERGE_WINDOW_S)
@@ -106,7 +105,7 @@ class MergedLines:
         self._next_place[rank] = place + 1
 
     def joined(self) -> list[tuple[list[int], str]]:
-        """``(ranks, line)``, oldest first; one rank or at least :data:`MIN_RANKS`."""
+        """Return ``(ranks, line)``, oldest first; with one rank, or at least :data:`MIN_RANKS`."""
         joined: list[tuple[list[int], str]] = []
         for line in self._lines:
             if len(line.ranks) >= MIN_RANKS:
@@ -116,32 +115,31 @@ class MergedLines:
         return joined
 
 
-_LINE_LENGTH = 4000  # characters of a line that are shown
-_NUM_DISPLAYS = 100  # figures and the like that are shown of a rank
+_LINE_LENGTH = 4000  # characters
+_NUM_DISPLAYS = 100  # of a rank, such as figures
 
 Publish = Callable[[Displayed], None]
 
 
 @final
 class LinesPrinter(Dashboard):
-    """Prints what ranks print, labelled ``[rank]``; the output of a single process has no label.
+    """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    Of a rank that prints more than ``num_head`` lines, the rest is counted instead; its last lines follow at the end.
-    Where many ranks print a lot, each may show its share of ``num_head_of_all``.
+    After ``num_head`` lines of a rank, further lines are only counted; the last ones are printed at the end. If many
+    ranks print a lot, the limit of each is its share of ``num_head_of_all``.
 
     Args:
-        stream: where to; default ``sys.stdout`` as it is at each write.
-        publish: shows what a worker displayed; default: its text, as a line of output.
-        num_head: lines of a rank that are shown as they come.
-        num_head_of_all: lines of all ranks together that are shown as they come, about; None = twice ``num_head``.
-        num_tail: last lines of a rank with more than that, shown at the end.
-        line_length: characters of a line that are shown.
-        first_s: seconds before the first write, so that the table of the job stands above its output.
-        defers_lines: keep all lines for the end, where widgets show them while the job runs; what workers display is
-            shown as it comes.
-        merges_equal: show a line that three or more ranks print at the same time once, labelled ``[0-3]``.
-        live: a line of the same terminal that is redrawn in place, to be kept below.
-        clock: seconds on a clock that never jumps.
+        stream: default: ``sys.stdout``, looked up at each write.
+        publish: shows a display of a worker; default: print its text.
+        num_head: lines of a rank that are printed at once.
+        num_head_of_all: approximate limit for all ranks together; None = twice ``num_head``.
+        num_tail: last lines of a rank over the limit, printed at the end.
+        line_length: characters after which a line is cut.
+        first_s: seconds before the first write, so that the table of the job appears above its output.
+        defers_lines: print all lines at the end, because widgets show them meanwhile; displays are shown at once.
+        merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
+        live: the line of the same terminal that is redrawn in place, to be kept below.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -252,7 +250,7 @@ class LinesPrinter(Dashboard):
             yield f"{label}{line}\n"
 
     def _room(self, rank: int) -> int:
-        """How many more lines of ``rank`` may be shown: none once some were left out."""
+        """Return how many more lines of ``rank`` may be printed: 0 once lines have been left out."""
         if rank in self._tails:
             return 0
         shown = self._num_shown.get(rank, 0)
@@ -272,7 +270,7 @@ class LinesPrinter(Dashboard):
     def _add_display(self, event: Displayed) -> None:
         event = self._with_own_display_id(event)
         if event.update:
-            # Only the newest update of an output within a tick can be seen.
+            # Only the last update of an output within a tick is visible.
             same = [item for item in self._pending if isinstance(item, Displayed) and _is_same(item, event)]
             for item in same:
                 self._pending.remove(item)
@@ -285,14 +283,14 @@ class LinesPrinter(Dashboard):
             self._pending.append(f"{self._label(event.rank)}... displays a lot; no more of it is shown\n")
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
-        """Ranks that display under the same id (the same code on each) must not overwrite each other."""
+        """Make display ids of other ranks than 0 unique: all ranks run the same code with the same ids."""
         display_id = event.transient.get("display_id")
         if not isinstance(display_id, str) or event.rank == 0:
             return event
         if not event.update:
             self._display_ids.add((event.rank, display_id))
         if (event.rank, display_id) not in self._display_ids:
-            return event  # made before the launch: an output of the notebook itself
+            return event  # an output of the notebook that was made before the launch
         return replace(event, transient={**event.transient, "display_id": f"{display_id}-rank{event.rank}"})
 
     def _flush(self) -> None:
@@ -331,12 +329,12 @@ class LinesPrinter(Dashboard):
         stream = sys.stdout if self._stream is None else self._stream
         with self._live.hidden() if self._live is not None else nullcontext():
             write(stream, "".join(lines))
-            if self._publish is None:  # a kernel flushes by itself, and waiting for it costs milliseconds
+            if self._publish is None:  # kernels flush by themselves, and flush() there takes milliseconds
                 stream.flush()
 
 
 def publish_in_shell(shell: Any) -> Publish:
-    """A function that shows what a worker displayed in the cell that runs in ``shell``."""
+    """Return a function that shows displays of workers in the running cell of ``shell``."""
 
     def publish(event: Displayed) -> None:
         shell.display_pub.publish(
@@ -352,7 +350,7 @@ def publish_in_shell(shell: Any) -> Publish:
 def _shorten(line: str, length: int = _LINE_LENGTH) -> str:
     if len(line) > length:
         line = f"{line[:length]} ... ({formatting.count(len(line) - length, 'character')} more)"
-    # Half a surrogate pair can't be sent to a front end.
+    # Lone surrogates can't be sent to a front end.
     return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 
 

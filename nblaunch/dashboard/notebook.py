@@ -1,9 +1,8 @@
-"""A job in a notebook: one output, updated in place through its display id.
+"""The dashboard for notebooks: one output of a cell, updated in place through its display id.
 
-What is published is complete in itself (HTML and text), so that the last update is also what a saved notebook keeps,
-with no widget state. Updates reach the right output from any thread; the same output can be shown in several cells, and
-all follow. While a cell runs, clicks do not reach the kernel on most versions: :class:`CellWatch` knows whether one
-does. Never prints: ``lines.py`` does.
+Each update is complete (HTML and text), so that a saved notebook keeps the last one without widget state. Updates reach
+the output from any thread, and in all cells that show it. While a cell runs, most kernels receive no clicks:
+:class:`CellWatch` reports whether one runs.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 
 SHORT_S = 0.5
-"""Cells that end within this time are as good as none: a click waits for them unnoticed."""
+"""Seconds for which a cell may run before buttons are disabled; a click waits for a shorter cell."""
 
 
 class CellWatch:
-    """Follows the cells of a shell from the cell that runs now on, until it is closed.
+    """Tracks whether a cell of the kernel is running, from the current cell until it is closed.
 
     Args:
-        shell: of IPython, in the thread of its cells; None where there is none: then no cell ever runs.
-        clock: seconds on a clock that never jumps.
+        shell: of IPython, in the thread of its cells; None = no cell ever runs.
+        clock: monotonic seconds.
     """
 
     def __init__(self, shell: Any | None, clock: Callable[[], float] = monotonic) -> None:
@@ -44,12 +43,12 @@ class CellWatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a cell runs, for longer than a moment."""
+        """Return whether a cell has been running for at least :data:`SHORT_S`."""
         since_s = self._since_s
         return since_s is not None and self._clock() - since_s >= SHORT_S
 
     def close(self) -> None:
-        """Follow no longer. Calls after the first do nothing."""
+        """Unregister the hooks. Calls after the first do nothing."""
         events, self._events, self._since_s = self._events, None, None
         if events is not None:
             for name, hook in self._hooks:
@@ -63,32 +62,32 @@ class CellWatch:
 
 
 Bundle = Mapping[str, Any]
-"""MIME type -> data, as for ``display(..., raw=True)``."""
+"""MIME type -> data, as in ``display(..., raw=True)``."""
 
 Publish = Callable[[Bundle, str, bool], None]
 """``publish(bundle, display_id, is_update)``."""
 
 
 class Output:
-    """One output.
+    """One output, which several cells can show.
 
     Args:
-        publish: how; default through IPython.
+        publish: default: through IPython.
     """
 
     def __init__(self, publish: Publish | None = None) -> None:
         self._publish = publish or publish_in_notebook
         self._display_id = f"nblaunch-{os.urandom(8).hex()}"
         self._cells: set[str | None] = set()
-        # A background job updates it in one thread while a cell shows it again in another.
+        # A background job updates the output in one thread while a cell shows it again in another.
         self._lock = threading.Lock()
         self.shown: Bundle | None = None
 
     def show(self, bundle: Bundle, *, even_if_same: bool = False) -> bool:
-        """Make the output show ``bundle``; the first call creates it in the running cell.
+        """Update the output to ``bundle``; the first call creates it in the running cell.
 
         Returns:
-            Whether anything was published: not if the output shows that already, unless ``even_if_same``.
+            Whether it was published: not if the output is the same already, unless ``even_if_same``.
         """
         with self._lock:
             if bundle == self.shown and not even_if_same:
@@ -100,7 +99,7 @@ class Output:
         return True
 
     def show_again(self) -> bool:
-        """Show it in the running cell, too. False where there is nothing to show, or where that cell shows it."""
+        """Show the output in the running cell as well; return False if it is empty or shown there already."""
         cell = running_cell()
         with self._lock:
             if self.shown is None or cell in self._cells:
@@ -121,13 +120,13 @@ def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> Non
 
 
 def running_cell() -> str | None:
-    """The id of the request that this thread's cell runs for; None outside of a kernel."""
+    """Return the id of the request that the current cell executes; None outside of a kernel."""
     request = running_request()
     return request.get("header", {}).get("msg_id")
 
 
 def running_request() -> Mapping[str, Any]:
-    """The request that this thread's cell runs for, as the front end sent it; empty outside of a kernel."""
+    """Return the request that the current cell executes, as sent by the front end; empty outside of a kernel."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
     return getattr(shell, "parent_header", None) or {}
@@ -135,14 +134,14 @@ def running_request() -> Mapping[str, Any]:
 
 @final
 class NotebookDashboard(ViewingDashboard):
-    """The table of a job, shown through one display id.
+    """The table of a job in the output of a cell.
 
     Args:
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
-            and shows the last lines of all ranks: prints from another thread would land in another cell.
+            and includes the last lines of all ranks: text printed by another thread would appear in another cell.
         is_html: publish HTML and text; text alone if False.
-        publish: how; default through IPython.
-        clock: seconds on a clock that never jumps.
+        publish: default: through IPython.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class NotebookDashboard(ViewingDashboard):
         self._is_background = background
         self._is_html = is_html
         self._output = Output(publish)
-        self._looked_at: tuple[JobView, int] | None = None
+        self._drawn: tuple[JobView, int] | None = None
         if background:
             self._show(self._view)
 
@@ -174,9 +173,9 @@ class NotebookDashboard(ViewingDashboard):
             self._show(view, is_final=True)
 
     def _may_differ(self) -> bool:
-        """Return whether rendering is worth while: there was an event, or the clock shows another second."""
+        """Return whether the table may have changed: after an event, or in another second."""
         second = int(self._view.elapsed_s)
-        last, self._looked_at = self._looked_at, (self._view, second)
+        last, self._drawn = self._drawn, (self._view, second)
         if last is None or last[1] != second or last[0].ranks is not self._view.ranks:
             return True
         return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail

@@ -1,6 +1,6 @@
-"""What a dashboard points out by itself: slow ranks, stuck ranks, losses that are no longer finite.
+"""Notices about slow ranks, stuck ranks and losses that are not finite, computed from the view alone.
 
-Read from the view alone. Stacks of ranks that hang come from the launcher, as a note of kind ``"hang"``.
+Stacks of ranks that hang come from the launcher, in a ``Note`` event of kind ``"hang"``.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
 
 SLOW_RATIO = 1.3
-"""So many times slower than the others is worth a word."""
+"""A rank is slow if its step takes this many times as long as those of the others."""
 
 STUCK_S = 20.0
-"""Seconds without any sign of life after which a rank is reported as stuck; more where its steps take long."""
+"""Seconds without steps, changes of state or output after which a rank is stuck; more if its steps take long."""
 
-_STUCK_STEPS = 20  # of its own usual steps
-_OUTSIDE_FACTOR = 3  # outside of loaders there is no measure of a normal duration
-_MIN_SPAN_S = 3.0  # of measured rates
-_MIN_LOSS = 0.1  # part of a step that all others lose by waiting for the slowest
-_MIN_WAITING = 0.25  # part of the time
-_MIN_WAITS = 3  # a single long wait, as for a download, says nothing about who is slow
+_STUCK_STEPS = 20  # a rank is stuck after the time of this many of its usual steps
+_OUTSIDE_FACTOR = 3  # outside of loaders the usual duration is unknown
+_MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
+_MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
+_MIN_WAITING = 0.25  # fraction of the time
+_MIN_WAITS = 3  # a single long wait, as for a download, does not mean that a rank is slow
 _QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing to point out.
+    """One notice.
 
     Args:
         kind: ``"slow"``, ``"stuck"`` or ``"loss"``.
-        ranks: whom it is about.
-        text: it, in words.
-        lines: more about it, a line each.
+        ranks: the ranks concerned.
+        text: one sentence.
+        lines: details, a line each.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Notice:
 
 
 def notices(view: JobView) -> tuple[Notice, ...]:
-    """Return what is to be pointed out now, the most urgent first."""
+    """Return the notices of the moment, the most urgent first."""
     stuck = _stuck(view)
     slow = [] if stuck else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
     return (*stuck, *_lost_losses(view), *slow)
@@ -58,7 +58,7 @@ def notices(view: JobView) -> tuple[Notice, ...]:
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:
-    """Ranks whose step rate lies far below that of the others."""
+    """Find ranks whose step rate is far below that of the others."""
     rates = {
         rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
     }
@@ -73,7 +73,7 @@ def _slow_ranks(view: JobView) -> list[Notice]:
 
 
 def _slow_in_step(view: JobView) -> list[Notice]:
-    """Ranks that go in step with the others, and make them wait at every step."""
+    """Find ranks that make the others wait at every step, as in data parallel training, where all rates are equal."""
     own = {
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
@@ -93,7 +93,7 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 
 
 def _outliers(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Ranks that take much longer than the median of the others -> how many times as long; at most half of them."""
+    """Return ranks far above the median of the others -> the ratio; empty if that are more than half of them."""
     slower: dict[int, float] = {}
     for rank, own_s in seconds.items():
         others = [other_s for other, other_s in seconds.items() if other != rank]
@@ -103,7 +103,7 @@ def _outliers(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[int]) -> str:
-    """``rank 2 is 1.8 times slower than the others``."""
+    """Return ``rank 2 is 1.8 times slower than the others``."""
     low, high = f"{min(slower.values()):.1f}", f"{max(slower.values()):.1f}"
     times = low if low == high else f"{low} to {high}"
     verb = ("was" if view.is_over else "is") if len(slower) == 1 else ("were" if view.is_over else "are")
@@ -113,7 +113,7 @@ def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[i
 
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
-    """Whether its rate is its present one, over enough steps to mean something."""
+    """Return whether the rate is current and covers enough steps to be compared."""
     if not rank.steps_per_s or len(rank.marks) < 2 or (rank.state.is_final and not view.is_over):
         return False
     first, last = rank.marks[0], rank.marks[-1]
@@ -121,7 +121,7 @@ def _is_measured(view: JobView, rank: RankView) -> bool:
 
 
 def waiting_share(view: JobView, rank: RankView) -> float:
-    """Part of the job's time that ``rank`` has spent waiting for others in collectives of nblaunch, 0 to 1."""
+    """Return the fraction of the job's time that ``rank`` has waited in collectives of nblaunch, 0 to 1."""
     waited_s = rank.waited_s
     if rank.state is WorkerState.WAITING and rank.state_s:
         waited_s += max(view.now_s - rank.state_s, 0.0)
@@ -129,7 +129,7 @@ def waiting_share(view: JobView, rank: RankView) -> float:
 
 
 def _awaited_rank(view: JobView) -> list[Notice]:
-    """Ranks in step with each other have one rate; the slow one is the one that never waits."""
+    """Find the rank that never waits while all others do. Ranks that synchronize at every step have equal rates."""
     if view.elapsed_s < _MIN_SPAN_S or len(view.ranks) < 2 or view.outcome not in ("", "done"):
         return []
     shares = {rank.rank: waiting_share(view, rank) for rank in view.ranks}
@@ -151,7 +151,7 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 
 
 def _stuck(view: JobView) -> list[Notice]:
-    """Ranks that show no sign of life, and those that wait for them."""
+    """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
         return [Notice("stuck", (), view.hang[0], view.hang[1:])] if view.hang else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
@@ -162,7 +162,7 @@ def _stuck(view: JobView) -> list[Notice]:
     stuck = [rank for rank in still if rank.state is not WorkerState.WAITING]
     for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stuck or waiting))
     if not stuck and len(waiting) < len(live):
-        return []  # the ranks that they wait for are at work
+        return []  # they wait for ranks that make progress
     text = _where_stuck(live, stuck, waiting, for_s)
     return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text, view.hang[1:])]
 
@@ -194,7 +194,7 @@ def _where_stuck(
 
 
 def _steps(ranks: Sequence[RankView]) -> str:
-    """At which steps they are, where they have any: the one that is behind is the one to look at."""
+    """Return the ranks' steps as the end of a sentence; a rank that is behind the others is the likely cause."""
     by_step: dict[int, list[int]] = {}
     for rank in ranks:
         by_step.setdefault(rank.step, []).append(rank.rank)

@@ -1,6 +1,6 @@
-"""The table about a job as words and numbers, before it is drawn: columns, rows, headline, failures, memory.
+"""The table of a job as text cells, without layout: columns, rows, headline, failures, memory.
 
-Text, HTML and widgets draw the same table, so that they can't disagree. Knows no markup and no widths.
+Text, HTML and widgets draw the same table, so that they show the same numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, percent, rate, single_line, whole_duration
 
 MAX_ROWS = 16
-"""Up to so many processes each has its row; of more, the extremes are shown and the rest is summed up."""
+"""Largest number of rows. With more processes, the extremes have a row and a summary row stands for the others."""
 
 HEAD_LINES = 500
-"""Lines of a rank that a blocking cell shows as they come; what lies beyond is folded, see ``lines.py``."""
+"""Number of lines of a rank that a cell prints at once; further lines are folded, see ``lines.py``."""
 
 GRID_COLUMNS = 8
-"""Ranks in a line of the grid of those without a row."""
+"""Ranks per line in the grid of ranks without a row."""
 
 _NUM_FAILED, _NUM_NOTICED, _NUM_SLOWEST, _NUM_FASTEST = 6, 3, 3, 3
 NUM_COLUMNS = 8
@@ -31,17 +31,17 @@ NUM_COLUMNS = 8
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. ``rank`` is None for the line that sums up ranks without their own.
+    """A row of the table: one rank, or a summary of the ranks without a row.
 
     Args:
-        rank: whose; None for a summary.
-        label: what stands in the rank column.
-        state: what it does; decides the colour.
-        state_text: what it does, in words.
-        cells: one text per column of the table; empty where there is nothing to say.
-        fraction: done part of the pass, 0 to 1, or None.
+        rank: None for a summary.
+        label: text of the rank column.
+        state: decides the colour.
+        state_text: text of the state column.
+        cells: one text per column of the table; may be empty.
+        fraction: progress of the pass, 0 to 1, or None.
         loss_history: points of a sparkline.
-        detail: progress bar of the worker in words, or its last line, or how it ended.
+        detail: the worker's progress bar as text, or its last line, or its exit status.
     """
 
     rank: int | None
@@ -56,13 +56,13 @@ class Row:
 
 @dataclass(frozen=True)
 class GridCell:
-    """A rank without a row of its own.
+    """A cell of the grid of ranks without a row.
 
     Args:
-        rank: which.
-        state: what it does; decides the colour.
-        text: how far it is, or how it ended: ``"45%"``, ``"waiting"``, ``"done"``.
-        fraction: done part of the pass, 0 to 1, or None.
+        rank: of the worker.
+        state: decides the colour.
+        text: progress or state: ``"45%"``, ``"waiting"``, ``"done"``.
+        fraction: progress of the pass, 0 to 1, or None.
     """
 
     rank: int
@@ -72,18 +72,18 @@ class GridCell:
 
 
 def state_text(rank: RankView) -> str:
-    """What a rank does, in one word: ``starting``, ``training``, ``waiting`` (in a collective), ``killed``, ..."""
+    """Return the state in one word: ``starting``, ``training``, ``waiting`` (in a collective), ``killed``, ..."""
     return "killed" if rank.is_killed else rank.state.name.lower()
 
 
 def columns_of(view: JobView) -> tuple[str, ...]:
-    """Names of the columns."""
+    """Return the names of all columns."""
     memory = ("peak memory", "peak device") if view.is_over else ("memory", "device")
     return ("epoch", "step", "steps/s", "samples/s", "left", "loss", *memory)
 
 
 def row_of(view: JobView, rank: RankView) -> Row:
-    """The line of one rank."""
+    """Return the row of one rank."""
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
@@ -106,7 +106,7 @@ def row_of(view: JobView, rank: RankView) -> Row:
 
 
 def _fraction(rank: RankView) -> float | None:
-    """Of the rank's loader, or where it has none, of the bar that it draws itself."""
+    """Return the progress of the rank's loader, or of its own progress bar if it has no loader."""
     if rank.fraction is None and not rank.has_progress and rank.bar is not None:
         return rank.bar.fraction
     return rank.fraction
@@ -117,7 +117,7 @@ def _host_bytes(view: JobView, rank: RankView) -> int | None:
 
 
 def device_bytes(view: JobView, rank: RankView) -> int | None:
-    """What a rank takes of its device; at most so far, once the job is over."""
+    """Return the device memory of a rank: current, or peak when the job is over."""
     return rank.device_peak_bytes if view.is_over else rank.device_bytes
 
 
@@ -146,12 +146,12 @@ def _detail(rank: RankView) -> str:
         return ""
     if rank.bar is not None:
         return rank.bar.text
-    # Lines stand in the cell already, unless this rank prints so much that they are folded there.
+    # The cell shows printed lines below the table, unless this rank prints so much that they are folded.
     return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
 
 
 def narrowed(row: Row, used: Sequence[int]) -> Row:
-    """The row with those of its cells that are ``used``."""
+    """Return the row with the cells at the indices ``used``."""
     cells = tuple(row.cells[index] for index in used)
     return Row(
         row.rank, row.label, row.state, row.state_text, cells, row.fraction, row.loss_history, row.detail
@@ -159,9 +159,9 @@ def narrowed(row: Row, used: Sequence[int]) -> Row:
 
 
 def select_ranks(view: JobView) -> tuple[list[RankView], list[RankView]]:
-    """Ranks that get a row, and the others.
+    """Return the ranks that have a row, and the others.
 
-    Beyond :data:`MAX_ROWS`: the failed, those that a notice is about, the slowest, rank 0, the fastest.
+    If there are more than :data:`MAX_ROWS`: failed ranks, ranks with a notice, the slowest, rank 0, the fastest.
     """
     if len(view.ranks) <= MAX_ROWS:
         return list(view.ranks), []
@@ -182,7 +182,7 @@ def select_ranks(view: JobView) -> tuple[list[RankView], list[RankView]]:
 
 
 def _by_progress(view: JobView) -> list[RankView]:
-    """The slowest first. Of ranks that go in step none is: who is a step ahead changes with every look."""
+    """Return ranks, the slowest first; by rank if all are within one step, since that order changes all the time."""
     steps = [rank.steps_done for rank in view.ranks]
     if 0 < max(steps) <= min(steps) + 1:
         return list(view.ranks)
@@ -190,7 +190,7 @@ def _by_progress(view: JobView) -> list[RankView]:
 
 
 def grid_cell(rank: RankView) -> GridCell:
-    """A rank without a line of its own."""
+    """Return the grid cell of a rank without a row."""
     fraction = _fraction(rank)
     is_moving = rank.state in (WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.RUNNING)
     text = percent(fraction) if is_moving and fraction is not None else state_text(rank)
@@ -198,7 +198,7 @@ def grid_cell(rank: RankView) -> GridCell:
 
 
 def summary_row(view: JobView, ranks: Sequence[RankView]) -> Row:
-    """The line that sums up ``ranks``."""
+    """Return the summary row of ``ranks``."""
     states: dict[WorkerState, int] = {}
     for rank in ranks:
         states[rank.state] = states.get(rank.state, 0) + 1
@@ -237,23 +237,23 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Table:
-    """All that is shown of a job.
+    """All text that is shown of a job.
 
     Args:
-        name: the function that runs.
-        headline: how the job is doing, in words.
+        name: of the function that runs.
+        headline: state of the job: ``running for 12 s``.
         setting: number of processes, backend, start method.
-        detour: why the start method is not the usual one; empty where it is.
-        columns: names of the columns between the state and the detail; only those with something in them.
-        rows: one per shown rank, perhaps one that sums up the others.
-        grid: the ranks without a row, by rank; in lines of :data:`nblaunch.dashboard.table.GRID_COLUMNS`.
-        failures: ``(who, what)``, root cause first.
-        notices: what else is wrong, in words.
-        metrics: the last logged values, one line; may be empty.
-        memory: what the job takes, or took at most, one line; may be empty.
-        warnings: from the launcher, about what may go wrong.
-        notes: from the launcher and the workers, without the warnings.
-        log_dir: where complete logs are; may be empty.
+        detour: why the start method is not the usual one; empty if it is.
+        columns: names of the columns between state and detail; empty columns are left out.
+        rows: one per shown rank, and a summary if there are others.
+        grid: the ranks without a row, by rank; :data:`GRID_COLUMNS` per line.
+        failures: ``(ranks, failure)``, root cause first.
+        notices: slow and stuck ranks, losses that are not finite.
+        metrics: the last logged values in one line; may be empty.
+        memory: memory of the job in one line; may be empty.
+        warnings: of the launcher and the workers.
+        notes: of the launcher and the workers, without the warnings.
+        log_dir: folder of complete logs; may be empty.
     """
 
     name: str
@@ -273,7 +273,7 @@ class Table:
 
 
 def tabulate(view: JobView) -> Table:
-    """The table for ``view``."""
+    """Return the table of a job."""
     shown, others = select_ranks(view)
     rows = [row_of(view, rank) for rank in shown]
     if others:
@@ -305,12 +305,12 @@ _OUTCOMES = {"done": "done in", "failed": "failed after", "interrupted": "interr
 
 
 def headline(view: JobView) -> str:
-    """How the job is doing: ``running for 12 s``, ``done in 3:07``, ``failed in rank 2 after 0.83 s``."""
+    """Return the state of the job: ``running for 12 s``, ``done in 3:07``, ``failed in rank 2 after 0.83 s``."""
     if not view.is_started:
         return "starting" if not view.is_over else "not started"
     if view.is_over:
         if view.outcome == "done" and view.is_early:
-            return f"stopped early, as asked, after {duration(view.elapsed_s)}"
+            return f"stopped early on request after {duration(view.elapsed_s)}"
         is_of_rank = view.outcome == "failed" and view.failed_rank is not None
         words = (
             f"failed in rank {view.failed_rank} after"
@@ -318,13 +318,15 @@ def headline(view: JobView) -> str:
             else _OUTCOMES.get(view.outcome, "cancelled after")
         )
         return f"{words} {duration(view.elapsed_s)}"
-    # Whole seconds while it runs: the table is published only when what it says changes.
+    # Whole seconds while it runs, because a table is published only when its text has changed.
     return f"running for {whole_duration(int(view.elapsed_s))}"
 
 
 def _setting(view: JobView) -> str:
     facts = dict(view.facts)
-    precision = facts.pop("precision", view.mixed_precision)  # what is in use, rather than what was asked for
+    precision = facts.pop(
+        "precision", view.mixed_precision
+    )  # reported by workers, where it differs from the setting
     spanning = "spmd" if view.spans_devices else ""
     parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
@@ -333,7 +335,7 @@ def _setting(view: JobView) -> str:
         text += f", attempt {view.attempt + 1}"
     samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
     text += f", {rate(samples_per_s)} samples/s" if samples_per_s > 0 else ""
-    # How many passes a function makes is known to itself alone.
+    # The number of passes of a function is unknown.
     return text if view.left_s is None else f"{text}, {whole_duration(view.left_s)} left of this pass"
 
 
@@ -342,11 +344,11 @@ def _note(rank: int, text: str) -> str:
 
 
 def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
-    """Root cause first; the same words of several ranks once; what follows from the root cause last."""
+    """Return failures with the root cause first and its consequences last; equal failures of several ranks once."""
     grouped: dict[tuple[bool, bool, str], list[RankView]] = {}
     for rank in view.ranks:
         if rank.failure:
-            # What follows from another rank's failure differs in ports and addresses, which do not help.
+            # Consequences of another rank's failure differ only in ports and addresses.
             words = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
             is_other = rank.rank != view.failed_rank
             grouped.setdefault((is_other, rank.is_consequence, words), []).append(rank)
@@ -377,11 +379,11 @@ def _metric(value: object) -> str:
 
 
 def _memory(view: JobView) -> str:
-    """Memory of all ranks, and of the device of the rank that takes most."""
+    """Return host memory of all ranks, and device memory of the rank with most of it."""
     parts = []
     taken = view.host_peak_bytes if view.is_over else view.host_bytes
     if taken:
-        # Where the system does not count shared pages, the ranks' numbers can't be added up.
+        # Where shared pages are counted for each process, the sum is too large.
         together = " together" if len(view.ranks) > 1 else ""
         shared = "" if view.is_host_proportional or not together else ", shared pages counted for each"
         parts.append(f"host {formatting.size(taken)}{together}{shared}")

@@ -1,7 +1,7 @@
-"""A job as lines of text: the table, one line of progress, and the dashboard of scripts and terminals.
+"""Text of a job: the table, the progress line, and the dashboard for scripts and terminals.
 
-Owns widths and alignment. In a terminal the last line is redrawn in place with carriage returns and spaces alone, which
-every terminal understands; elsewhere it is repeated. Writes to one stream, never asks for colours.
+In a terminal the progress line is redrawn in place with carriage returns and spaces, which every terminal supports;
+elsewhere a new line is written from time to time. There are no colours.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DEFAULT_WIDTH = 80
 
 @final
 class LiveLine:
-    """One line.
+    """A line of a terminal that is redrawn in place.
 
     Args:
-        stream: where; default ``sys.stderr`` as it is at each write.
+        stream: default: ``sys.stderr``, looked up at each write.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -38,15 +38,15 @@ class LiveLine:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         try:
             return bool(self._to.isatty())
-        except (AttributeError, ValueError):  # not a file at all, or closed
+        except (AttributeError, ValueError):  # not a file, or closed
             return False
 
     @property
     def width(self) -> int:
-        """Columns that a line may take without being wrapped."""
+        """Return the number of columns before a line wraps."""
         try:
             columns = os.get_terminal_size(self._to.fileno()).columns
         except (OSError, ValueError, AttributeError):
@@ -55,7 +55,7 @@ class LiveLine:
 
     @property
     def can_draw_blocks(self) -> bool:
-        """Whether the stream's encoding has the characters that bars are drawn with."""
+        """Return whether the encoding of the stream has block characters for bars."""
         try:
             "█▏".encode(getattr(self._to, "encoding", None) or "ascii")
         except (UnicodeEncodeError, LookupError):
@@ -63,7 +63,7 @@ class LiveLine:
         return True
 
     def show(self, text: str) -> None:
-        """Show ``text``, cut to the width of the terminal, in place of what was shown."""
+        """Replace the line by ``text``, cut to the width of the terminal."""
         text = cut(text, self.width)
         if text == self._drawn:
             return
@@ -72,14 +72,14 @@ class LiveLine:
         self._drawn = text
 
     def clear(self) -> None:
-        """Remove it; the cursor is then at the beginning of an empty line."""
+        """Remove the line; the cursor is then at the beginning of an empty line."""
         if self._drawn:
             self._write(f"\r{' ' * columns_of(self._drawn)}\r")
             self._drawn = ""
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While it lasts, whole lines may be written to the terminal; they end up above the line."""
+        """Hide the line while the block writes whole lines to the terminal."""
         drawn = self._drawn
         self.clear()
         try:
@@ -99,12 +99,12 @@ class LiveLine:
 
 
 def columns_of(text: str) -> int:
-    """Columns that ``text`` takes on a terminal: some characters take two."""
+    """Return the width of ``text`` on a terminal, where some characters take two columns."""
     return len(text) + sum(east_asian_width(one) in "WF" for one in text if not one.isascii())
 
 
 def cut(text: str, width: int) -> str:
-    """``text``, or as much of it as fits, with an ellipsis."""
+    """Return ``text``, cut to ``width`` columns with an ellipsis."""
     if columns_of(text) <= width:
         return text
     while text and columns_of(text) > width - 3:
@@ -116,14 +116,14 @@ _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 5, 30
 
 
 def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
-    """Return all ranks in one line as tqdm would draw it, by the one that is furthest behind.
+    """Return the progress of the rank that is furthest behind as a bar of tqdm, with the states of all ranks.
 
         train:  45%|█████████▏          | 450/1,000 [0:45<0:55, 10.0 steps/s, loss 0.0321, 3 training, 1 waiting]
 
     Args:
         view: the job.
-        width: columns that it may take.
-        has_blocks: whether the bar may be drawn with block characters; else ``#``.
+        width: columns of the terminal.
+        has_blocks: draw the bar with block characters; else with ``#``.
     """
     behind = _furthest_behind(view)
     name = view.function_name or "job"
@@ -132,7 +132,7 @@ def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
     parts += [f"loss {formatting.loss(behind.loss)}"] if behind.loss is not None else []
     words = f"[{', '.join([*parts, _states(view)])}]"
     if behind.fraction is None:
-        # Without a length there is nothing to draw; the bar of a worker says more than nothing.
+        # Without a total there is no bar to draw; show the worker's own progress bar, or its step.
         done = behind.status_line or (f"step {behind.step:,}" if behind.step else "")
         return f"{name}: {words} {done}".rstrip()
     epoch = f" epoch {behind.epoch}" if behind.epoch else ""
@@ -149,7 +149,7 @@ def _times(view: JobView) -> str:
 
 
 def _states(view: JobView) -> str:
-    """``4 training``, ``3 training, 1 waiting``; a single process: its state."""
+    """Return ``4 training``, ``3 training, 1 waiting``; for a single process its state."""
     if len(view.ranks) == 1:
         return view.ranks[0].state.name.lower()
     states: dict[WorkerState, int] = {}
@@ -172,7 +172,7 @@ def _furthest_behind(view: JobView) -> RankView:
 
 
 def progress_line(view: JobView) -> str:
-    """All ranks in one line, by the one that is furthest behind."""
+    """Return the progress of the rank that is furthest behind, in one line."""
     behind = _furthest_behind(view)
     table = tabulate(JobView(num_processes=1, ranks=(behind,)))
     row = table.rows[0]
@@ -182,18 +182,18 @@ def progress_line(view: JobView) -> str:
 
 
 _DETAIL_WIDTH = 60
-_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # a redrawn line: before the first, and between two
+_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first redrawn line, and between two
 
 
 def render_text(view: JobView, *, with_output: bool = False) -> str:
-    """The table as text, without a final line end.
+    """Return the table as text, without a final line end.
 
-    One header line, one line per process (beyond 16 processes the extremes, a summary and a grid of the others), then
-    how the job is doing, failures, notices and warnings, the last metrics, memory and where the logs are.
+    One header line, one line per process (if there are more than 16, the extremes, a summary and a grid of the others),
+    then the headline, failures, notices, warnings, the last metrics, memory and the folder of logs.
 
     Args:
-        view: what to render.
-        with_output: add the notes and the last lines of output of all ranks, where nothing else shows them.
+        view: the job.
+        with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
     """
     table = tabulate(view)
     lines = [*(_table_lines(table) if table.rows else []), *_grid_lines(table.grid)]
@@ -220,7 +220,7 @@ def _table_lines(table: Table) -> list[str]:
     grid += [_cells(row) for row in table.rows]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     last = len(widths) - 1
-    # Words to the left, numbers to the right.
+    # Text is aligned to the left, numbers to the right.
     lines = []
     for cells in grid:
         padded = [
@@ -232,7 +232,7 @@ def _table_lines(table: Table) -> list[str]:
 
 
 def _grid_lines(cells: Sequence[GridCell]) -> list[str]:
-    """``16 45%   17 44%   18 waiting ...``: so many ranks a line, all equally wide."""
+    """Return the grid as lines of cells of equal width: ``16 45%   17 44%   18 waiting ...``."""
     texts = [f"{cell.rank:>3} {cell.text}" for cell in cells]
     width = max(map(len, texts), default=0)
     return [
@@ -247,7 +247,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write in one call, with ``?`` in place of characters that the stream's encoding lacks."""
+    """Write in one call, with ``?`` for characters that the encoding of the stream lacks."""
     try:
         stream.write(text)
     except UnicodeEncodeError:
@@ -257,17 +257,17 @@ def write(stream: TextIO, text: str) -> None:
 
 @final
 class TextDashboard(ViewingDashboard):
-    """A line of progress, and a table at the end.
+    """A progress line, and a table at the end.
 
-    On a terminal one line is redrawn in place, as tqdm does. Elsewhere (a file, a pipe, a batch job's log) a new line
-    is written every few seconds, ever more rarely.
+    On a terminal one line is redrawn in place, as tqdm does. Elsewhere (a file, a pipe, the log of a batch job) a new
+    line is written every few seconds.
 
     Args:
-        stream: where to; default ``sys.stderr`` as it is at each write, so that a script's output stays its own.
-        live: the line of the terminal, shared with whatever else writes there; None = never redraw one.
-        first_s: seconds before the first line of progress: a short job prints its final table only.
+        stream: default: ``sys.stderr``, looked up at each write.
+        live: the line of the terminal, shared with other writers; None = never redraw a line.
+        first_s: seconds before the first progress line; a short job prints its final table only.
         interval_s: seconds between lines during the first minute; five times that later.
-        clock: seconds on a clock that never jumps.
+        clock: monotonic seconds.
     """
 
     def __init__(

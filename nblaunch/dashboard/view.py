@@ -1,12 +1,12 @@
-"""The state of a job as a dashboard sees it.
+"""The state of a job as dashboards show it: immutable data, changed only by ``fold``.
 
-    view = JobView()
-    view = fold(view, event)                      # for every event, see fold.py
-    view = fold_samples(view, samples, now_s)     # for every look at the board
+view = JobView()
+view = fold(view, event)                      # for every event
+view = fold_samples(view, samples, now_s)     # for every sample of the board
 
-Owns what is known and derived: states, rates, time left, histories, and the progress bars that workers draw themselves
-(tqdm's default format; source: ``tqdm.std.tqdm.format_meter``). Never formats, never looks at a clock, never changes a
-view in place. Renderers (text, HTML, widgets) read the same view, so that they can't disagree.
+Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default
+format; source: ``tqdm.std.tqdm.format_meter``). All renderers (text, HTML, widgets) read the same view, so that they
+show the same numbers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COUNTER = re.compile(rf"^(?:(?P<description>.*?):\s+)?(?P<count>{_COUNT}){_UNIT
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
+    """A progress bar that a worker draws.
 
     Args:
-        description: what its owner called it; may be empty.
-        count: what is done, as it was written: ``"450"``, ``"1.20k"``.
-        total: of how much; empty where it did not say.
-        fraction: done part, 0 to 1; None without a total.
-        meter: time, rate and whatever else stands in its brackets.
+        description: may be empty.
+        count: done iterations, as printed: ``"450"``, ``"1.20k"``.
+        total: all iterations, as printed; empty if unknown.
+        fraction: progress, 0 to 1; None without a total.
+        meter: text in the brackets: time, rate and postfix.
     """
 
     description: str
@@ -50,14 +50,14 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """In words, without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``."""
+        """Return the bar without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``."""
         counted = f"{self.count}/{self.total}" if self.total else self.count
         meter = f"[{self.meter}]" if self.meter else ""
         return " ".join(part for part in (self.description, counted, meter) if part)
 
 
 def read_bar(line: str) -> Bar | None:
-    """The bar that ``line`` shows; None where it is something else."""
+    """Parse the progress bar in ``line``; None if it is something else."""
     if "[" not in line:
         return None
     if found := _BAR.match(line):
@@ -79,14 +79,14 @@ def _name(description: str | None) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a quantity, evenly thinned so that they always cover the whole job.
+    """Points of a quantity over the whole job; when there are too many, every second one is dropped.
 
     Args:
         xs: steps, rising.
         ys: values, all finite.
-        stride: one of so many points was kept.
-        num_seen: points that were added.
-        latest: the last point that was added, kept or not; None before the first.
+        stride: one of ``stride`` points is kept.
+        num_seen: number of points added.
+        latest: the last point added, kept or not; None before the first.
     """
 
     xs: tuple[float, ...] = ()
@@ -96,7 +96,7 @@ class Curve:
     latest: tuple[float, float] | None = None
 
     def extended(self, x: float, y: float, max_points: int) -> Curve:
-        """The curve with one more point. An ``x`` that does not rise (steps that begin anew) counts on by one."""
+        """Return the curve with one more point. If ``x`` does not rise, it is set to the last x plus 1."""
         if self.latest is not None and x <= self.latest[0]:
             x = self.latest[0] + 1
         xs, ys, stride = self.xs, self.ys, self.stride
@@ -107,30 +107,30 @@ class Curve:
         return Curve(xs, ys, stride, self.num_seen + 1, (x, y))
 
     def points(self) -> list[tuple[float, float]]:
-        """What was kept, and the latest point."""
+        """Return the kept points and the latest one."""
         kept = list(zip(self.xs, self.ys, strict=True))
         return kept if self.latest is None or kept[-1] == self.latest else [*kept, self.latest]
 
 
 HISTORY_LENGTH = 64
-"""Points of a loss history at most; longer ones are thinned, so that they always cover the whole job."""
+"""Largest number of points of a loss history."""
 
 CHART_LENGTH = 200
-"""Points of a logged metric at most, likewise."""
+"""Largest number of points of a logged metric."""
 
 TAIL_LENGTH = 20
-"""Last lines of output kept in the view, all ranks together."""
+"""Number of last lines of output in the view, all ranks together."""
 
 WINDOW_S = 10.0
-"""Seconds over which step rates are smoothed."""
+"""Seconds over which rates are averaged."""
 
 LINE_STAYS_S = 2.0
-"""Seconds for which a line that a worker redraws is shown after it printed another: mostly it comes back at once."""
+"""Seconds for which a progress bar stays visible after its worker has printed another line; it mostly comes back."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point of the window over which rates are measured; ``time_s`` is the worker's monotonic clock."""
+    """A point of the window for rates. ``time_s`` is the monotonic clock of the worker."""
 
     time_s: float
     steps: int
@@ -141,7 +141,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """How far a rank came with its last pass over training data; terms as in :class:`RankView`."""
+    """Progress of a rank in its last pass over training data; fields as in :class:`RankView`."""
 
     step: int
     total: int
@@ -153,47 +153,47 @@ class TrainingPass:
 
 @dataclass(frozen=True)
 class RankView:
-    """One worker.
+    """The state of one worker.
 
     Args:
-        rank: which.
-        state: what it does.
-        pid: its process id; 0 before it started.
-        step: batches of the current pass that were taken.
-        total: batches of the current pass; -1 where unknown.
-        epoch: passes over the training loader that were completed.
-        steps_per_s: step rate, smoothed over about :data:`WINDOW_S`; None before it is known.
-        samples_per_s: sample rate, likewise.
-        busy_step_s: seconds of a step in which it does not wait for others, likewise; None where that is not known.
-        loss: the last loss, perhaps not finite; None before the first.
-        losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH`, evenly thinned.
-        metrics: the last value of everything logged by ``accelerator.log``.
-        metrics_step: the step they were logged at.
-        status_line: progress bar or unfinished line on the rank's terminal, without escape sequences.
-        bar: the same, if it is a progress bar of tqdm.
-        is_redrawn: that line was seen to change in place.
-        line_gone_s: when it ended, because another was printed; 0.0 while it stands.
-        last_line: last whole line that it printed, without escape sequences.
-        num_lines: lines that it printed.
-        exit_status: how its process ended; None while it lives.
-        failure: one line on what went wrong; empty if nothing did.
-        is_consequence: the failure was most likely caused by another rank's.
-        has_returned: the user's function returned.
-        stepped_s: ``now_s`` of the first look that found the current step; 0.0 before the first step.
-        moved_s: the last time that it was seen to do anything: steps, states, output; 0.0 before.
-        state_s: ``now_s`` of the first look that found its slot in the state that it is in.
-        waited_s: seconds that it spent waiting for others, not counting the wait that it is in.
-        num_waits: how often it was found to wait.
-        host_bytes: host memory of its process; None before it is known.
-        host_peak_bytes: the most that was seen.
-        device_bytes: memory of its device that it has taken; None where nothing is known.
-        device_peak_bytes: the most so far.
-        device_limit_bytes: all there is.
-        device_use: share of the last moments in which its device computed, 0 to 1; None where nothing is known.
-        trained: the last pass over training data, which is what the end of a job shows; None before the first.
-        sample: what its slot of the board held at the last look.
-        marks: where it was over the last :data:`WINDOW_S`, from which rates are taken.
-        steps_done: steps over all passes.
+        rank: of the worker.
+        state: of the worker.
+        pid: process id; 0 before the start.
+        step: batches of the current pass that are done.
+        total: batches of the current pass; -1 if unknown.
+        epoch: completed passes over the training loader.
+        steps_per_s: averaged over about :data:`WINDOW_S`; None if unknown.
+        samples_per_s: likewise.
+        busy_step_s: seconds per step without waiting for other ranks, likewise.
+        loss: the last loss, may be not finite; None before the first.
+        losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH` points.
+        metrics: the last value of each metric logged by ``accelerator.log``.
+        metrics_step: the step of these values.
+        status_line: progress bar or unfinished line of the output, without escape sequences.
+        bar: the status line, parsed, if it is a progress bar of tqdm.
+        is_redrawn: the status line has changed in place.
+        line_gone_s: when another line was printed over the status line; 0.0 while it is there.
+        last_line: last complete line of output, without escape sequences.
+        num_lines: number of lines of output.
+        exit_status: of the process; None while it runs.
+        failure: the failure in one line; empty if there is none.
+        is_consequence: the failure was most likely caused by another rank.
+        has_returned: the user's function has returned.
+        stepped_s: ``now_s`` of the first sample with the current step; 0.0 before the first step.
+        moved_s: time of the last change of step or state, or of the last output; 0.0 before.
+        state_s: ``now_s`` of the first sample with the current state.
+        waited_s: seconds of completed waits for other ranks.
+        num_waits: number of samples that found the worker waiting after another state.
+        host_bytes: host memory of the process; None if unknown.
+        host_peak_bytes: largest value so far.
+        device_bytes: device memory in use; None if unknown.
+        device_peak_bytes: largest value so far.
+        device_limit_bytes: memory of the device.
+        device_use: recent utilisation of the device, 0 to 1; None if unknown.
+        trained: the last pass over training data, shown when the job has ended; None before the first.
+        sample: the last sample of the board.
+        marks: points of the last :data:`WINDOW_S`, for rates.
+        steps_done: steps of all passes.
     """
 
     rank: int
@@ -236,33 +236,33 @@ class RankView:
     steps_done: int = 0
 
     def without_line(self) -> RankView:
-        """With nothing that it was drawing."""
+        """Return the rank without a status line."""
         return replace(self, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
 
     @property
     def loss_history(self) -> tuple[float, ...]:
-        """Finite losses over the whole job, evenly thinned."""
+        """Return the values of :attr:`losses`."""
         return self.losses.ys
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal ended it that the launcher did not send."""
+        """Return whether the worker was killed by a signal that the launcher did not send."""
         is_by_signal = self.exit_status is not None and self.exit_status.code < 0
         return is_by_signal and self.state is WorkerState.FAILED
 
     @property
     def has_progress(self) -> bool:
-        """Whether it has reported any step."""
+        """Return whether the worker has reported a step."""
         return self.total >= 0 or self.step > 0 or self.epoch > 0
 
     @property
     def fraction(self) -> float | None:
-        """Done part of the current pass, 0 to 1; None where the total is unknown."""
+        """Return the progress of the current pass, 0 to 1; None if the total is unknown."""
         return min(self.step / self.total, 1.0) if self.total > 0 else None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the current pass ends at the present rate; None where that is unknown."""
+        """Return the estimated seconds until the end of the current pass; None if unknown."""
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
         return max(self.total - self.step, 0) / self.steps_per_s
@@ -270,33 +270,33 @@ class RankView:
 
 @dataclass(frozen=True)
 class JobView:
-    """A job. Times are wall-clock seconds (``time.time()``).
+    """The state of a job. Times are wall-clock seconds (``time.time()``).
 
     Args:
-        function_name: what runs.
-        num_processes: how many workers.
+        function_name: of the function that runs.
+        num_processes: number of workers.
         backend: device family.
-        start_method: how they were started.
-        reason: why so.
-        detour: a sentence about it where the usual way was not possible; empty otherwise.
-        spans_devices: one worker drives all devices, rather than one each.
-        mixed_precision: ``"fp16"`` or ``"bf16"`` if that is known; empty otherwise.
-        facts: what workers reported of the whole job, by name: ``"precision"``, ``"compilations"``.
-        log_dir: where complete logs are.
-        attempt: restarts so far.
-        started_s: when the job started; 0.0 before.
-        now_s: the last moment that was looked at.
+        start_method: of the workers.
+        reason: for the start method.
+        detour: a sentence why the usual start method was not possible; empty otherwise.
+        spans_devices: one worker drives all devices.
+        mixed_precision: ``"fp16"`` or ``"bf16"``; empty if unknown or full precision.
+        facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
+        log_dir: folder of complete logs.
+        attempt: number of restarts so far.
+        started_s: start of the job; 0.0 before.
+        now_s: time of the last sample.
         outcome: as in :class:`nblaunch.events.JobFinished`; empty while the job runs.
-        is_early: it was done before its time, because that was requested.
+        is_early: the job ended before its last step because that was requested.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
-        warnings: those of them that warn, likewise.
-        hang: what was last found about ranks that make no progress, and where they are; empty otherwise.
-        curves: numbers logged by ``accelerator.log``, by name.
-        host_bytes: host memory of all workers together; None before it is known.
-        host_peak_bytes: the most that was seen.
-        is_host_proportional: whether that counts shared pages once.
+        warnings: ``(rank, text)`` of the notes that are warnings.
+        hang: the last report about ranks without progress, a line each; empty otherwise.
+        curves: metrics logged by ``accelerator.log``, by name.
+        host_bytes: host memory of all workers; None if unknown.
+        host_peak_bytes: largest value so far.
+        is_host_proportional: pages shared by workers count once.
         tail: ``(rank, line)`` of the last lines of output.
         ranks: one view per worker, by rank.
     """
@@ -330,21 +330,21 @@ class JobView:
 
     @property
     def is_started(self) -> bool:
-        """Whether the job has started."""
+        """Return whether the job has started."""
         return self.num_processes > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self.outcome != ""
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the start to the last look, or to the end."""
+        """Return seconds from the start to the last sample, or to the end."""
         return max(self.now_s - self.started_s, 0.0)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the slowest rank has ended its present pass; None where that is unknown."""
+        """Return the estimated seconds until the slowest rank has ended its current pass; None if unknown."""
         known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(known, default=None)

@@ -1,17 +1,16 @@
-"""The live panel of a job, made of ipywidgets' core controls: all of it, from the headline to the logs.
+"""The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Kill]
     rank  state      progress      epoch  step  ...                          (widget_ranks.py)
     grid of further ranks, failures, notices, charts, metrics, memory
     [all by time] [rank 0] [rank 1] ...
 
-One layout, made once: afterwards values change, so that nothing flickers. Imported only when a panel is opened, since
-it needs ipywidgets. Works with ipywidgets 7.7 and 8; no Output widget (the front end fills it, in its own time), no
-code that runs in the front end.
+The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
+it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
-The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main one, a
-subshell's), and late: only when no cell runs, on most kernels. So while one runs, nothing can be clicked, and a tooltip
-says why. A click sends a request to the job, which wakes its own thread; the panel draws it at its next tick.
+The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or that of a
+subshell); most kernels handle clicks only when no cell runs. So while a cell runs, the buttons are disabled and a
+tooltip gives the reason. A click sends a request to the job; the panel shows it at its next update.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
 STOP_REQUESTED = (
-    "asked to stop: loops that look at accelerator.should_stop end at the same step on every rank. "
-    "Interrupt ends any other function, too"
+    "stop requested: loops that check accelerator.should_stop end at the same step on every rank. "
+    "Interrupt ends any other function as well"
 )
 INTERRUPT_REQUESTED = "interrupted: finally blocks run, then the workers end"
 KILL_REQUESTED = "killed"
-BUSY = "a cell is running, and clicks reach the kernel only when it has ended"
+BUSY = "a cell is running; the kernel receives clicks only when it has ended"
 
 
 class Buttons:
-    """Stacks, Stop and Kill.
+    """The buttons Stacks, Stop and Kill.
 
     Args:
-        throttle: through which they change.
-        clock: seconds on a clock that never jumps.
+        throttle: sends changes to the front end.
+        clock: monotonic seconds.
     """
 
     def __init__(self, throttle: Throttle, clock: Callable[[], float] = monotonic) -> None:
@@ -65,8 +64,8 @@ class Buttons:
         self.stacks = ""
         self._shown = widgets.Layout(width="auto", height="26px", margin="0 0 0 6px")
         self._hidden = widgets.Layout(display="none")
-        self._stacks = self._button("Stacks", "where every rank is right now", self._on_stacks)
-        self._stop = self._button("Stop", "let training end early and well", self._on_stop)
+        self._stacks = self._button("Stacks", "show the Python stack of every rank", self._on_stacks)
+        self._stop = self._button("Stop", "end training at the same step on every rank", self._on_stop)
         self._kill = self._button("Kill", "end every worker at once", self._on_kill)
         self.widget = widgets.HBox(
             [self._stacks, self._stop, self._kill], layout=widgets.Layout(flex="0 0 auto", margin="0")
@@ -74,21 +73,21 @@ class Buttons:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets that are made but not always part of the bar."""
+        """Return widgets that are not always part of the bar."""
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
-        """From now on a click does something, so the buttons may be shown. Called in the thread of a cell."""
+        """Connect the buttons with a job, which makes them visible. Called in the thread of a cell."""
         self._controls = controls
         self._cells.close()
         self._cells = CellWatch(get_ipython(), self._clock)
 
     def close(self) -> None:
-        """Nothing can be clicked any more."""
+        """Stop following cells."""
         self._cells.close()
 
     def show(self, *, is_running: bool) -> None:
-        """Draw what was clicked; sent at the throttle's next flush."""
+        """Update the buttons; sent at the throttle's next flush."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
         stop = "Interrupt" if self._has_requested_stop else "Stop"
@@ -111,11 +110,11 @@ class Buttons:
 
     def _on_stacks(self, button: Any) -> None:
         if self._controls is not None:
-            self.message, self.stacks = "asking every rank where it is", ""
-            self._controls.ask_stacks().add_done_callback(self._take_stacks)
+            self.message, self.stacks = "collecting the stacks of all ranks", ""
+            self._controls.ask_stacks().add_done_callback(self._receive_stacks)
 
-    def _take_stacks(self, answer: Future[str]) -> None:
-        self.message, self.stacks = "where the ranks are:", answer.result()
+    def _receive_stacks(self, answer: Future[str]) -> None:
+        self.message, self.stacks = "stacks of the ranks:", answer.result()
 
     def _on_stop(self, button: Any) -> None:
         if self._controls is None:
@@ -128,7 +127,7 @@ class Buttons:
             self._controls.stop()
 
     def _on_kill(self, button: Any) -> None:
-        """The first click asks whether that is meant: what was trained since the last checkpoint is lost."""
+        """Kill the job at the second click: progress since the last checkpoint is lost."""
         if self._controls is None:
             return
         if self._clock() - self._kill_clicked_s < _SURE_S:
@@ -145,14 +144,14 @@ _PRE = (
     "line-height:17px"
 )
 _TITLE_S, _CHART_S, _GRID_S = 0.8, 4.0, 1.0
-_FIRST_CHART_S = 3.0  # of a curve that just began there is nothing to see
+_FIRST_CHART_S = 3.0  # seconds before the first chart
 
 
 class Root(widgets.VBox):
-    """The outermost box. Knows whether its whole state was asked for after it was made.
+    """The outermost box, which counts requests for its whole state.
 
-    A front end asks when a page is opened anew while the kernel runs. Such a page does not know the display id of the
-    output that the panel stands in, so that output can't be replaced there.
+    A front end requests the state when a page is reloaded while the kernel runs. Such a page does not know the display
+    id of the output with the panel, so that the output can't be replaced there.
     """
 
     num_state_requests = 0
@@ -167,8 +166,8 @@ class Panel:
     """The widgets of one job.
 
     Args:
-        book: what the ranks print.
-        clock: seconds on a clock that never jumps.
+        book: last lines of the ranks.
+        clock: monotonic seconds.
     """
 
     def __init__(self, book: LogBook, clock: Callable[[], float] = monotonic) -> None:
@@ -189,7 +188,7 @@ class Panel:
         self._num_state_requests = self.root.num_state_requests
 
     def bundle(self, view: JobView) -> Bundle:
-        """What a cell shows: the widgets, and words for front ends without them."""
+        """Return the output that shows the panel in a cell, with text for front ends without widgets."""
         table = tabulate(view)
         about = f"{table.name}: {table.headline} on {table.setting}" if view.is_started else "starting"
         spec = {"version_major": 2, "version_minor": 0, "model_id": self.root.model_id}
@@ -200,13 +199,13 @@ class Panel:
         self._buttons.connect(controls)
 
     def show(self, view: JobView) -> None:
-        """Bring the widgets up to ``view``, as far as the budget of messages goes."""
+        """Update the widgets to ``view`` within the throttle's budget."""
         table = tabulate(view)
         if view.is_started and self._logs is None:
             self._logs = LogPane(self._book, view.num_processes, self._throttle)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
-        # It shows the same rates as the rows, and at the same time.
+        # The title shows the same rates as the rows and changes with them.
         self._throttle.update(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_ranks(table)
@@ -220,10 +219,9 @@ class Panel:
         self._throttle.flush()
 
     def _show_ranks(self, table: Table) -> None:
-        """A row of widgets for each rank; of many, the extremes and a grid of the others, in one piece of HTML.
+        """Show a row of widgets for each rank; with many ranks the extremes and a grid of the others, as one HTML.
 
-        Which ranks are extremes changes all the time, and rows that mix the numbers of two ranks
-        would be worse than none.
+        Which ranks are extremes changes all the time, and separate widgets would mix numbers of two ranks in a row.
         """
         if not table.grid:
             self._rows.show(table)
@@ -231,10 +229,9 @@ class Panel:
             self._show_block(self._grid, html.table_of(table) + html.grid(table.grid), every_s=_GRID_S)
 
     def close(self, lasting: str) -> None:
-        """Take the widgets away: nothing of them stays in the kernel or the notebook.
+        """Close all widgets, so that nothing of them stays in the kernel or the notebook.
 
-        Unless a page was opened anew meanwhile: there, where the output can't be replaced, the widgets turn into
-        ``lasting`` (HTML).
+        If a page was reloaded meanwhile, its output can't be replaced; there the root widget shows ``lasting`` (HTML).
         """
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
@@ -253,13 +250,13 @@ class Panel:
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
 
     def _answers(self) -> str:
-        """What came of the last click."""
+        """Return the result of the last click."""
         buttons = self._buttons
         message = f"<div>{escape(buttons.message)}</div>" if buttons.message else ""
         return message + (f'<pre style="{_PRE}">{escape(buttons.stacks)}</pre>' if buttons.stacks else "")
 
     def _all(self) -> Iterator[Any]:
-        """Every widget of the panel, from the outside to the inside."""
+        """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._rows.unused, *self._buttons.unused]
         links = self._logs.links if self._logs is not None else []
         for part in [*links, self.root, *loose]:
@@ -267,7 +264,7 @@ class Panel:
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:
-    """A widget, its layout, its style, and all that for what it contains."""
+    """Yield a widget, its layout, its style, and the same of its children."""
     yield widget
     for name in ("layout", "style"):
         part = getattr(widget, name, None)

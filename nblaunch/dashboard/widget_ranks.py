@@ -1,15 +1,14 @@
-"""The table of ranks made of widgets, and the pane with what they print.
+"""Widgets of the ranks: the table of rows, and the pane with printed lines.
 
     rank  state      progress       epoch  step     steps/s  loss      trend   output
        0  ● training ▆▆▆▆▆▆______       1  450/1000    10.0  0.5321   ╲_______  epoch 1: 45%|████▌ ...
 
-A widget for each column, and one for each bar: what changes together travels in one message, whatever the number of
-ranks, and the budget is left to the bars. Every line is equally high, so that columns are aligned whatever stands in
-them. The number of rows is that of the ranks which have one (``table.py``); it never changes once it is known.
+There is a widget for each column and one for each bar, so that a column of all ranks is one message and most of the
+budget is left to the bars. All lines have the same height, which aligns the columns.
 
-The pane has a tab for all ranks by time and one for each. Tabs are changed in the front end alone: that works while a
-cell runs, when no click reaches the kernel. So every tab holds its last lines all the time. Where there are too many
-ranks for tabs, a list chooses between them; it is linked in the front end, too.
+The pane has a tab for all ranks by time and one for each rank. The front end switches tabs by itself, also while a cell
+runs and the kernel receives no clicks, so all tabs are kept up to date. If there are too many ranks for tabs, a list
+selects the rank; it is linked in the front end too.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from nblaunch.dashboard.widget_throttle import Throttle
 from nblaunch.events import WorkerState
 
 MAX_TABS = 16
-"""Ranks that have tabs; more are chosen from a list."""
+"""Largest number of ranks with tabs; with more ranks there is a list."""
 
 _LINE_LENGTH = 200
-_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab: what is sent whole whenever a line is added
-_LOG_LINE_PX, _NUM_LINES = 17, 9  # a pane as high as whole lines: of none is the upper half cut off
+_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
+_LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane is a whole number of lines high, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between changes of the tab that is looked at, as far as that is known; of the others, times ranks.
+# Seconds between updates of the selected tab, and of the others times the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -43,12 +42,12 @@ _PRE = (
 
 
 class LogPane:
-    """The book in widgets.
+    """Widgets with the last lines of all ranks and of each rank.
 
     Args:
-        book: what is shown.
-        num_ranks: how many ranks may print.
-        throttle: through which the texts change.
+        book: the lines.
+        num_ranks: number of ranks.
+        throttle: sends changes to the front end.
     """
 
     def __init__(self, book: LogBook, num_ranks: int, throttle: Throttle) -> None:
@@ -74,7 +73,7 @@ class LogPane:
             self.widget = self._list()
 
     def show(self) -> None:
-        """Make the tabs show the book; sent at the throttle's next flushes."""
+        """Update the tabs; sent at the throttle's next flushes."""
         lines = [
             f'<span style="opacity:.6">[{rank:{self._width}}]</span> {escape(_cut(line))}'
             if self._num_ranks > 1
@@ -82,7 +81,7 @@ class LogPane:
             for rank, line in self._book.of_all()
         ]
         self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
-        # Clicks on tabs reach the kernel only while no cell runs, so this is a guess; every tab stays up to date.
+        # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
         seen = getattr(self._pages, "selected_index", None)
         for rank, pane in enumerate(self._panes[1:]):
             is_seen = seen == rank + 1
@@ -118,7 +117,7 @@ _NOTHING = f'<pre style="{_PRE};opacity:.65">nothing printed yet</pre>'
 
 
 def _pane(lines: list[str], num_bytes: int) -> str:
-    """The last of ``lines``, as many as a message should hold."""
+    """Return the last of ``lines`` that fit into ``num_bytes`` as HTML."""
     if not lines:
         return _NOTHING
     size, first = 0, len(lines)
@@ -132,10 +131,10 @@ def _cut(line: str) -> str:
 
 
 BAR_STEPS = 200
-"""Positions of a progress bar: finer ones can't be seen."""
+"""Number of positions of a progress bar."""
 
 NUMBERS = "numbers"
-"""What changes together: bars and numbers of all ranks, and what else is shown of them."""
+"""Group of widgets that are sent together: bars and numbers of all ranks."""
 
 _LINE_PX = 22
 _TEXT = f"font-size:13px;line-height:{_LINE_PX}px;font-variant-numeric:tabular-nums;white-space:nowrap"
@@ -145,11 +144,11 @@ _LINE = f"height:{_LINE_PX}px;white-space:pre;overflow:hidden;text-overflow:elli
 _GAP_PX = 14
 _COLUMNS = "minmax(9em,max-content) 110px max-content max-content minmax(8em,1fr)"
 
-# How often the parts are worth a message, in seconds; where the budget is short, bars and numbers get most of it.
+# Seconds between updates of the parts; bars and numbers get most of the budget.
 _NUMBERS_S, _DETAILS_S, _TREND_S = 0.3, 0.8, 4.0
-_TREND_LENGTH = 5  # losses that make a line worth drawing
+_TREND_LENGTH = 5  # smallest number of losses with a curve
 
-# Between two messages a bar moves on in the front end. Where style sheets are dropped, it moves at each message.
+# The front end animates bars between two messages, unless it removes style sheets.
 _MOVE_S = 0.35
 _BAR_CLASS = "nblaunch-bar"
 _SMOOTH = (
@@ -162,12 +161,12 @@ class RowGrid:
     """The rows of a job.
 
     Args:
-        throttle: through which they change.
+        throttle: sends changes to the front end.
     """
 
     def __init__(self, throttle: Throttle) -> None:
         self._throttle = throttle
-        # Layouts and styles are widgets, too: shared, they are opened once and not for every cell.
+        # Layouts and styles are widgets too, so they are shared by all cells.
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="hidden")
         bar = {
             "width": "110px",
@@ -197,17 +196,17 @@ class RowGrid:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets that are made but not always part of the grid."""
+        """Return widgets that are not always part of the grid."""
         return [self._shown, self._bar_shown, self._bar_unknown, *self._styles.values()]
 
     def show(self, table: Table) -> None:
-        """Make the rows show ``table``, which has always the same ranks; sent at the throttle's next flushes."""
+        """Update the rows to ``table``, whose ranks never change; sent at the throttle's next flushes."""
         self._make_bars(len(table.rows))
         states = (_state_line(escape(row.label), _state(row), is_muted=_is_calm(row)) for row in table.rows)
         head = _state_line("rank", "state", is_muted=True)
         self._throttle.update(self._state, is_urgent=True, value=_column([head, *states]))
         self._show_bars(table.rows)
-        # Where columns come or grow, they do at once.
+        # New or wider columns are sent at once.
         has_moved = self._fit(table)
         self._throttle.update(
             self._numbers,
@@ -239,16 +238,16 @@ class RowGrid:
             self._throttle.update(
                 bar,
                 every_s=_NUMBERS_S,
-                group=NUMBERS,  # ranks in step must be seen in step, and bars where the numbers say
+                group=NUMBERS,  # bars of all ranks and numbers must show the same moment
                 value=round(BAR_STEPS * (row.fraction or 0.0)),
                 style=self._styles[STATE_COLOURS[row.state]],
                 layout=self._bar_unknown if row.fraction is None else self._bar_shown,
             )
 
     def _fit(self, table: Table) -> bool:
-        """Make room for what stands in the table; returns whether that moved anything.
+        """Widen columns to the texts of the table; return whether any has changed.
 
-        Columns come and grow, but never go and never shrink: a table that breathes can't be read.
+        Columns never shrink or disappear, because a table that moves is hard to read.
         """
         before = self._widths
         widths = {name: before.get(name, 0) for name in _merged(list(before), table.columns)}
@@ -259,7 +258,7 @@ class RowGrid:
         return widths != before
 
     def _numbers_of(self, table: Table) -> str:
-        """All numbers as one grid, each to the right of its column."""
+        """Return all numbers as one HTML grid, aligned to the right."""
         # "ch" is the width of a digit; letters may be a little wider.
         widths = " ".join(f"{width + 0.5}ch" for width in self._widths.values())
         cells = [f'<span style="{_MUTED}">{name}</span>' for name in self._widths]
@@ -311,7 +310,7 @@ def _column(lines: Iterable[str]) -> str:
 
 
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """The names of ``new``, and after its neighbour each of ``old`` that is missing there."""
+    """Return the names of ``new``, with each missing name of ``old`` after its predecessor."""
     names = list(new)
     for index, name in enumerate(old):
         if name not in names:

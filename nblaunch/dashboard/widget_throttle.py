@@ -1,11 +1,11 @@
-"""What widgets are to show, sent within a budget.
+"""Updates of widgets within a budget of bytes per second.
 
-    panel ──want(widget, value="...")──> Throttle ──at most so many bytes a second──> front end
+    panel ──update(widget, value="...")──> Throttle ──flush()──> front end
 
-Each change of a widget is a message of at least 600 bytes, and a slow front end (a remote one, a phone) suffers from
-many. So the panel says at every tick what each widget should show, and the throttle sends what changed: at once what
-matters, the rest in the order of how overdue it is, as far as the budget goes. Values between two sendings are never
-seen, which is as it should be.
+Each change of a widget is a message of at least 600 bytes, and many of them block a slow front end (a remote one, a
+phone). So the panel passes the values of all widgets at every tick, and the throttle sends those that have changed:
+urgent ones at once, the others in the order of how overdue they are, within the budget. Intermediate values are
+skipped.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from time import monotonic
 from typing import Any
 
 MESSAGE_BYTES = 650
-"""What a message weighs without its values: headers with ids, dates and session names."""
+"""Size of a message without its values: headers with ids, dates and session names."""
 
 RATE_BYTES_S = 18_000.0
-"""Bytes a second over longer times."""
+"""Average bytes per second."""
 
 BURST_BYTES = 20_000.0
-"""Bytes that may be sent at once after a quiet time."""
+"""Bytes that may be sent at once after a time without messages."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A widget and what it should show.
+    """A widget and its values.
 
     Args:
-        widget: which.
-        every_s: seconds between two changes that are good enough.
-        wanted: trait -> value.
-        sent: likewise, what the front end has.
-        sent_s: when that was sent.
-        is_urgent: to be sent whatever the budget says.
-        group: slots of the same group are sent together; empty for one on its own.
+        widget: of ipywidgets.
+        every_s: seconds between updates.
+        wanted: trait -> new value.
+        sent: trait -> value in the front end.
+        sent_s: time of the last update.
+        is_urgent: send it whatever the budget.
+        group: slots of the same group are sent together; empty = none.
     """
 
     widget: Any
@@ -56,12 +56,12 @@ class _Slot:
 
 
 class Throttle:
-    """Sends changes of widgets within a budget of bytes. Used by one thread at a time.
+    """Sends changes of widgets within a budget. Used by one thread at a time.
 
     Args:
-        rate_bytes_s: the budget, over longer times.
-        burst_bytes: what may be saved up.
-        clock: seconds on a clock that never jumps.
+        rate_bytes_s: average bytes per second.
+        burst_bytes: largest unused budget that is kept.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -87,19 +87,18 @@ class Throttle:
         group: str = "",
         **values: Any,
     ) -> None:
-        """Say what ``widget`` should show.
+        """Set new values of ``widget``, to be sent by :meth:`flush`.
 
         Args:
-            widget: which.
-            every_s: seconds between two changes that are good enough; where the budget is short, the intervals of all
-                widgets grow by the same factor.
-            is_urgent: send it at the next flush, budget or not.
-            group: widgets of the same group change together, so that they show the same moment.
+            widget: of ipywidgets.
+            every_s: seconds between updates; if the budget is short, the intervals of all widgets grow by one factor.
+            is_urgent: send it at the next flush, whatever the budget.
+            group: widgets of the same group are sent together, so that they show the same moment.
             **values: trait -> value.
         """
         slot = self._slots.get(id(widget))
         if slot is None:
-            # What it was made with is known to the front end.
+            # The front end knows the initial values.
             slot = self._slots[id(widget)] = _Slot(
                 widget, sent={name: getattr(widget, name) for name in values}
             )
@@ -108,14 +107,14 @@ class Throttle:
         slot.wanted.update(values)
 
     def is_due(self, widget: Any, every_s: float) -> bool:
-        """Whether it is time to find out what ``widget`` should show, where that takes some work."""
+        """Return whether ``widget`` may be sent, for values that are expensive to compute."""
         slot = self._slots.get(id(widget))
         return slot is None or self._clock() - slot.sent_s >= every_s
 
     def flush(self) -> int:
-        """Send what is due; returns how many widgets changed."""
+        """Send changes that are due; return the number of widgets."""
         now_s = self._clock()
-        # What was urgent may have overdrawn the budget, but it must not silence the rest for long.
+        # Urgent messages may have overdrawn the budget; the limit lets other messages follow soon.
         budget = max(self._budget_bytes, -self._burst_bytes) + (now_s - self._filled_s) * self._rate_bytes_s
         self._budget_bytes = min(budget, self._burst_bytes)
         self._filled_s = now_s
@@ -133,7 +132,7 @@ class Throttle:
         return num_sent
 
     def _send_rest(self, group: str, now_s: float) -> int:
-        """Send what else changed in a group; returns how many widgets that were."""
+        """Send the other changes of a group; return the number of widgets."""
         rest = [slot for slot in self._slots.values() if group and slot.group == group]
         changed = [(slot, changes) for slot in rest if (changes := slot.changes())]
         for slot, changes in changed:
@@ -142,7 +141,7 @@ class Throttle:
 
     def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
         self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
-        # What was sent is remembered here and not read from the widget: the front end changes some traits by itself.
+        # Values that were sent are kept here, because the front end changes some traits of the widget itself.
         slot.sent.update(changes)
         slot.sent_s, slot.is_urgent = now_s, False
         if len(changes) == 1:
@@ -161,5 +160,5 @@ def _overdue(slot: _Slot, now_s: float) -> float:
 
 
 def _weight(value: Any) -> int:
-    """Bytes of a value in a message, about: other widgets travel as their ids."""
+    """Return the approximate bytes of a value in a message, where other widgets are ids."""
     return len(value) if isinstance(value, str) else 40

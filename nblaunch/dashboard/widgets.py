@@ -1,7 +1,7 @@
-"""A job in a notebook as widgets while it runs, and as one lasting output afterwards.
+"""The dashboard with live widgets, which are replaced by HTML when the job has ended.
 
-Owns when they are opened, updated and replaced. A job that is over in a moment never opens any. Where they can't be
-made, the HTML table takes their place: the job goes on. Imports nothing of ipywidgets before it opens the first panel.
+A job that ends at once opens no widgets. If widgets can't be created, the HTML table is used. ipywidgets is imported
+when the first panel is opened.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from nblaunch.events import Event
 _log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.2
-"""Seconds between two updates."""
+"""Seconds between updates."""
 
 
 class LivePanel(Protocol):
-    """What shows a job while it runs."""
+    """Widgets that show a job while it runs."""
 
     def bundle(self, view: JobView) -> Bundle:
-        """What shows the panel in a cell."""
+        """Return the output that shows the panel in a cell."""
 
     def connect(self, controls: Controls) -> None:
-        """Let its buttons act on the job."""
+        """Connect the buttons with the job."""
 
     def show(self, view: JobView) -> None:
-        """Show the job as it is now."""
+        """Update the widgets to ``view``."""
 
     def close(self, lasting: str) -> None:
-        """Put HTML in the place of all that is shown, and take the widgets back."""
+        """Replace the widgets by the HTML ``lasting`` and close them."""
 
 
 @final
 class WidgetsDashboard(ViewingDashboard):
-    """A job as widgets, shown through one display id.
+    """Widgets of a job in the output of a cell.
 
     Args:
-        background: the cell returns while the job runs. The widgets are then made here, in the thread of the cell, and
-            have buttons, since clicks can arrive.
-        publish: how outputs are shown; default through IPython.
-        open_panel: makes the widgets; default: those of ``widget_panel.py``.
-        clock: seconds on a clock that never jumps.
+        background: the cell returns while the job runs. The widgets are then created here, in the thread of the cell,
+            and have buttons, since the kernel can receive clicks.
+        publish: default: through IPython.
+        open_panel: creates the widgets; default: those of ``widget_panel.py``.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WidgetsDashboard(ViewingDashboard):
         lasting = mimebundle(view, with_output=self._is_background)
         if view.is_started or self._output.shown is not None:
             self._output.show(lasting, even_if_same=True)
-        # Only now: the output is replaced before its widgets vanish.
+        # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
             self._panel.close(lasting["text/html"])
 
@@ -112,7 +112,7 @@ class WidgetsDashboard(ViewingDashboard):
             self._panel.show(view)
 
     def _give_up(self, error: Exception) -> None:
-        """Widgets don't work here: from now on the job is shown as HTML, in the same output."""
+        """Show HTML in the same output from now on, because widgets failed."""
         self._is_plain = True
         if isinstance(error, ImportError):
             _log.warning("the job is shown as HTML, without widgets: %s (pip install ipywidgets)", error)
