@@ -1,8 +1,17 @@
 """The :class:`Accelerator`: what a user's training function calls.
 
-A façade. It resolves settings once, when it is built, and hands every call to the part that knows: ``process.py``
-(ranks, barriers), ``prepare.py``, ``precision.py``, ``accumulation.py``, ``collectives.py``, ``strategies/``. It never
-asks which device or strategy is in use.
+A façade, and the table of contents of this folder. The constructor resolves settings and builds the parts, each of
+which is passed what it needs; every method delegates to one of them:
+
+    ranks, barriers, only some ranks     ``process.py``, inherited: ``PartialState`` has the same methods
+    settings and labels to read          ``properties.py``, inherited
+    preparing                            ``prepare.py``: ``Preparer``
+    gradients                            ``gradients.py``: ``Gradients``; ``strategies/``; ``precision.py``
+    values of all ranks                  ``collectives/operations.py``
+    checkpoints, weights                 ``checkpoints/checkpointer.py``: ``Checkpointer``
+    tracking                             ``tracking/hub.py``: ``TrackerHub``
+
+It never asks which device or strategy is in use.
 """
 
 from __future__ import annotations
@@ -10,7 +19,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch import context
 from nblaunch.events import WorkerState
-from nblaunch.training import profiling, settings, strategies
+from nblaunch.training import settings, strategies
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
+from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
@@ -36,6 +47,7 @@ from nblaunch.training.options import (
     DistributedDataParallelKwargs,
     DynamoBackend,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
@@ -44,8 +56,7 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.process import ProcessControl
-from nblaunch.training.properties import DataSettings, GivenHandlers, ParallelLabels
+from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.tracking.hub import TrackerHub
@@ -54,13 +65,8 @@ from nblaunch.training.tracking.trackers import GeneralTracker
 T = TypeVar("T")
 
 
-class Accelerator(
-    ProcessControl,
-    DataSettings,
-    GivenHandlers,
-    ParallelLabels,
-):
-    """Prepares a plain PyTorch training loop for any number of processes, and helps it to act as one.
+class Accelerator(PreparationProperties):
+    """Prepare a plain PyTorch training loop for any number of processes, and let them train as one.
 
     Example::
 
@@ -203,28 +209,13 @@ class Accelerator(
     # --- settings and state ------------------------------------------------------------------------------------------
 
     @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``."""
-        return self._precision.name
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None otherwise."""
-        return self._precision.scaler
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether forward passes compute in half precision."""
-        return self._precision.name != "no"
-
-    @property
     def distributed_type(self) -> DistributedType:
-        """A label for users."""
+        """How the job computes, as one word for users; no code here decides anything by it."""
         return self.state.distributed_type
 
     @property
     def state(self) -> AcceleratorState:
-        """What this process decided, as an ``AcceleratorState``."""
+        """What the Accelerators of this process decided, as an ``AcceleratorState``."""
         return AcceleratorState()
 
     @property
@@ -233,20 +224,29 @@ class Accelerator(
         return GradientState()
 
     @property
-    def _models(self) -> list[torch.nn.Module]:
-        return self._preparer.models
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How forward passes compute in half precision, of ``kwargs_handlers``; None, as in all of these: not given."""
+        return self._handlers.get(AutocastKwargs)
 
     @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._preparer.optimizers
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How models are spread over ranks."""
+        return self._handlers.get(DistributedDataParallelKwargs)
 
     @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._preparer.schedulers
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """How the process group was joined."""
+        return self._handlers.get(InitProcessGroupKwargs)
 
     @property
-    def _dataloaders(self) -> list[PreparedLoader]:
-        return self._preparer.loaders
+    def profile_handler(self) -> ProfileKwargs | None:
+        """What :meth:`profile` records."""
+        return self._handlers.get(ProfileKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """How fp16 scales gradients."""
+        return self._handlers.get(GradScalerKwargs)
 
     # --- preparing ---------------------------------------------------------------------------------------------------
 
@@ -264,6 +264,10 @@ class Accelerator(
         Raises:
             ValueError: ``device_placement`` is not as long as ``args``.
             RuntimeError: the Accelerator was made in the notebook, and this is a worker.
+
+        Example::
+
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         self._session.check_home()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
@@ -277,17 +281,26 @@ class Accelerator(
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model. It is moved in place. ``evaluation_mode``: it is not trained, so not spread over ranks."""
+        """Prepare one model. It is moved in place.
+
+        Args:
+            model: the user's own module.
+            device_placement: whether it goes to the device; None: as in the Accelerator.
+            evaluation_mode: True: it is not trained, so not spread over ranks.
+
+        Raises:
+            ValueError: its module was prepared before.
+        """
         return self._preparer.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer, after its model: it steps where the accumulation window ends."""
         return self._preparer.optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one learning rate scheduler, after its optimizer."""
+        """Prepare one learning rate scheduler, after its optimizer: it steps where that one does."""
         return self._preparer.scheduler(scheduler)
 
     def prepare_data_loader(
@@ -307,13 +320,18 @@ class Accelerator(
         return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-        """A loader that goes on behind the first batches; see ``data/skipping.py``."""
+        """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.
+
+        Args:
+            dataloader: prepared or not.
+            num_batches: how many are left out, of this rank.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's own module inside a prepared model.
+        """Return the user's own module inside a prepared model.
 
         Args:
             model: what ``prepare`` returned.
@@ -323,7 +341,7 @@ class Accelerator(
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared and give memory back.
+        """Forget what was prepared and return unused memory to the device.
 
         Returns:
             One None per argument, to drop the caller's references: ``model, opt = accelerator.clear(model, opt)``.
@@ -337,7 +355,7 @@ class Accelerator(
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
-        """Another name of :meth:`free_memory`."""
+        """Do the same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     # --- gradients: one micro-step -----------------------------------------------------------------------------------
@@ -844,12 +862,17 @@ class Accelerator(
     def progress(
         self, iterable: Iterable[T], total: int | None = None, desc: str | None = None
     ) -> Iterator[T]:
-        """``iterable``, with its steps shown on the dashboard. Prepared loaders are shown by themselves.
+        """Iterate over ``iterable`` and show its steps on the dashboard. Prepared loaders are shown by themselves.
 
         Args:
             iterable: anything; a prepared loader is passed through.
             total: its length where ``len`` doesn't know it.
             desc: a word about it, shown as this rank's status line in a launched worker.
+
+        Example::
+
+            for text in accelerator.progress(texts, desc="tokenizing"):
+                tokens.append(tokenize(text))
         """
         if isinstance(iterable, PreparedLoader):
             yield from iterable
@@ -867,17 +890,32 @@ class Accelerator(
             self._session.losses.flush()
             passes.end(one)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context manager: torch's profiler around the block.
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Run the block under torch's profiler, on every rank. A collective where traces are written.
 
         Args:
-            profile_handler: what is recorded; None: the ``ProfileKwargs`` among ``kwargs_handlers``, or the defaults.
+            profile_handler: what is recorded, and the folder for traces, if any; None: the ``ProfileKwargs`` among
+                ``kwargs_handlers``, or the defaults.
+
+        Example::
+
+            with accelerator.profile() as profiler:
+                train_one_epoch()
+            print(profiler.key_averages().table(sort_by="cpu_time_total", row_limit=10))
         """
         options = profile_handler or self.profile_handler or ProfileKwargs()
-        return profiling.record(options, self.process_index, self.wait_for_everyone)
+        with options.build() as profiler:
+            yield profiler
+        if options.output_trace_dir is not None:
+            folder = Path(options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
+            profiler.export_chrome_trace(str(folder / name))
+            self.wait_for_everyone()  # all traces are there when the block has ended
 
     def end_training(self) -> None:
-        """Wait for a checkpoint that is being written, end trackers, leave the process group. Call it last, everywhere.
+        """End trackers and leave the process group, once the last checkpoint is on disk. Call it last, on all ranks.
 
         Raises:
             CheckpointError: the checkpoint could not be written.

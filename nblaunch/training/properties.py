@@ -1,38 +1,66 @@
-"""Properties of the ``Accelerator`` that scripts read or assign: data settings, handlers, labels of parallelism.
+"""Properties of the ``Accelerator`` that scripts read or assign: precision, settings of loaders, labels of parallelism.
 
-A data setting that is assigned counts for what is prepared later. The labels answer questions about forms of
-parallelism that a job of data parallel processes does not have; trainers of other libraries read them before they
-branch.
+A setting that is assigned counts for what is prepared later. The labels answer questions about forms of parallelism
+that a job of data parallel processes does not have; trainers of other libraries read them before they branch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar
+
+import torch
 
 from nblaunch.training import settings
+from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.deepspeed_options import DeepSpeedPlugin
-from nblaunch.training.joining import Member
-from nblaunch.training.options import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-)
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.session import Session
-from nblaunch.training.strategies import Strategy
+from nblaunch.training.process import ProcessControl
 
 
-class DataSettings(ABC):
-    """Settings of loaders, placement and schedulers. The final class gives it its parts."""
+class PreparationProperties(ProcessControl):
+    """How objects are prepared. The final class provides its ``_preparer``."""
 
     _preparer: Preparer
+
+    # --- what is prepared --------------------------------------------------------------------------------------------
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return self._preparer.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._preparer.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._preparer.schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        return self._preparer.loaders
+
+    # --- precision ---------------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        return self._preparer.precision.name
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16; None otherwise."""
+        return self._preparer.precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes compute in half precision."""
+        return self._preparer.precision.name != "no"
+
+    # --- settings of loaders, placement and schedulers ---------------------------------------------------------------
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
@@ -104,55 +132,7 @@ class DataSettings(ABC):
         """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
-
-Handler = TypeVar("Handler", bound=KwargsHandler)
-
-
-class GivenHandlers:
-    """Each is None where the Accelerator was given none of its kind. The final class keeps them."""
-
-    _handlers: dict[type[KwargsHandler], KwargsHandler]
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """How forward passes compute in half precision."""
-        return self._given(AutocastKwargs)
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """How models are spread over ranks."""
-        return self._given(DistributedDataParallelKwargs)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """How the process group was joined."""
-        return self._given(InitProcessGroupKwargs)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """What ``profile`` records."""
-        return self._given(ProfileKwargs)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """How fp16 scales gradients."""
-        return self._given(GradScalerKwargs)
-
-    def _given(self, kind: type[Handler]) -> Handler | None:
-        handler = self._handlers.get(kind)
-        return handler if isinstance(handler, kind) else None
-
-
-class ParallelLabels(ABC):
-    """One process, one replica of the model. The final class gives it its parts."""
-
-    _session: Session
-    _strategy: Strategy
-
-    @property
-    @abstractmethod
-    def _member(self) -> Member:
-        """The place of this process."""
+    # --- labels of parallelism: one process, one replica of the model ------------------------------------------------
 
     @property
     def multi_device(self) -> bool:
@@ -173,7 +153,7 @@ class ParallelLabels(ABC):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded over ranks."""
-        return self._strategy.name == "fsdp2"
+        return self._preparer.strategy.name == "fsdp2"
 
     should_save_model = True
     """Every process holds the whole model, or a part of it, and takes part in saving."""
@@ -181,7 +161,7 @@ class ParallelLabels(ABC):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The plugin that DeepSpeed trains by; None where it does not."""
-        plugins = self._session.deepspeed
+        plugins = self._preparer.session.deepspeed
         return None if plugins is None else plugins.active
 
     fp8_backend = parallelism_config = torch_device_mesh = None
