@@ -96,7 +96,7 @@ def test_a_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> N
     page.wait_for_text(STOPPED, "in train: time.sleep(0.02)")
     page.screenshot(picture(server, "stacks"))
     button(page, STOPPED, "Stop").click()
-    page.wait_for_text(STOPPED, "stopped early, as asked, after")
+    page.wait_for_text(STOPPED, "stopped early on request after")
     assert num_widgets(page, STOPPED) == 0
     page.screenshot(picture(server, "stopped"))
     page.run(RESULT)
@@ -133,7 +133,7 @@ def test_the_saved_notebook_opens_with_its_tables(
     try:
         for cell, told in (
             (FIRST, "done in"),
-            (STOPPED, "stopped early, as asked"),
+            (STOPPED, "stopped early on request"),
             (FAILING, "failed in rank 1"),
         ):
             sent.wait_for_text(cell, told)
@@ -153,6 +153,6 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars after the reload")
     button(page, RELOADED, "Stop").click()
     # This page does not know the output as the job's own: it is the widgets that turn into the table.
-    page.wait_for_text(RELOADED, "stopped early, as asked, after")
+    page.wait_for_text(RELOADED, "stopped early on request after")
     assert "● done" in page.text(RELOADED)
     assert len(bars(page, RELOADED)) == 0

@@ -120,7 +120,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     page.wait_for_text(OTHER, "free")
     page.wait_for_text(ONE, "rank 1 at step ")
     button(page, ONE, "Stacks").click()
-    page.wait_for_text(ONE, "where the ranks are")
+    page.wait_for_text(ONE, "stacks of the ranks")
     page.wait_for_text(ONE, "in train: time.sleep(0.02)")
     page.screenshot("two_jobs.png")
     button(page, ONE, "Kill").click()
@@ -141,7 +141,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     button(page, AGAIN, "Stop").click()
     # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
     for cell in (TWO, AGAIN):
-        page.wait_for_text(cell, "stopped early, as asked, after")
+        page.wait_for_text(cell, "stopped early on request after")
         assert "● done" in page.text(cell)
         assert len(bars(page, cell)) == 0
     assert num_widgets(page, AGAIN) == 0

@@ -227,7 +227,7 @@ def test_every_end_has_its_words() -> None:
         return tabulate(view_of([*started(2), JobFinished(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
 
     assert told() == "done in 12 s"
-    assert told(is_early=True) == "stopped early, as asked, after 12 s"
+    assert told(is_early=True) == "stopped early on request after 12 s"
     assert told(outcome="interrupted") == "interrupted after 12 s"
     assert told(outcome="cancelled") == "cancelled after 12 s"
     assert told(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"

@@ -156,7 +156,7 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, method: str, function:
     shared.wait_until(lambda: "under way" in value_of(shared, "job.logs(2)"), 30, "the loop")
     cell = shared.run("job.stop()\njob.result(), job.status")
     shown = shared.run("job").displays[0].data["text/plain"]
-    assert f"{function}: stopped early, as asked, after " in shown
+    assert f"{function}: stopped early on request after " in shown
     steps, status = cell.value
     assert status == "done"
     assert len(set(steps)) == 1
