@@ -1,4 +1,4 @@
-"""Every exception that nblaunch raises by its own name, but for those of wrong settings (``config.ConfigError``).
+"""Every exception that nblaunch raises by its own name, but for wrong settings (``config.ConfigError``); warnings.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function
@@ -15,11 +15,18 @@
 
 A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
 All of these can be pickled, so that they survive a process pool, a notebook runner or a test under xdist.
+:func:`warn` shows a warning at the user's own line.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from types import FrameType
 from typing import Any
+
+_NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging"})
+"""Top-level packages whose frames lie between a user's line and ours."""
 
 
 class NblaunchError(Exception):
@@ -98,3 +105,26 @@ class CheckpointError(NblaunchError, RuntimeError):
 
 class DistributedOperationException(NblaunchError, ValueError):
     """Ranks called a collective with tensors that don't go together; names each rank's."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Show a warning at the user's own line, however deep in the package it arises.
+
+    ``warnings.warn`` can do that by ``skip_file_prefixes``, from Python 3.12 on.
+    """
+    frame = user_frame()
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__", "<string>")
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def user_frame() -> FrameType:
+    """Return the innermost frame of code that is not nblaunch's; the outermost frame where all is."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _top_level_package(frame) in _NOT_USER_CODE:
+        frame = frame.f_back
+    return frame
+
+
+def _top_level_package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

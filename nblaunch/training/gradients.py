@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nblaunch import context
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
@@ -106,7 +106,7 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     """Override the setting in the shards of ``loaders`` inside the block."""
     shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
     if len(shards) < len(loaders):
-        advice.warn(
+        warn(
             f"join_uneven_inputs(even_batches={even_batches}) changes loaders over indexed datasets that every rank "
             f"reads by itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of another kind "
             "and stay as they are"

@@ -10,7 +10,8 @@ import torch
 
 from nblaunch import context
 from nblaunch.context import WorkerContext
-from nblaunch.training import advice, joining
+from nblaunch.errors import warn
+from nblaunch.training import joining
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.deepspeed_options import DeepSpeedPlugins
 from nblaunch.training.joining import Member
@@ -80,7 +81,7 @@ class Session:
         self.has_begun = True
         topology = self.member.topology
         if topology.world_size > 1 and topology.rank == 0 and not self.models:
-            advice.warn(
+            warn(
                 "no model was prepared, so each rank trains one of its own, by its own gradients. Pass the model to "
                 "prepare, too: model, optimizer = accelerator.prepare(model, optimizer). (One that was wrapped in "
                 "DistributedDataParallel by hand is in no need of it.)"
@@ -107,7 +108,7 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     init = init or InitProcessGroupKwargs()
     if joining.is_distributed() and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
-        advice.warn(f"{given} has no effect: this process has joined its process group already")
+        warn(f"{given} has no effect: this process has joined its process group already")
     if ctx.training is None:
         member = joining.join(cpu, init)
         losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))

@@ -138,6 +138,7 @@ def _join_warnings() -> list[str]:
             pass
         with accelerator.join_uneven_inputs([nn.Linear(1, 1)]):
             pass
+    assert {one.filename for one in caught} == {__file__}, "warnings point at the line of the user"
     return [str(one.message) for one in caught]
 
 

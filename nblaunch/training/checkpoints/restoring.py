@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch.errors import CheckpointError
-from nblaunch.training import advice
+from nblaunch.errors import CheckpointError, warn
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
@@ -158,9 +157,7 @@ class Restorer:
                 if hasattr(loader, "load_state_dict") and inside.is_file():
                     loader.load_state_dict(files.read_object(inside, **reading))
             else:
-                advice.warn(
-                    f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch"
-                )
+                warn(f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch")
         scaler = self._state.scaler
         if scaler is not None and (folder / files.SCALER).is_file():
             scaler.load_state_dict(files.read_object(folder / files.SCALER, **reading))
@@ -178,10 +175,10 @@ class Restorer:
         if not path.is_file():
             path = folder / files.random_states(0)
             if not path.is_file():
-                advice.warn(f"checkpoint {folder} has no random states; the generators stay as they are")
+                warn(f"checkpoint {folder} has no random states; the generators stay as they are")
                 return
             if is_same_size:
-                advice.warn(
+                warn(
                     f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0"
                 )
         state = files.read_object(path, **{**reading, "map_location": "cpu"})

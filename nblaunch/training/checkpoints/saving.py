@@ -20,9 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from nblaunch import context, formatting
-from nblaunch.errors import CheckpointError
+from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
-from nblaunch.training import advice
 from nblaunch.training.checkpoints import files, rendezvous, safe_save
 from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.rendezvous import Coordinator, Outcome, Participant, Report
@@ -193,7 +192,7 @@ class Saver:
             )
         if not self._is_warned:
             self._is_warned = True
-            advice.warn(
+            warn(
                 f"save_state was called {who}: the other ranks have gone on to another collective, or ended. Their "
                 "random states are not in the checkpoint. Call it on all ranks to continue training exactly, or with "
                 "main_process_only=True"
@@ -280,7 +279,7 @@ class Saver:
     def _warn_of_open_window(self) -> None:
         gradients = self._state.session.gradients
         if not gradients.sync_gradients and gradients.step % gradients.num_steps:
-            advice.warn(
+            warn(
                 f"save_state in the middle of gradient accumulation (micro-step {gradients.step % gradients.num_steps} "
                 f"of {gradients.num_steps}): accumulated gradients are not saved. Save where "
                 "accelerator.sync_gradients is True to continue training exactly."

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import context, env
-from nblaunch.errors import DistributedOperationException
-from nblaunch.training import advice
+from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed
@@ -155,7 +154,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool, gradients: GradientSy
         return gathered
     remainder = gradients.remainder
     if remainder < 0 and not _drops_last(loader):
-        advice.warn(
+        warn(
             "the loader's length is not known, so samples that completed its last batch are still among the "
             "gathered ones. With num_workers=0 they can be distinguished."
         )
@@ -345,7 +344,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 def _pad_tensor(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     if tensor.is_nested:
-        advice.warn(
+        warn(
             "pad_across_processes leaves a nested tensor as it is; pad it with torch.nested.to_padded_tensor before",
             CannotPadNestedTensorWarning,
         )

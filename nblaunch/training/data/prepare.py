@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from nblaunch import context
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
@@ -204,7 +204,7 @@ def _check_plain(loader: DataLoader) -> None:
             "shuffles)."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
-        advice.warn(
+        warn(
             f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
             "dataset and the sampler itself. Put what it does into the collate_fn."
         )

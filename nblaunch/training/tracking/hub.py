@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nblaunch import context
+from nblaunch.errors import warn
 from nblaunch.events import Metric
 from nblaunch.packages import is_installed
-from nblaunch.training import advice
 from nblaunch.training.joining import Member
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
@@ -58,9 +58,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"tracker class {kind.__name__} has no name")
     if _known.get(name, kind) is not kind:
-        advice.warn(
-            f"tracker {name!r} was {_known[name].__qualname__}, and is {kind.__qualname__} from now on"
-        )
+        warn(f"tracker {name!r} was {_known[name].__qualname__}, and is {kind.__qualname__} from now on")
     _known[name] = kind
 
 
@@ -170,7 +168,7 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
             )
         _add(chosen, kind)
     if missing:
-        advice.warn(f"not installed, so nothing is logged there: {', '.join(missing)}")
+        warn(f"not installed, so nothing is logged there: {', '.join(missing)}")
     return chosen
 
 

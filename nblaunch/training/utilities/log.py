@@ -7,10 +7,10 @@ import logging
 import sys
 import traceback
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 from nblaunch import context, env
+from nblaunch.errors import user_frame
 from nblaunch.training.state import PartialState
 
 
@@ -33,9 +33,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and not kwargs.get("disable"):
         kwargs["disable"] = not PartialState().is_local_main_process
     return bar(*args, **kwargs)
-
-
-_INTERNAL_FILES = {__file__, logging.__file__, functools.__file__}
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
@@ -75,8 +72,10 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     def _record(
         self, rank: int, level: int, msg: Any, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> logging.LogRecord:
-        """What logging would make, with the place of the caller; how it counts frames depends on Python's version."""
-        caller = _caller(options.get("stacklevel", 1))
+        """Return what logging would make, with the user's line: how it counts frames depends on Python's version."""
+        caller = user_frame()
+        for _ in range(options.get("stacklevel", 1) - 1):
+            caller = caller.f_back or caller
         error = options.get("exc_info")
         if isinstance(error, BaseException):
             error = (type(error), error, error.__traceback__)
@@ -94,16 +93,6 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """As ``warning``, but only at the first call with the same arguments."""
         self.warning(*args, **kwargs)
-
-
-def _caller(stacklevel: int) -> FrameType:
-    """The frame that called a method of the adapter, or one further out."""
-    frame = sys._getframe()
-    while frame.f_code.co_filename in _INTERNAL_FILES and frame.f_back is not None:
-        frame = frame.f_back
-    for _ in range(stacklevel - 1):
-        frame = frame.f_back or frame
-    return frame
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
