@@ -56,7 +56,7 @@ _PUBLIC = {
     "init_empty_weights": "nblaunch.training.utilities.memory",
     "init_on_device": "nblaunch.training.utilities.memory",
     "last_job": "nblaunch.launcher.job",
-    "launch": "nblaunch.scripts",
+    "launch": "nblaunch.notebook",
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
@@ -132,8 +132,7 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from nblaunch.launcher.job import Job, last_job
-    from nblaunch.notebook import debug_launcher, notebook_launcher
-    from nblaunch.scripts import launch
+    from nblaunch.notebook import debug_launcher, launch, notebook_launcher
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model

@@ -1,14 +1,22 @@
-"""``notebook_launcher`` and ``debug_launcher``: arguments in, a :class:`LaunchSpec` out, a job run, its result back.
+"""``notebook_launcher``, ``debug_launcher`` and ``launch``: arguments in, a job run, its result back.
+
+    arguments ──> LaunchSpec ──> LaunchPlan ──> JobRunner ──> result, or the Job
 
 Annotations are not postponed here: ``help(notebook_launcher)`` would show each of them in quotes.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nblaunch import dashboard as dashboards
+from nblaunch import env
 from nblaunch.diagnosis.rendering import ShownAtCall
-from nblaunch.running import run
-from nblaunch.spec import LaunchSpec, parse_port, parse_strategy
+from nblaunch.launcher.job import Job, remember
+from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.runner import JobRunner, Listener
+from nblaunch.spec import LaunchSpec, check_flag, parse_port, parse_strategy
+from nblaunch.wire import descriptors
 
 
 def notebook_launcher(
@@ -163,3 +171,94 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         specs = [LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")]
         del function, args
         return run(specs.pop())
+
+
+def launch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    *,
+    config_file: str | os.PathLike[str] | None = None,
+    return_all: bool = False,
+    sync_weights: bool = True,
+    background: bool = False,
+    **settings: Any,
+) -> Any:
+    """Run ``function(*args)`` on every device from a script, one process each, and return rank 0's value.
+
+    The same as :func:`nblaunch.notebook_launcher`, with the settings and the configuration file of ``nblaunch launch``:
+    an argument beats the file, the file beats the defaults.
+
+    Example::
+
+        def train(model): ...
+
+        if __name__ == "__main__":
+            result = nblaunch.launch(train, (model,), num_processes=4)
+
+    Args:
+        function: the training function. It runs in every worker; its return value must be picklable.
+        args: its positional arguments, a tuple; a model among them is held in memory once.
+        config_file: written by ``nblaunch config`` or ``accelerate config``; None = the default one, if it exists.
+        return_all: return the list of all ranks' values.
+        sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
+        background: return a :class:`Job` at once; its ``result()`` waits.
+        **settings: any option of ``nblaunch launch`` by its name, as ``num_processes=4, mixed_precision="bf16"``.
+
+    Returns:
+        The return value of rank 0; the list of all ranks' with ``return_all``; a :class:`Job` with ``background``.
+
+    Raises:
+        TypeError: there is no such setting.
+        ValueError: a setting, or the file, has a value that it can't have; raised before any process starts.
+        LaunchError: the workers could not be started.
+        BaseException: whatever ``function`` raised first, with its original type.
+    """
+    __tracebackhide__ = True
+    from nblaunch.config.launching import device_choice, resolved_settings, spec_of
+    from nblaunch.config.resolving import unknown
+    from nblaunch.config.settings import SETTINGS
+
+    with ShownAtCall():
+        for name in settings:
+            if name not in SETTINGS:
+                raise TypeError(f"launch() got an unexpected argument: {unknown(name, SETTINGS)}")
+        resolved = resolved_settings(config_file, settings)
+        spec = spec_of(resolved, function, args, return_all=return_all, sync_weights=sync_weights)
+        shown = "auto" if resolved["dashboard"] == "text" else resolved["dashboard"]
+        with env.patched(device_choice(resolved)):
+            return run(spec, background=background, dashboard=shown)
+
+
+def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
+    """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
+
+    An interrupt before that ends the job, and only then is raised.
+
+    Raises:
+        BaseException: as :func:`notebook_launcher` describes.
+    """
+    __tracebackhide__ = True
+    check_flag("background", background)
+    descriptors.occupy_standard_ones()
+    plan = plan_launch(spec, background=background)
+    listeners = dashboards.choose(dashboard, background=background)
+    runner = make_runner(spec, plan, listeners)
+    del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
+    job = Job(runner)
+    job.show_with(dashboards.attach(listeners, job if background else None))
+    remember(job)
+    if background:
+        runner.run_in_background()
+        job.raise_if_not_started()
+        return job
+    runner.run()
+    return job.result()
+
+
+def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:
+    """Return the runner of a job that has not started; what several machines need is imported only for them."""
+    if not spec.is_elastic:
+        return JobRunner(spec, plan, listeners)
+    from nblaunch.nodes.attempts import run_attempts
+
+    return JobRunner(spec, plan, listeners, run_attempts)

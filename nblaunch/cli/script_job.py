@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, final
 
 from nblaunch import formatting
@@ -29,9 +29,9 @@ from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
 from nblaunch.launcher import rendezvous
-from nblaunch.launcher.job import Job
 from nblaunch.launcher.preflight import LaunchPlan, plan_launch
-from nblaunch.running import make_job
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.notebook import make_runner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 from nblaunch.worker.script import Script
@@ -98,13 +98,14 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
-        job = make_job(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
+        runner = make_runner(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    with _signals_to(job, resolved["stop_grace_s"]) as received:
-        job.run()
+    # An interrupt that came when all was done changes nothing.
+    with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
+        runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but for the last words
-    error = job.exception()
+    error = runner.outcome.error if runner.outcome is not None else None
     if isinstance(error, LaunchError) and not failures.has_started:
         raise UsageError(_in_one_line(error))
     code = _exit_code(error, received)
@@ -199,13 +200,13 @@ def _exit_code(error: BaseException | None, received: Sequence[int]) -> int:
 
 
 @contextmanager
-def _signals_to(job: Job, grace_s: float) -> Iterator[list[int]]:
+def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
     """While the block runs, signals that ask to end are the job's; the list gets their numbers."""
     received: list[int] = []
 
     def on_signal(signum: int, frame: object) -> None:
         received.append(signum)
-        job.terminate(grace_s)
+        runner.requests.terminate(grace_s)
 
     # nohup has SIGHUP ignored, and means it.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]

@@ -23,7 +23,8 @@ from nblaunch.cli import selfcheck_ranks as ranks
 from nblaunch.errors import WorkerDied
 from nblaunch.events import Event, LogLines
 from nblaunch.launcher.job import Job
-from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 
@@ -54,25 +55,20 @@ class Setup:
     log_dir: str
     tolerance: float
 
-    def job(
-        self, function: Callable[..., Any], *args: Any, listeners: Sequence[Any] = ()
-    ) -> tuple[Job, LaunchPlan]:
-        """A job of ``function`` that has not started."""
+    def runner(self, function: Callable[..., Any], *args: Any, listeners: Sequence[Any] = ()) -> JobRunner:
+        """Return the runner of a job of ``function`` that has not started."""
         spec = LaunchSpec(
             function=function, args=args, num_processes=self.num_processes, backend=self.backend,
             start_method=self.start_method, return_all=True, log_dir=self.log_dir,
             hang_timeout_s=_HANG_TIMEOUT_S, on_hang="stop", interrupt_grace_s=5.0,
         )  # fmt: skip
-        plan = plan_launch(spec)
-        return Job(spec, plan, listeners), plan
+        return JobRunner(spec, plan_launch(spec), listeners)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Every rank's value."""
-        job, _ = self.job(function, *args)
-        job.run()
-        if job.was_interrupted_at_the_end:
-            raise KeyboardInterrupt  # or the next check would run
-        return list(job.result())
+        """Run a job of ``function`` and return every rank's value."""
+        runner = self.runner(function, *args)
+        runner.run()
+        return list(Job(runner).result())
 
 
 Check = Callable[[Setup], str]
@@ -124,8 +120,9 @@ def check_weights_back(setup: Setup) -> str:
 
 def check_errors(setup: Setup) -> str:
     """An exception arrives as it was raised, and ends the job."""
-    job, _ = setup.job(ranks.raise_in_last_rank)
-    job.run()
+    runner = setup.runner(ranks.raise_in_last_rank)
+    runner.run()
+    job = Job(runner)
     error = job.exception()
     _expect_gone(job, [])
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
@@ -195,10 +192,11 @@ class _waiting_job:  # a context manager, named as a function is
     def __init__(self, setup: Setup, folder: str) -> None:
         self._folder = folder
         self._ready = _Announcements(setup.num_processes)
-        self._job, _ = setup.job(ranks.wait_with_child, folder, listeners=[self._ready])
+        self._runner = setup.runner(ranks.wait_with_child, folder, listeners=[self._ready])
+        self._job = Job(self._runner)
 
     def __enter__(self) -> tuple[Job, list[int]]:
-        self._job.run_in_background()
+        self._runner.run_in_background()
         if not self._ready.event.wait(_START_TIMEOUT_S) or not self._job.is_running:
             self._job.cancel()
             error = self._job.exception(_START_TIMEOUT_S)

@@ -1,4 +1,4 @@
-r"""The one wait loop of a running attempt.
+r"""Supervisor: starts the workers of one attempt and runs the one wait loop until they have ended.
 
     event pipes ──┐
     process ends ─┤                ┌──> listeners: events, log lines, board samples
@@ -15,33 +15,36 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
-from nblaunch import formatting
+from nblaunch import engines, env, formatting
 from nblaunch.diagnosis.hang import Finding, Inspector, describe_hang
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.stacks import Position, StackDump
-from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
+from nblaunch.engines.base import KILL_PATIENCE_S, Engine
+from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc
+from nblaunch.host.descendants import Descendants
+from nblaunch.launcher.assignments import Attempt, assign
 from nblaunch.launcher.escalation import Escalation
+from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.logtail import LogTail
-from nblaunch.launcher.monitor import Monitor
+from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
 from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.termination import Termination
-from nblaunch.topology import Topology
-from nblaunch.wire import descriptors
-from nblaunch.wire.board import Board, Sample, Slot
-from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire import descriptors, outbox
+from nblaunch.wire.board import Board, Sample
+from nblaunch.wire.outbox import Outcome
 from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
 TICK_S = 0.1
-_SETTLE_S = 0.025
+_DEFERRED_S = 0.025
 """From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
 
 _BUSY_TICK_S = 0.01
@@ -54,126 +57,194 @@ _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
 
-class Peers(Protocol):
-    """The other nodes of a job, as the launcher of one node needs them while workers run."""
-
-    def fileno(self) -> int:
-        """Readable when something has arrived from them."""
-
-    def receive(self) -> None:
-        """Handle what has arrived."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more will arrive."""
-
-    @property
-    def must_stop(self) -> bool:
-        """Whether the workers of this node have to end, because of other nodes."""
-
-    def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
-        """Start an agreement with them on the step at which all ranks leave their loops."""
-
-    def exchange(
-        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
-    ) -> list[Sample]:
-        """Send them the state of this node's ranks; return the samples of all ranks, and add failures to the report."""
-
-    def send_port(self, port: int) -> None:
-        """Send them the port of the workers' store, which this node hosts."""
-
-    def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
-        """Return the environment of this node's workers beyond that of their topology."""
+_MAX_NAMED = 5
+"""Processes that workers left running."""
 
 
 class Supervisor:
-    """Watches one attempt to its end.
+    """Starts the workers of one attempt and watches them to their end.
 
     Args:
-        group: its processes.
-        receivers: rank -> its events.
-        tails: rank -> its log.
-        board: its progress.
-        monitor: samples its memory and devices from outside.
-        rendezvous: the store that workers may ask for; None where another machine hosts it.
+        attempt: what to start.
         requests: requests to the job.
-        emit: takes every event, for the listeners.
-        show: takes the board's samples, 10 times a second.
-        settle: called once, when the workers have had a moment to start in.
-        grace_s: seconds that workers have for their ``finally`` blocks.
-        stacks_paths: rank -> the file that its faulthandler writes to.
-        hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
-        stops_on_hang: whether a hang ends the job, or is only reported.
-        peers: the other nodes of the job, where there are any.
+        emit: receives every event.
+        update: receives the state of every rank, 10 times a second.
+        engine: starts the workers; None = that of the attempt's start method.
     """
 
     def __init__(
         self,
-        *,
-        group: WorkerGroup,
-        receivers: Mapping[int, EventReceiver],
-        tails: Mapping[int, LogTail],
-        board: Board,
-        monitor: Monitor,
-        rendezvous: RendezvousHost | None,
+        attempt: Attempt,
         requests: StopRequests,
         emit: Callable[[Event], None],
-        show: Callable[[Sequence[Sample]], None],
-        settle: Callable[[], None],
-        grace_s: float,
-        stacks_paths: Mapping[int, Path],
-        hang_timeout_s: float | None,
-        stops_on_hang: bool,
-        peers: Peers | None = None,
+        update: Callable[[Sequence[Sample]], None],
+        engine: Engine | None = None,
     ) -> None:
-        self._group = group
-        self._receivers = receivers
-        self._tails = tails
-        self._board = board
-        self._rendezvous = rendezvous
+        self._attempt = attempt
         self._requests = requests
         self._emit = emit
-        self._show = show
-        self._settle = settle
-        self._settle_at: float | None = None
-        self._grace_s = grace_s
-        self._stacks_paths = stacks_paths
-        self._stops_on_hang = stops_on_hang
-        self._peers = peers
-        self._inspector = Inspector(hang_timeout_s)
-        self._monitor = monitor
+        self._update = update
+        self._engine = engine or engines.local(attempt.plan.start_method)
+        self._peers = attempt.peers
+        self._grace_s = attempt.spec.interrupt_grace_s
+        self._stack = ExitStack()
+        self._leak_check = DeviceLeakCheck(attempt.plan.backend)
+        self._watched_ends: set[int] = set()
+        self._next_tick = 0.0
+        self._deferred_at: float | None = None
         self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: Agreement | None = None
         self._termination: Termination | None = None
-        self._started: set[int] = set()
-        self._num_outputs = dict.fromkeys(receivers, 0)
-        self._num_metrics = dict.fromkeys(receivers, 0)
-        self._alive = set(receivers)
         self._escalation: Escalation | None = None
+        self._interrupts_seen = 0
         self._killed_s: dict[int, float] = {}
         self._lingering_since: float | None = None
-        self._interrupts_seen = 0
-        self._next_tick = time.monotonic() + TICK_S
-        self._selector = selectors.DefaultSelector()
-        self._selector_fd = self._selector.fileno() if hasattr(self._selector, "fileno") else -1
-        if self._selector_fd >= 0:
-            descriptors.keep_from_children(self._selector_fd)
-        self._watched_ends: set[int] = set()
-        self.report = AttemptReport(memory=self._inspector.memory)
+        self._started: set[int] = set()
+        self._alive = set(attempt.ranks)
+        self._num_outputs = dict.fromkeys(attempt.ranks, 0)
+        self._num_metrics = dict.fromkeys(attempt.ranks, 0)
 
-    def run(self) -> AttemptReport:
-        """Wait until every process has ended and all of its output and events were taken in."""
-        self._watch()
-        self._settle_at = time.monotonic() + _SETTLE_S
-        with self._requests.answering():
-            self._loop()
-        self._drain()
-        return self.report
+    def start(self) -> None:
+        """Start the workers, with everything that they need; :meth:`run` or :meth:`close` must follow.
+
+        Raises:
+            PayloadError: the call can't be sent to workers.
+            LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
+        """
+        with ExitStack() as stack, self._refusals_as_launch_errors():
+            self._start_workers(stack)
+            self._stack = stack.pop_all()
+
+    def run(self) -> tuple[AttemptReport, dict[int, Outcome]]:
+        """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
+
+        Raises:
+            LaunchError: the system refused what workers need while they run.
+        """
+        with self._stack:
+            self._register()
+            self._deferred_at = time.monotonic() + _DEFERRED_S
+            self._next_tick = time.monotonic() + TICK_S
+            with self._requests.answering():
+                self._loop()
+            self._drain()
+            if self._report.unkillable:
+                self._guardian.stay()
+            outcomes = self._collect()
+        for line in self._leak_check.leaks():
+            self._note(line, "warning")
+        return self._report, outcomes
 
     def close(self) -> None:
-        """Release what it waits with. Called once, also where it never ran."""
-        descriptors.forget(self._selector_fd)
-        self._selector.close()
+        """End workers that were started and are not watched."""
+        self._stack.close()
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _refusals_as_launch_errors(self) -> Iterator[None]:
+        """Around what the start of workers needs of the system, and nothing else: other errors are not refusals."""
+        try:
+            yield
+        except OSError as error:
+            raise LaunchError(
+                f"the system refused what {len(self._attempt.ranks)} workers need: {error}. If descriptors ran out "
+                "(ulimit -n), close some or use fewer processes."
+            ) from error
+
+    def _start_workers(self, stack: ExitStack) -> None:
+        """Acquire what workers need and start them; ``stack`` releases it all, in the reverse order."""
+        attempt, log = self._attempt, self._attempt.log
+        log.start_attempt(attempt.number, attempt.ranks)
+        descendants = Descendants()
+        self._board = Board.create(attempt.topology.world_size)
+        stack.callback(self._board.close)
+        self._rendezvous = self._host_rendezvous(stack)
+        if self._rendezvous is not None:
+            topology = replace(attempt.topology, master_port=self._rendezvous.port)
+            attempt = replace(attempt, topology=topology)
+        with ExitStack() as worker_ends:
+            self._assignments, self._receivers = assign(
+                attempt, self._board, descendants.mark, stack, worker_ends
+            )
+            call = (attempt.spec.function, attempt.spec.args)
+            self._group = self._engine.start(call, self._assignments, self._board, attempt.saved)
+        # After the group was closed: then no worker is left that could start another process.
+        stack.callback(self._end_descendants, descendants, self._group.process_groups())
+        stack.callback(self._group.close)
+        self._inspector = Inspector(attempt.spec.hang_timeout_s)
+        self._report = AttemptReport(memory=self._inspector.memory)
+        self._tails = self._open_tails(stack)
+        self._monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
+        stack.callback(self._monitor.close)
+        self._guardian = Guardian(self._group.process_groups(), descendants.mark)
+        stack.callback(self._guardian.dismiss)
+        self._selector = selectors.DefaultSelector()
+        stack.callback(self._selector.close)
+        # epoll has a descriptor that workers must not keep open; other selectors have none.
+        if hasattr(self._selector, "fileno"):
+            descriptors.keep_from_children(self._selector.fileno())
+            stack.callback(descriptors.forget, self._selector.fileno())
+
+    def _host_rendezvous(self, stack: ExitStack) -> RendezvousHost | None:
+        """Listen for workers that want the store; None where another machine does."""
+        topology = self._attempt.topology
+        if topology.master_port:
+            return None
+        # Among nodes, that port is where the agents meet.
+        port = self._attempt.spec.master_port if self._peers is None else None
+        rendezvous = RendezvousHost(topology.master_addr, port)
+        stack.callback(rendezvous.close)
+        if self._peers is not None:
+            self._peers.send_port(rendezvous.port)
+        return rendezvous
+
+    def _open_tails(self, stack: ExitStack) -> dict[int, LogTail]:
+        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
+        log, number = self._attempt.log, self._attempt.number
+        tails = {rank: LogTail(rank, log.log_path(rank, number), max_bytes) for rank in self._attempt.ranks}
+        for tail in tails.values():
+            stack.callback(tail.close)
+        return tails
+
+    def _do_deferred(self) -> None:
+        """Do what workers need not wait for, and the shortest jobs do without."""
+        with self._refusals_as_launch_errors():
+            self._guardian.start()
+        try:
+            self._attempt.log.prune()
+        except OSError as error:  # old logs are no reason to end a job
+            self._note(f"logs of earlier jobs could not be removed: {error}", "warning")
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read pipes, logs and the board to their end."""
+        for rank in self._receivers:
+            self._receive(rank)
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self._emit(event)
+        self._report.last_samples = self._sample()
+        self._update(self._report.last_samples)
+
+    def _collect(self) -> dict[int, Outcome]:
+        """Read the outboxes of the ranks that finished."""
+        report = self._report
+        return {
+            own.rank: outbox.read(
+                own.outbox_fd, report.finished[own.rank].contents, report.weights.get(own.rank, {})
+            )
+            for own in self._assignments
+            if own.outbox_fd >= 0 and own.rank in report.finished
+        }
+
+    def _end_descendants(self, descendants: Descendants, first_groups: Sequence[int]) -> None:
+        found = descendants.end({*first_groups, *self._group.pids().values()})
+        if found:
+            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            named = ", ".join(found[:_MAX_NAMED]) + more
+            self._note(f"ended with the job, though out of the workers' process groups: {named}")
 
     def _loop(self) -> None:
         while self._alive:
@@ -189,7 +260,7 @@ class Supervisor:
 
     # --- what the loop waits for ---------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
@@ -211,7 +282,7 @@ class Supervisor:
         self._watched_ends = wanted
 
     def _timeout(self) -> float:
-        until = self._next_tick if self._settle_at is None else self._settle_at
+        until = self._next_tick if self._deferred_at is None else self._deferred_at
         if self._escalation is not None:
             step = self._escalation.next_s(self._alive, self._has_noticed)
             until = min(until, step) if step is not None else until
@@ -236,12 +307,14 @@ class Supervisor:
         for event in events:
             if isinstance(event, Started):
                 self._started.add(event.rank)
+                # A forkserver's group may not list it yet.
+                self._guardian.watch_only({event.pid, *self._group.process_groups()})
             elif isinstance(event, Finished):
-                self.report.finished.setdefault(event.rank, event)
+                self._report.finished.setdefault(event.rank, event)
             elif isinstance(event, WeightsSent):
-                self.report.weights.setdefault(event.rank, {})[event.place] = event
-            elif isinstance(event, Failed) and event.rank not in self.report.finished:
-                self.report.failed.setdefault(event.rank, event)
+                self._report.weights.setdefault(event.rank, {})[event.place] = event
+            elif isinstance(event, Failed) and event.rank not in self._report.finished:
+                self._report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()
             counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
             counts[rank] += 1
@@ -259,11 +332,12 @@ class Supervisor:
         for rank, status in ended:
             self._alive.discard(rank)
             now = time.time()
-            self.report.exits[rank] = (status, now)
+            self._report.exits[rank] = (status, now)
             if self._receivers[rank].fd in self._selector.get_map():
                 self._listener_to(rank)()  # its last words, before anything is concluded from its end
+            self._guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
-            if rank not in self.report.finished:
+            if rank not in self._report.finished:
                 self._begin_stop_after_failure()
 
     def _handle_requests(self) -> None:
@@ -272,12 +346,12 @@ class Supervisor:
             self._begin_termination()
         if self._termination is not None and (text := self._termination.poll(time.monotonic())):
             self._note(text)
-        if requests.is_cancelled and not self.report.cancelled:
-            self.report.cancelled = True
+        if requests.is_cancelled and not self._report.cancelled:
+            self._report.cancelled = True
             self._escalation = Escalation.kill(time.monotonic())
         if requests.interrupts > self._interrupts_seen:
             self._interrupts_seen = requests.interrupts
-            self.report.interrupted = True
+            self._report.interrupted = True
             now = time.monotonic()
             is_second = requests.interrupts > 1  # also where both came before this look
             self._escalation = (
@@ -299,8 +373,8 @@ class Supervisor:
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
         self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
 
-    def _note(self, text: str) -> None:
-        self._emit(Note.of_job(text))
+    def _note(self, text: str, kind: str = "note") -> None:
+        self._emit(Note.of_job(text, kind))
 
     def _check_peers(self) -> None:
         if self._peers is None:
@@ -318,7 +392,7 @@ class Supervisor:
         if self._escalation is None:
             return
         for rank, signum in self._escalation.due(time.monotonic(), self._alive, self._has_noticed):
-            self.report.signalled.setdefault(rank, time.time())
+            self._report.signalled.setdefault(rank, time.time())
             if signum == signal.SIGKILL:
                 self._killed_s.setdefault(rank, time.monotonic())
             self._group.signal(rank, signum)
@@ -335,10 +409,11 @@ class Supervisor:
         self._alive.discard(rank)
         self._group.abandon(rank)
         self._watch_ends()
-        self.report.unkillable[rank] = text
+        self._report.unkillable[rank] = text
         now, status = time.time(), ExitStatus(-signal.SIGKILL)
-        self.report.exits[rank] = (status, now)
-        self._emit(Note.of_job(text, "warning"))
+        self._report.exits[rank] = (status, now)
+        self._note(text, "warning")
+        self._guardian.watch_only(self._group.process_groups())
         self._emit(Exited(rank=rank, time_s=now, status=status))
 
     def _has_noticed(self, rank: int) -> bool:
@@ -354,23 +429,25 @@ class Supervisor:
                 self._dumps.remove((dump, answer))
                 answer(dump)
         if self._agreement is not None and not self._agreement.is_settled:
-            self._agreement.poll(self._alive - self.report.finished.keys(), time.monotonic())
-            self.report.stopped_early = self._agreement.is_settled
+            self._agreement.poll(self._alive - self._report.finished.keys(), time.monotonic())
+            self._report.stopped_early = self._agreement.is_settled
 
     def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
-        self._dumps.append((StackDump(self._answering(), self._stacks_paths), answer))
+        log, number = self._attempt.log, self._attempt.number
+        paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
+        self._dumps.append((StackDump(self._answering(), paths), answer))
 
     def _answer(self, query: Future[str], dump: StackDump) -> None:
         self._requests.answer(query, "\n".join(self._describe(dump.positions())))
 
     def _answering(self) -> dict[int, int]:
         """Rank -> process of the ranks whose function runs, or whose weights are on their way."""
-        running = (self._alive & self._started) - self.report.delivered - self.report.failed.keys()
+        running = (self._alive & self._started) - self._report.delivered - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
     def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
         steps = {sample.rank: sample.step for sample in self._board.sample()}
-        return describe_hang(positions, steps, gone=sorted(self.report.delivered), busy=busy)
+        return describe_hang(positions, steps, gone=sorted(self._report.delivered), busy=busy)
 
     def _judge(self, dump: StackDump) -> None:
         """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
@@ -380,10 +457,10 @@ class Supervisor:
             return
         lines = self._describe(positions, finding.busy)
         text = "\n".join([self._headline(finding), *(f"    {line}" for line in lines)])
-        self._emit(Note.of_job(text, "hang"))
-        if finding.hung and self._stops_on_hang and self._escalation is None:
+        self._note(text, "hang")
+        if finding.hung and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             # Where every function has returned there is a result, and weights alone are late.
-            self.report.hang = tuple(lines) if self._alive - self.report.finished.keys() else ()
+            self._report.hang = tuple(lines) if self._alive - self._report.finished.keys() else ()
             self._begin_stop_after_failure()
 
     def _headline(self, finding: Finding) -> str:
@@ -400,9 +477,9 @@ class Supervisor:
 
     def _look_at_clock(self) -> None:
         now = time.monotonic()
-        if self._settle_at is not None and now >= self._settle_at:
-            self._settle_at = None
-            self._settle()
+        if self._deferred_at is not None and now >= self._deferred_at:
+            self._deferred_at = None
+            self._do_deferred()
         if now >= self._next_tick:
             self._tick()
 
@@ -414,7 +491,7 @@ class Supervisor:
             for event in events:
                 self._emit(event)
         samples = self._sample()
-        self._show(samples)
+        self._update(samples)
         for event in self._monitor.sample(self._answering()):
             self._emit(event)
         if self._inspector.look(
@@ -427,12 +504,12 @@ class Supervisor:
         samples = self._board.sample()
         if self._peers is None:
             return samples
-        slots = {rank: self._board.slot(rank) for rank in self._alive - self.report.finished.keys()}
-        return self._peers.exchange(samples, self.report, slots)
+        slots = {rank: self._board.slot(rank) for rank in self._alive - self._report.finished.keys()}
+        return self._peers.exchange(samples, self._report, slots)
 
     def _check_lingering(self) -> None:
         """Workers that are done but do not end are ended, with a word about it."""
-        if self._escalation is not None or not self._alive <= self.report.delivered:
+        if self._escalation is not None or not self._alive <= self._report.delivered:
             self._lingering_since = None
             return
         now = time.monotonic()
@@ -445,15 +522,6 @@ class Supervisor:
             )
             self._note(text)
             self._begin_stop_after_failure()
-
-    def _drain(self) -> None:
-        for rank in self._receivers:
-            self._receive(rank)
-        for tail in self._tails.values():
-            for event in tail.read_rest():
-                self._emit(event)
-        self.report.last_samples = self._sample()
-        self._show(self.report.last_samples)
 
 
 def _unkillable(rank: int, pid: int | None) -> str:

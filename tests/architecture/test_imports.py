@@ -31,8 +31,11 @@ GROUND_FLOOR = {
 # Function-level imports of our own modules, each with its reason. A new one usually means that a module stands on the
 # wrong floor.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
+    ("nblaunch.notebook", "nblaunch.config.launching"): "only launch() reads configuration files",
+    ("nblaunch.notebook", "nblaunch.config.resolving"): "only launch() reads configuration files",
+    ("nblaunch.notebook", "nblaunch.config.settings"): "only launch() reads configuration files",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
-    ("nblaunch.running", "nblaunch.nodes.runner"): "a launch on one machine does not load it",
+    ("nblaunch.notebook", "nblaunch.nodes.attempts"): "a launch on one machine does not load it",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
     (
         "nblaunch.dashboard.widgets",
@@ -60,8 +63,8 @@ def test_a_launch_on_one_machine_loads_nothing_for_several(kernel: Kernel) -> No
     kernel.run("def loaded(): return [name for name in sys.modules if name.startswith('nblaunch.nodes')]")
     cell = kernel.run("print(notebook_launcher(loaded, (), 2, return_all=True, max_restarts=1), loaded())")
     assert "[[], []] []" in cell.stdout
-    kernel.run("import nblaunch.nodes.runner")
-    assert "nblaunch.nodes.runner" in kernel.run("print(loaded())").stdout
+    kernel.run("import nblaunch.nodes.attempts")
+    assert "nblaunch.nodes.attempts" in kernel.run("print(loaded())").stdout
 
 
 def test_every_module_can_be_imported() -> None:

@@ -16,8 +16,7 @@ from torch import nn
 
 from nblaunch import Accelerator
 from nblaunch.host import memory
-from nblaunch.launcher.job import Job
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.notebook import run
 from nblaunch.spec import LaunchSpec
 from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 
@@ -92,10 +91,8 @@ def main() -> None:
             function=train, args=(strategy, optimizer_name), num_processes=num_processes, backend="cpu",
             mixed_precision=precision, return_all=True,
         )  # fmt: skip
-        job = Job(spec, plan_launch(spec), [])
-        job.run()
         case = [num_processes, precision, strategy, optimizer_name]
-        measured.append({"case": case, "ranks": job.result()})
+        measured.append({"case": case, "ranks": run(spec, dashboard="none")})
     json.dump(measured, sys.stdout)
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Note
-from nblaunch.launcher import attempt
+from nblaunch.launcher import supervisor
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 
@@ -50,9 +51,9 @@ class Keeping(Failing):
 
 def run(listener: Failing, seconds: float, *, in_background: bool = False) -> Job:
     spec = LaunchSpec(time.sleep, (seconds,), 2, backend="cpu")
-    job = Job(spec, plan_launch(spec), [listener])
-    job.run_in_background() if in_background else job.run()
-    return job
+    runner = JobRunner(spec, plan_launch(spec), [listener])
+    runner.run_in_background() if in_background else runner.run()
+    return Job(runner)
 
 
 def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None) -> None:
@@ -68,7 +69,7 @@ def test_a_refusal_at_the_start_is_one(
     def refuse(*args: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(attempt, "Monitor", refuse)  # the workers run already
+    monkeypatch.setattr(supervisor, "Monitor", refuse)  # the workers run already
     error = run(Failing(), 100.0, in_background=in_background).exception(30)
     assert isinstance(error, LaunchError)
     assert "Too many open files" in str(error)

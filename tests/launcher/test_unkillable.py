@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.engines.base import WorkerGroup
+from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Note
 from nblaunch.launcher import supervisor as module
+from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.guardian import Guardian
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.preflight import plan_launch
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.supervisor import Supervisor
-from nblaunch.wire.board import Board
-from nblaunch.wire.channel import EventReceiver
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -25,6 +30,7 @@ class Immortal(WorkerGroup):
     """Rank 0 ends by nothing; rank 1 by SIGINT."""
 
     def __init__(self) -> None:
+        self.is_closed = False
         self.signals: list[tuple[int, int]] = []
         self.abandoned: list[int] = []
         self._ended: list[tuple[int, ExitStatus]] = []
@@ -51,39 +57,41 @@ class Immortal(WorkerGroup):
         self.abandoned.append(rank)
 
     def close(self) -> None:
-        raise AssertionError("the supervisor does not close its group")
+        self.is_closed = True
+
+
+class Starting(Engine):
+    """Starts nothing, and gives this group."""
+
+    name = "test"
+
+    def __init__(self, group: Immortal) -> None:
+        self._group = group
+
+    def start(self, *args: object, **options: object) -> WorkerGroup:
+        return self._group
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Immortal:
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Immortal]:
     monkeypatch.setattr(module, "KILL_PATIENCE_S", 0.3)
-    return Immortal()
+    stayed: list[Guardian] = []
+    monkeypatch.setattr(Guardian, "stay", stayed.append)  # or it would outlive the test
+    group = Immortal()
+    yield group
+    assert len(stayed) == 1
 
 
 def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: Path) -> AttemptReport:
-    pipes = [os.pipe(), os.pipe()]
-    board = Board.create(2)
-    supervisor = Supervisor(
-        group=group,
-        receivers={rank: EventReceiver(reading) for rank, (reading, _) in enumerate(pipes)},
-        tails={},
-        board=board,
-        rendezvous=None,
-        requests=requests,
-        emit=events.append,
-        show=lambda samples: None,
-        settle=lambda: None,
-        grace_s=0.1,
-        stacks_paths={rank: folder / f"{rank}.stacks" for rank in range(2)},
-        hang_timeout_s=None,
-        stops_on_hang=False,
-    )
-    try:
-        return supervisor.run()
-    finally:
-        board.close()
-        for fd in (fd for pipe in pipes for fd in pipe):
-            os.close(fd)
+    spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=0.1, log_dir=str(folder))
+    topology = Topology(world_size=2, local_world_size=2)
+    attempt = Attempt(spec, plan_launch(spec), 0, topology, JobLog(spec.log_dir))
+    supervisor = Supervisor(attempt, requests, events.append, lambda samples: None, Starting(group))
+    supervisor.start()
+    report, outcomes = supervisor.run()
+    assert outcomes == {}
+    assert group.is_closed
+    return report
 
 
 def test_what_sigkill_does_not_end_is_left_behind(group: Immortal, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import sys
 import torch
 
 from nblaunch import Accelerator
-from nblaunch.launcher.job import Job
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.notebook import run
 from nblaunch.spec import LaunchSpec
 from tests.cli import measured_training as on_cpu
 
@@ -45,9 +44,7 @@ def main() -> None:
         spec = LaunchSpec(
             function=train, num_processes=2, backend="xla", mixed_precision=precision, return_all=True
         )
-        job = Job(spec, plan_launch(spec), [])
-        job.run()
-        measured[precision] = job.result()
+        measured[precision] = run(spec, dashboard="none")
     json.dump(measured, sys.stdout)
 
 

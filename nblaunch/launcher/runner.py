@@ -1,0 +1,404 @@
+"""JobRunner: runs a job to its end, attempt after attempt, until one counts.
+
+    start    in the calling thread, while the kernel runs no other code: announce the job, start the first workers
+    finish   in that thread or another: supervise them, start them again after a failure, load what they leave
+
+What the caller holds meanwhile is the :class:`nblaunch.launcher.job.Job`, which reads the state kept here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
+
+from nblaunch.diagnosis.failure import failure_of
+from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.engines.inline import run_inline
+from nblaunch.engines.saved_call import SavedCall, save_call
+from nblaunch.errors import LaunchError
+from nblaunch.events import Event, JobFinished, JobStarted, Metric, Note, Started
+from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.peers import Peers
+from nblaunch.launcher.preflight import LaunchPlan, judge_again
+from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
+from nblaunch.launcher.results import JobOutcome, conclude, row_of
+from nblaunch.launcher.supervisor import Supervisor
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.board import Sample
+from nblaunch.wire.outbox import Outcome
+
+_REMEDY = (
+    "workers that start when the launching call has returned (background=True with max_restarts or with several "
+    "machines) load the call as it was at the launch. Without max_restarts, or without background=True, nothing needs "
+    "to be pickled"
+)
+
+_NO_THREAD = (
+    "the system refused the thread that watches the workers: {}. If a limit on processes is reached (ulimit -u, or the "
+    "pids limit of the container), use fewer processes, or end others."
+)
+
+
+class Listener(Protocol):
+    """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event; those of a rank arrive in the order in which they happened."""
+
+    def on_samples(self, samples: Sequence[Sample]) -> None:
+        """Handle the state of every rank, several times a second."""
+
+    def close(self) -> None:
+        """Handle the end of the job: nothing follows."""
+
+
+AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int, Outcome]]]"
+"""Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the outcomes of the last one."""
+
+
+class JobRunner:
+    """Runs one job, once.
+
+    Args:
+        spec: what to run.
+        plan: how.
+        listeners: receive its events.
+        run_attempts: runs the attempts of a launch on several machines, which needs it.
+
+    Attributes:
+        spec: as given; of a job that has ended, without the function and its arguments.
+        plan: how its workers start now; of a job that has ended, without the modules in the arguments.
+        topology: of the first rank of this machine.
+        attempt: number of the present attempt, from 0.
+        pids: rank -> process of the ranks of this machine that have started in it.
+        past_failures: one line for each attempt that failed.
+        status: ``"starting"``, ``"running"``, or that of the outcome.
+        outcome: how the job ended; None before that.
+        metrics: what the ranks have logged.
+
+    Raises:
+        LaunchError: the system refused a pipe or the log folder.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        plan: LaunchPlan,
+        listeners: Sequence[Listener] = (),
+        run_attempts: AttemptsRunner | None = None,
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.topology = Topology(
+            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
+        )
+        self.log = JobLog(spec.log_dir)
+        self.requests = StopRequests()
+        self.attempt = 0
+        self.pids: dict[int, int] = {}
+        self.past_failures: list[str] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.status = "starting"
+        self.outcome: JobOutcome | None = None
+        self._listeners = list(listeners)
+        self._run_attempts = run_attempts
+        self._saved: SavedCall | None = None
+        self._supervisor: Supervisor | None = None
+        self._may_return = threading.Event()
+        self._ended = threading.Event()
+        self._end_lock = threading.Lock()
+        self._at_end: list[Callable[[], None]] = []
+
+    # --- from the start to the end -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run the job to its end in this thread. What goes wrong is in :attr:`outcome`, and not raised.
+
+        Raises:
+            KeyboardInterrupt: an interrupt came when the workers had done all and only their results were loaded: the
+                job is done, and what follows in the cell must not run.
+        """
+        with nullcontext() if self._is_inline else interrupts_as_requests(self.requests):
+            self._start()
+            self._finish()
+        if self.status == "done" and self.requests.interrupts:
+            raise KeyboardInterrupt
+
+    def run_in_background(self) -> None:
+        """Start the workers and go on in a thread; return when they run, or when they could not be started.
+
+        An interrupt meanwhile ends the job, and this returns when it has ended.
+        """
+        with interrupts_as_requests(self.requests):
+            self._start()
+            thread = threading.Thread(target=self._finish, name=f"nblaunch-{self.log.path.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._end(JobOutcome.of_error(LaunchError(_NO_THREAD.format(error))))
+            self._may_return.wait()
+            if self.requests.interrupts:
+                self._ended.wait()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job has not ended, whichever way."""
+        return not self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
+        return self._ended.wait(timeout)
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Call ``call()`` when the job has ended, in the thread that ended it; at once if it has."""
+        with self._end_lock:
+            if self.is_running:
+                self._at_end.append(call)
+                return
+        call()
+
+    def _start(self) -> None:
+        """Announce the job, prepare later starts, start the first workers.
+
+        With several machines, workers start when all have met; a function that runs in this process is yet to run.
+        """
+        try:
+            if not self.spec.is_elastic:
+                self._announce()
+            for warning in self.plan.warnings:
+                self.emit(Note.of_job(warning, "warning"))
+            if self.plan.starts_later:
+                self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
+            if self._is_inline:
+                self.status = "running"
+            elif not self.spec.is_elastic:
+                self._start_attempt()
+        except BaseException as error:
+            self._end(JobOutcome.of_error(error))
+
+    def _finish(self) -> None:
+        """Go on to the end from what :meth:`_start` has started; nothing where that has ended the job."""
+        if not self.is_running:
+            return
+        try:
+            outcome = self._run_inline() if self._is_inline else self._run_workers()
+        except BaseException as error:
+            outcome = JobOutcome.of_error(error)
+        self._end(outcome)
+
+    def _end(self, outcome: JobOutcome) -> None:
+        try:
+            self._publish(outcome)
+        except BaseException as error:  # of a listener
+            self._publish(JobOutcome.of_error(error))
+        finally:
+            self._release()
+            self._may_return.set()  # after the end: what waits for a start looks next at whether the job has ended
+
+    def _publish(self, outcome: JobOutcome) -> None:
+        """Make ``outcome`` that of the job, and send it to the listeners as their last event."""
+        self.status = outcome.status
+        self.outcome = outcome.with_traceback()
+        self.emit(
+            JobFinished(
+                rank=-1,
+                time_s=time.time(),
+                outcome=outcome.status,
+                failed_rank=outcome.failed_rank,
+                message=outcome.message,
+                is_early=outcome.is_early,
+            )
+        )
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def _release(self) -> None:
+        """Give up the call and what was prepared for further starts, and end workers that are not watched yet."""
+        if self._supervisor is not None:
+            self._supervisor.close()
+            self._supervisor = None
+        if self._saved is not None:
+            self._saved.close()
+            self._saved = None
+        if not self._is_inline and self.outcome is not None and self.outcome.error is not None:
+            _clear_variables(self.outcome.error)
+        self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={})
+        self.requests.close()
+        self.log.end()
+        with self._end_lock:
+            self._ended.set()
+        for call in self._at_end:
+            call()
+
+    # --- attempts ------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> range:
+        """Those that run on this machine."""
+        return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
+
+    def run_in_world(
+        self, topology: Topology, peers: Peers, restart_count: int
+    ) -> tuple[AttemptReport, dict[int, Outcome]]:
+        """Run one attempt as a part of a world of several nodes; return its report, and rank -> what it left.
+
+        Args:
+            topology: of the first rank of this node.
+            peers: the other nodes.
+            restart_count: how often workers were started before, the same number on all nodes.
+
+        Raises:
+            LaunchError: the workers could not be started.
+        """
+        self.topology = topology
+        self.plan = judge_again(self.plan, self.spec)
+        self._announce()
+        self._start_attempt(peers, restart_count)
+        return self._supervise()
+
+    def was_stopped(self, report: AttemptReport) -> bool:
+        """Return whether the job was to end, so that no attempt may follow."""
+        return report.interrupted or report.cancelled or self.requests.terminations > 0
+
+    def next_attempt(self) -> None:
+        """Number the next attempt."""
+        self.attempt += 1
+        self.pids = {}
+
+    def keep_failure(self, report: AttemptReport) -> str:
+        """Return the failure of this attempt in a line, which the errors of later ones repeat."""
+        failure = failure_of(report, self.pids, self.log, self.attempt)
+        self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
+        return self.past_failures[-1]
+
+    def notify_waiting(self) -> None:
+        """Let :meth:`run_in_background` return: the job waits for other machines, which a cell need not do."""
+        self._may_return.set()
+
+    def _run_workers(self) -> JobOutcome:
+        if self._run_attempts is not None:
+            report, outcomes = self._run_attempts(self)
+        else:
+            report, outcomes = self._supervise()
+            while self._wants_restart(report):
+                self._restart(report)
+                report, outcomes = self._supervise()
+        outcome, notes = conclude(self._attempt(), report, outcomes, self.pids, self.past_failures)
+        for note in notes:
+            self.emit(note)
+        return outcome
+
+    def _wants_restart(self, report: AttemptReport) -> bool:
+        is_over = report.is_success or self.was_stopped(report)
+        return not is_over and self.attempt < self.spec.max_restarts
+
+    def _restart(self, report: AttemptReport) -> None:
+        failure = self.keep_failure(report)
+        self.next_attempt()
+        self.plan = judge_again(self.plan, self.spec)
+        text = (
+            f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts}) "
+            f"by {self.plan.start_method}: {self.plan.reason}"
+        )
+        self.emit(Note.of_job(text, "warning"))
+        self._announce()
+        self._start_attempt()
+
+    def _attempt(self, peers: Peers | None = None, restart_count: int = 0) -> Attempt:
+        return Attempt(
+            self.spec, self.plan, self.attempt, self.topology, self.log, self._saved, peers, restart_count
+        )
+
+    def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
+        attempt = self._attempt(peers, restart_count)
+        self._supervisor = Supervisor(attempt, self.requests, self.emit, self.update)
+        self._supervisor.start()
+
+    def _supervise(self) -> tuple[AttemptReport, dict[int, Outcome]]:
+        """Watch the workers that have been started to their end."""
+        assert self._supervisor is not None, "no attempt was started"
+        supervisor, self._supervisor = self._supervisor, None
+        return supervisor.run()
+
+    # --- the function in this process ----------------------------------------------------------------------------
+
+    @property
+    def _is_inline(self) -> bool:
+        return self.plan.start_method == "inline"
+
+    def _run_inline(self) -> JobOutcome:
+        spec = self.spec
+        rendezvous = RendezvousHost(spec.master_addr, spec.master_port)
+        try:
+            rendezvous.host()
+            value = run_inline(
+                (spec.function, spec.args),
+                Topology(master_addr=spec.master_addr, master_port=rendezvous.port),
+                self.plan.backend,
+                spec.defaults,
+                self.emit,
+                spec.environment,
+                spec.spans_devices,
+            )
+        finally:
+            rendezvous.close()
+        return JobOutcome("done", values={0: value})
+
+    # --- to the listeners ----------------------------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        """Send an event to the listeners."""
+        if isinstance(event, Started):
+            self.pids[event.rank] = event.pid
+            self.status = "running"
+            self._may_return.set()
+        elif isinstance(event, Metric):
+            self.metrics.append(row_of(event, self.attempt))
+        for listener in self._listeners:
+            listener.on_event(event)
+
+    def update(self, samples: Sequence[Sample]) -> None:
+        """Send the state of every rank to the listeners."""
+        for listener in self._listeners:
+            listener.on_samples(samples)
+
+    def _announce(self) -> None:
+        self.emit(
+            JobStarted(
+                rank=-1,
+                time_s=time.time(),
+                function_name=self.spec.function_name,
+                num_processes=self.topology.world_size,
+                backend=self.plan.backend.name,
+                start_method=self.plan.start_method,
+                reason=self.plan.reason,
+                detour=self.plan.detour,
+                log_dir=str(self.log.attempt_path(self.attempt)),
+                attempt=self.attempt,
+                label_template=self.spec.log_line_prefix_template,
+                spans_devices=self.spec.spans_devices,
+                mixed_precision=self.spec.mixed_precision,
+                first_rank=self.topology.rank,
+            )
+        )
+
+
+def _clear_variables(error: BaseException) -> None:
+    """Empty the frames of the launcher in which ``error`` and its causes arose: they hold the function's arguments."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
