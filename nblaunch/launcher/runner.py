@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from nblaunch.diagnosis.failure import failure_of
@@ -398,7 +399,17 @@ def _clear_variables(error: BaseException) -> None:
     pending: list[BaseException | None] = [error]
     while pending:
         one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            pending += [one.__cause__, one.__context__]
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _clear_frames(frame)
+        pending += [one.__cause__, one.__context__]
+
+
+def _clear_frames(frame: FrameType | None) -> None:
+    """Empty a frame and those that called it, which it keeps, up to the first that still runs."""
+    with suppress(RuntimeError):
+        while frame is not None:
+            frame.clear()
+            frame = frame.f_back

@@ -76,7 +76,9 @@ class Starting(Engine):
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Immortal]:
     monkeypatch.setattr(module, "KILL_PATIENCE_S", 0.3)
     stayed: list[Guardian] = []
-    monkeypatch.setattr(Guardian, "stay", stayed.append)  # or it would outlive the test
+    monkeypatch.setattr(
+        Guardian, "stay", lambda guardian: stayed.append(guardian)
+    )  # or it would outlive the test
     group = Immortal()
     yield group
     assert len(stayed) == 1
