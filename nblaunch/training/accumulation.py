@@ -57,7 +57,7 @@ class GradientSync:
         return self._tail or self.num_steps
 
     def advance(self) -> None:
-        """One more micro-step begins: decide whether it ends in an optimizer step."""
+        """Begin one more micro-step: decide whether it ends in an optimizer step."""
         self._tail, self.rescale = None, 1.0
         loader = self.active_loader if self.plugin.sync_with_dataloader else None
         if loader is not None and loader.end_of_dataloader:
@@ -77,11 +77,11 @@ class GradientSync:
     # --- loaders being read --------------------------------------------------------------------------------------
 
     def enter(self, loader: Any) -> None:
-        """``loader`` begins an epoch; it is the active one until it ends or another one begins inside."""
+        """Make ``loader`` the active one: it begins an epoch, until it ends or another one begins inside."""
         self._loaders.append(weakref.ref(loader))
 
     def leave(self, loader: Any) -> None:
-        """``loader`` ended its epoch or was abandoned; the one around it, if any, is active again."""
+        """Forget ``loader``, whose epoch ended or was abandoned; the one around it, if any, is active again."""
         for position in range(len(self._loaders) - 1, -1, -1):
             if self._loaders[position]() is loader:
                 del self._loaders[position]

@@ -74,12 +74,12 @@ def _here() -> Member:
 
 
 def is_distributed() -> bool:
-    """Whether this process is in a process group."""
+    """Return whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _agreed_topology(topology: Topology) -> Topology:
-    """The topology of the context, corrected by the process group that a script may have made by itself."""
+    """Return the topology of the context, corrected by the process group that a script may have made by itself."""
     if not is_distributed():
         if topology.world_size > 1:
             raise RuntimeError(

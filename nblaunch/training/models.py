@@ -27,22 +27,22 @@ from nblaunch.training.waiting import barrier
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
+    """Return whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
     return isinstance(module, OptimizedModule)
 
 
 def inner_of(model: Any) -> Any:
-    """The module inside a compiled one; any other object as it is."""
+    """Return the module inside a compiled one; any other object as it is."""
     return model._orig_mod if is_compiled_module(model) else model
 
 
 def around(compiled: Any, module: torch.nn.Module) -> Any:
-    """``module`` compiled as ``compiled`` is. Nothing is compiled before it is called."""
+    """Return ``module`` compiled as ``compiled`` is. Nothing is compiled before it is called."""
     return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)
 
 
 def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
-    """``model`` as ``options`` say: compiled as a whole, or its repeated blocks in place, or untouched."""
+    """Return ``model`` as ``options`` demand: compiled as a whole, or its repeated blocks in place, or untouched."""
     if not options.is_on or is_compiled_module(model):
         return model
     kwargs = options.to_compile_kwargs()
@@ -54,7 +54,7 @@ def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Members of lists of modules of one type: the code of the first one fits all of them."""
+    """Return members of lists of modules of one type: the code of the first one fits all of them."""
     blocks: list[torch.nn.Module] = []
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
@@ -73,21 +73,21 @@ def add_wrapper(kind: type) -> None:
 
 
 def unwrap(model: Any) -> Any:
-    """The module inside any number of wrappers that communicate, whatever put them there; it may be a compiled one."""
+    """Return the module inside any number of wrappers that communicate, of any origin; it may be a compiled one."""
     while isinstance(model, _communicating):
         model = model.module
     return model
 
 
 def layers(model: Any) -> Iterator[Any]:
-    """``model`` and all that is inside it, down to the user's own module, whatever the order of the wrappers."""
+    """Yield ``model`` and all that is inside it, down to the user's own module, in any order of the wrappers."""
     yield model
     while (inner := _inside(model)) is not model:
         yield (model := inner)
 
 
 def bare_module(model: Any) -> Any:
-    """The user's own module: the one whose names are on disk."""
+    """Return the user's own module: the one whose names are on disk."""
     *_, bare = layers(model)
     return bare
 
@@ -106,11 +106,11 @@ class Replacements:
         return Replacements, ()  # what is pickled with it has the new parameters already
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-        """``new`` stands for ``old`` from now on."""
+        """Let ``new`` stand for ``old`` from now on."""
         self._new[id(old)] = (weakref.ref(old), new)
 
     def get(self, parameter: Any) -> Any:
-        """What stands for ``parameter`` now: mostly itself."""
+        """Return what stands for ``parameter`` now: mostly itself."""
         reference, new = self._new.get(id(parameter), (None, parameter))
         return new if reference is not None and reference() is parameter else parameter
 
@@ -161,7 +161,7 @@ def place(model: torch.nn.Module, member: Member) -> None:
 
 
 def memory_line(model: torch.nn.Module, member: Member) -> str | None:
-    """What the job takes of the host's memory once the model is placed on all ranks; None where it is not reported.
+    """Return what the job takes of the host's memory once all ranks have placed the model; None: not reported.
 
     All ranks must call it; rank 0 gets the line.
     """

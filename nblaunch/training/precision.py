@@ -31,7 +31,7 @@ class Precision:
         self._options = autocast or AutocastKwargs()
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context manager for computations outside a prepared model's forward. ``options`` beat the constructor's."""
+        """Run the block, outside a prepared model's forward, in this precision. ``options`` beat the constructor's."""
         if self.dtype is None:
             return nullcontext()
         options = options or self._options
@@ -48,7 +48,7 @@ class Precision:
             model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``, scaled where the precision needs it."""
+        """Call ``loss.backward(**kwargs)``, scaled where the precision needs it."""
         loss.backward(**kwargs)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -139,7 +139,7 @@ class AutocastForward:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``model_forward`` with its outputs in fp32, as a forward pass in half precision has them after ``prepare``."""
+    """Return ``model_forward`` with outputs in fp32, as forwards in half precision have them after ``prepare``."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def restore_forward(model: torch.nn.Module) -> None:
 
 
 def resolve(name: Any, backend: Backend) -> str:
-    """``name`` checked: it exists, and the device can do it.
+    """Return ``name``, checked: it exists, and the device can do it.
 
     Raises:
         ValueError: unknown, or impossible on this device, with the reason.
@@ -179,7 +179,7 @@ def make(
     autocast: AutocastKwargs | None = None,
     scaling: GradScalerKwargs | None = None,
 ) -> Precision:
-    """The precision called ``name``, which :func:`resolve` has checked."""
+    """Return the precision called ``name``, which :func:`resolve` has checked."""
     if name == "fp16":
         return Fp16Precision(backend, autocast, scaling)
     if name == "bf16":

@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessControl(ABC):
-    """Ranks, barriers, turns and the like. Final classes give it its ``_member``."""
+    """Ranks, barriers, and work that only some ranks do. Final classes provide its ``_member``."""
 
     @property
     @abstractmethod
@@ -107,21 +107,27 @@ class ProcessControl(ABC):
 
     @property
     def should_stop(self) -> bool:
-        """Whether the job was asked to end well (``job.stop()``): True at the same look on every rank.
+        """Whether the job was asked to end well (``job.stop()``): True at the same step on every rank.
 
-        Look at it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
+        Read it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
         """
         return stop_agreement.should_stop(self._member.slot)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block first, the others wait at its entry until it is through."""
+        """Run the block on the main process first; the others wait at its entry until it is through.
+
+        Example::
+
+            with accelerator.main_process_first():  # one process downloads, the others read its copy
+                dataset = load_dataset("imdb")
+        """
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The main process of each machine runs the block first, the others wait at its entry."""
+        """Run the block on the main process of each machine first; the others wait at its entry."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -138,29 +144,44 @@ class ProcessControl(ABC):
     # --- only some processes -------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the main process of each machine; nothing on the others."""
+        """Print on the main process of each machine; do nothing on the others."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorator: call ``function`` on the main process only; None on the others. With or without parentheses."""
+        """Decorate ``function`` to run on the main process only; it returns None on the others.
+
+        Example::
+
+            @accelerator.on_main_process
+            def report(loss):
+                print(f"loss {loss:.3f}")
+        """
         return self._maybe_later(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorator: as :meth:`on_main_process`, for the main process of each machine."""
+        """Decorate ``function`` to run on the main process of each machine only; see :meth:`on_main_process`."""
         return self._maybe_later(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: call ``function`` on the last process only; None on the others."""
+        """Decorate ``function`` to run on the last process only; it returns None on the others."""
         return self._only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorator: call ``function`` on one rank of the job only, nowhere where there are fewer ranks."""
+        """Decorate ``function`` to run on one rank of the job only; on no rank where there are fewer.
+
+        Args:
+            function: what is decorated; None: the decorator is returned, as for ``@on_process(process_index=1)``.
+            process_index: the rank, from 0.
+
+        Raises:
+            ValueError: ``process_index`` is missing or negative.
+        """
         index = self._check_index("process_index", process_index)
         return self._maybe_later(function, lambda: self.process_index == index)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorator: as :meth:`on_process`, for one rank of each machine."""
+        """Decorate ``function`` to run on one rank of each machine only; see :meth:`on_process`."""
         index = self._check_index("local_process_index", local_process_index)
         return self._maybe_later(function, lambda: self.local_process_index == index)
 
@@ -188,7 +209,7 @@ class ProcessControl(ABC):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` ranks get one more.
+        """Yield this rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` have one more.
 
         Args:
             inputs: list, tuple, tensor (split on dim 0), dict of these of equal length, or an object with ``len`` and
@@ -198,6 +219,11 @@ class ProcessControl(ABC):
         Raises:
             ValueError: the values of a dict differ in length.
             TypeError: ``inputs`` is none of these types.
+
+        Example::
+
+            with accelerator.split_between_processes(prompts) as mine:
+                outputs = accelerator.gather_object([generate(prompt) for prompt in mine])
         """
         topology = self._member.topology
         yield split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
@@ -208,7 +234,7 @@ class ProcessControl(ABC):
 
 
 def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
-    """Rank's share of ``inputs``; see ``ProcessControl.split_between_processes``."""
+    """Return a rank's share of ``inputs``; see ``ProcessControl.split_between_processes``."""
     if world_size == 1:
         return inputs
     if isinstance(inputs, Mapping):
@@ -230,7 +256,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
 
 
 def share_of(length: int, rank: int, world_size: int, apply_padding: bool = False) -> list[int]:
-    """Indices of rank's consecutive share of ``range(length)``; padded by repeating the last index."""
+    """Return the indices of a rank's consecutive share of ``range(length)``; padded by repeating the last one."""
     size, extra = divmod(length, world_size)
     start = rank * size + min(rank, extra)
     indices = list(range(start, start + size + (1 if rank < extra else 0)))

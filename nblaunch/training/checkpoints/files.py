@@ -60,7 +60,7 @@ _BLOCK_BYTES = 2**22  # read at once: fits the caches, and lets other threads ru
 
 
 def numbered(name: str, index: int) -> str:
-    """``name`` of the n-th object of its kind: ``optimizer.bin``, ``optimizer_1.bin``."""
+    """Return ``name`` for the n-th object of its kind: ``optimizer.bin``, ``optimizer_1.bin``."""
     stem, dot, suffix = name.rpartition(".")
     return name if index == 0 else f"{stem}_{index}{dot}{suffix}"
 
@@ -81,13 +81,13 @@ def folder_name(iteration: int) -> str:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """The number in an automatic name; None where the name is none."""
+    """Return the number in an automatic name; None where the name is none."""
     match = _NUMBERED.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def in_order(checkpoints: Path) -> list[Path]:
-    """The automatically named checkpoints of a folder, oldest first."""
+    """Return the automatically named checkpoints of a folder, oldest first."""
     found = {
         number: path
         for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
@@ -97,7 +97,7 @@ def in_order(checkpoints: Path) -> list[Path]:
 
 
 def is_removable(folder: Path) -> bool:
-    """Whether ``save_state`` made the folder where it is; a link or a folder of that name may be anything."""
+    """Return whether ``save_state`` made the folder where it is; a link or a folder of that name may be anything."""
     return (folder / CONTENTS).is_file() and not folder.is_symlink()
 
 
@@ -137,7 +137,7 @@ class Contents:
 
 
 def contents_of(folder: Path) -> Contents | None:
-    """What is in the checkpoint; None where it does not say.
+    """Return what is in the checkpoint; None where it does not say.
 
     Raises:
         CheckpointError: it says something that can't be read, or a newer version than this one wrote it.
@@ -184,7 +184,7 @@ def checksum(path: Path) -> str:
 
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Checksums of files of ``folder``."""
+    """Return checksums of files of ``folder``."""
     return {name: checksum(folder / name) for name in names}
 
 
@@ -233,7 +233,7 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 
 def latest(checkpoints: Path) -> Path:
-    """The automatically named checkpoint with the highest number.
+    """Return the automatically named checkpoint with the highest number.
 
     Raises:
         ValueError: there is none.
@@ -245,7 +245,7 @@ def latest(checkpoints: Path) -> Path:
 
 
 def weights_file(folder: Path, index: int) -> Path:
-    """The file with the weights of the n-th model.
+    """Return the file with the weights of the n-th model.
 
     Raises:
         CheckpointError: there is none.
@@ -296,7 +296,7 @@ def read_object(path: Path, map_location: Any = "cpu", weights_only: bool = True
 
 
 def _numpy_types() -> list[Any]:
-    """What a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
+    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
     import numpy
 
     # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.

@@ -39,7 +39,7 @@ _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """``torch.save`` on the main process, without an Accelerator; the others do nothing.
+    """Save with ``torch.save`` on the main process, without an Accelerator; the others do nothing.
 
     Args:
         obj: what to save.
@@ -93,7 +93,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors with memory of their own, and for every name that shares one of them that one's name."""
+    """Return tensors with memory of their own, and for every name that shares one of them that one's name."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -120,7 +120,7 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """What identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
+    """Return what identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
 
     Of a tensor that lies in parts: of this rank's.
     """
@@ -176,7 +176,7 @@ def save_sharded(
 
 
 def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """``weights`` in order, cut so that no part is larger than ``limit`` bytes if it can be helped.
+    """Return ``weights`` in order, cut so that no part is larger than ``limit`` bytes if it can be helped.
 
     Names that share memory stay together, so that it is written once.
     """
@@ -201,14 +201,14 @@ def _num_bytes(value: Any) -> int:
 
 
 def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
-    """The index in the form that Hugging Face's libraries read."""
+    """Return the index in the form that Hugging Face's libraries read."""
     total = sum(_num_bytes(value) for shard in shards for value in shard.values())
     files = {name: file for file, shard in zip(names, shards, strict=False) for name in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30; a number is itself.
+    """Return bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30; a number is itself.
 
     Raises:
         ValueError: it is neither, or not positive.
@@ -228,7 +228,7 @@ def parse_size(size: int | str) -> int:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load`` that executes nothing in the file: what :func:`save` wrote, read back.
+    """Load what :func:`save` wrote, with a ``torch.load`` that executes nothing in the file.
 
     Args:
         f: a path, or a binary file that is open.
@@ -239,7 +239,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """The state dict in a file, names of shared tensors included.
+    """Return the state dict in a file, names of shared tensors included.
 
     Raises:
         CheckpointError: the file is missing or damaged.

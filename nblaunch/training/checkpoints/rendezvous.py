@@ -134,7 +134,7 @@ class _Mail:
         self._store.set(key, json.dumps(asdict(message)))
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
-        """The message under ``key``; None before there is one.
+        """Return the message under ``key``; None before there is one.
 
         Raises:
             CheckpointError: there is something else.
@@ -172,7 +172,7 @@ class _Side:
         self._group = weakref.ref(dist.group.WORLD)
 
     def is_current(self) -> bool:
-        """Whether this process is still in that group."""
+        """Return whether this process is still in that group."""
         return is_distributed() and self._group() is dist.group.WORLD
 
 
@@ -232,7 +232,7 @@ class Coordinator(_Side):
         self._mail.post("round", Round(self._number, True, self.present, folder, target, iteration))
 
     def reports(self) -> dict[int, Report]:
-        """What the present ranks have done, by rank; waits for it."""
+        """Return what the present ranks have done, by rank; waits for it."""
         found: dict[int, Report] = {}
         pause = _Pause()
         with waiting():
@@ -339,7 +339,7 @@ class Participant(_Side):
         self._mail.post(f"report/{self._rank}", Report(number, problem, dict(checksums or {})))
 
     def outcome(self, number: int) -> Outcome:
-        """How round ``number``, in which this rank was present, has ended; waits for it."""
+        """Return how round ``number``, in which this rank was present, has ended; waits for it."""
         with waiting(), self._changed:
             while number not in self._outcomes:
                 self._check_lost()
@@ -427,7 +427,7 @@ class Participant(_Side):
 
 
 def collectives_begun(backend: Backend) -> dict[str, int]:
-    """How many collectives this rank has begun in each process group that rank 0 is in.
+    """Return how many collectives this rank has begun in each process group that rank 0 is in.
 
     Collectives that a device runs outside of torch's process groups are counted by its backend.
     """

@@ -41,7 +41,7 @@ class Restorer:
         map_location: str | None = None,
         strict: bool = True,
     ) -> None:
-        """See ``Accelerator.load_state``."""
+        """Load a checkpoint; see ``Accelerator.load_state``."""
         if map_location not in _PLACES:
             raise TypeError(
                 f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
@@ -67,7 +67,7 @@ class Restorer:
             self._project.iteration = max(self._project.iteration, number + 1)
 
     def _agree(self, work: Callable[[], Any]) -> Any:
-        """``work()``, or on every rank an error where it fails on any, so that none goes on alone."""
+        """Return ``work()``, or raise on every rank where it fails on any, so that none goes on alone."""
         error: Exception | None = None
         value = None
         try:
@@ -97,7 +97,7 @@ class Restorer:
         return folder
 
     def _common(self, folder: Path) -> Path:
-        """``folder``, or the main process's where only that has a checkpoint: ranks may name folders of their own.
+        """Return ``folder``, or the main process's where only that has a checkpoint: ranks may name their own.
 
         So do scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all files to the main one's.
         """

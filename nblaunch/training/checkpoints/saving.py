@@ -57,7 +57,7 @@ class Saver:
     def save(
         self, output_dir: Any, safe_serialization: bool, asynchronous: bool, main_process_only: bool
     ) -> str:
-        """See ``Accelerator.save_state``."""
+        """Save a checkpoint; see ``Accelerator.save_state``."""
         self.wait()
         self._warn_of_open_window()
         target = self._new_target(output_dir)
@@ -73,7 +73,7 @@ class Saver:
         return str(target)
 
     def close(self) -> None:
-        """:meth:`wait`, and give the memory of asynchronous checkpoints back."""
+        """Do what :meth:`wait` does, and release the memory of asynchronous checkpoints."""
         try:
             self.wait()
         finally:
@@ -97,7 +97,7 @@ class Saver:
             self._state.session.rendezvous.outcome(number).check()
 
     def _meet(self) -> Any:
-        """This rank's side of the rendezvous of its process group; None for a lone process."""
+        """Return this rank's side of the rendezvous of its process group; None for a lone process."""
         state, session = self._state, self._state.session
         if state.world_size == 1 or not is_distributed():
             return None
@@ -176,7 +176,7 @@ class Saver:
         self._thread.start()
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
-        """Where every rank has a part of the state, none can be missing; else their random states are."""
+        """Raise where ranks are missing that hold parts of the state; warn that their random states are not saved."""
         if not passed:
             return
         who = (
@@ -308,7 +308,7 @@ def _give_up(
 
 
 def _checksums_in(reports: Mapping[int, Report]) -> dict[str, str]:
-    """Checksums of all files that other ranks have written.
+    """Return checksums of all files that other ranks have written.
 
     Raises:
         CheckpointError: a rank could not write its own.

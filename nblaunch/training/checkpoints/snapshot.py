@@ -125,7 +125,7 @@ class Snapshot:
 
 
 def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Snapshot:
-    """What the main process saves. In ``folder`` is what ranks and hooks write there by themselves."""
+    """Return what the main process saves. In ``folder`` is what ranks and hooks write there by themselves."""
     weights, optimizers, is_in_parts = _models_and_optimizers(state, folder)
     weights = _run_hooks(state, folder, weights)
     prepared = state.preparer
@@ -213,7 +213,7 @@ def _as_bytes(state: Any) -> bytes:
 
 
 def capture_random_states(backend: Backend) -> dict[str, Any]:
-    """The state of all generators of this process."""
+    """Return the state of all generators of this process."""
     state: dict[str, Any] = {
         "random_state": random.getstate(),
         "torch_manual_seed": torch.get_rng_state(),
@@ -257,7 +257,7 @@ class CpuCopies:
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def take(self, state: Any) -> Any:
-        """``state`` with a copy of every tensor; what was taken before is overwritten.
+        """Return ``state`` with a copy of every tensor; what was taken before is overwritten.
 
         Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
         """

@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def is_part(value: Any) -> bool:
-    """Whether ``value`` is a tensor of which this rank holds a part."""
+    """Return whether ``value`` is a tensor of which this rank holds a part."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
     return module is not None and isinstance(value, module.DTensor)
 
 
 def num_torn(state: Any) -> int:
-    """How many tensors in a nested state lie in parts on several ranks."""
+    """Return how many tensors in a nested state lie in parts on several ranks."""
     return sum(is_part(leaf) and _is_torn(leaf) for leaf in nested.leaves(state))
 
 
@@ -39,12 +39,12 @@ def _is_torn(part: Any) -> bool:
 
 
 def local(value: T) -> T:
-    """What of a tensor is on this rank."""
+    """Return what of a tensor is on this rank."""
     return value.to_local() if is_part(value) else value  # type: ignore[attr-defined]
 
 
 def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a part lies in the whole: its offset and its shape, one number per dimension each.
+    """Return where a part lies in the whole: its offset and its shape, one number per dimension each.
 
     Source: torch.distributed.tensor.placement_types.Shard, which cuts as ``torch.chunk`` does.
     """
@@ -62,7 +62,7 @@ def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def slice_for(part: Any, whole: torch.Tensor) -> torch.Tensor:
-    """The view of ``whole`` that this rank holds of ``part``; no copy."""
+    """Return the view of ``whole`` that this rank holds of ``part``; no copy."""
     offset, shape = extent(part)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         whole = whole.narrow(dim, start, length)
@@ -70,14 +70,14 @@ def slice_for(part: Any, whole: torch.Tensor) -> torch.Tensor:
 
 
 def cut(whole: Any, like: Any) -> Any:
-    """This rank's part of ``whole``, a part like ``like`` if that is one of the same shape."""
+    """Return this rank's part of ``whole``, a part like ``like`` if that is one of the same shape."""
     if not is_part(like) or is_part(whole) or whole.shape != like.shape:
         return whole
     return like_of(like, slice_for(like, whole).to(device=like.to_local().device, copy=True))
 
 
 def like_of(part: Any, held: torch.Tensor) -> Any:
-    """A part that lies in the whole as ``part`` does, with ``held`` on this rank."""
+    """Return a part that lies in the whole as ``part`` does, with ``held`` on this rank."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -86,7 +86,7 @@ def like_of(part: Any, held: torch.Tensor) -> Any:
 
 
 def cut_all(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`cut` of every tensor of a state dict, by its name."""
+    """Apply :func:`cut` to every tensor of a state dict, by its name."""
     return {
         name: cut(value, like.get(name)) if isinstance(value, torch.Tensor) else value
         for name, value in whole.items()
@@ -94,7 +94,7 @@ def cut_all(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]
 
 
 def gather(state: Any, keep: bool) -> Any:
-    """A nested state with whole tensors, on the CPU. All ranks call it with states of the same form.
+    """Return a nested state with whole tensors, on the CPU. All ranks call it with states of the same form.
 
     Args:
         state: dicts, lists and tuples of tensors and anything else.
@@ -113,7 +113,7 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """The state dict of a module, likewise. Tied weights are gathered once, and are one tensor under all names."""
+    """Do the same for a module's state dict. Tied weights are gathered once, and are one tensor under all names."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -123,7 +123,7 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of all tensors as one vector, of all of their parts. All ranks call it with parts of the same tensors.
+    """Return the norm of all tensors as one vector, of all their parts. A collective over parts of the same tensors.
 
     Args:
         tensors: parts and whole tensors.
@@ -148,7 +148,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of parts, from that of this rank's."""
+    """Return the norm of parts, from that of this rank's."""
     largest = norm_type == float("inf")
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate():
@@ -179,7 +179,7 @@ def pieces(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
 
 
 def _is_first_holder(part: Any) -> bool:
-    """Whether no rank before this one, in the order of its mesh, holds the very same part."""
+    """Return whether no rank before this one, in the order of its mesh, holds the very same part."""
     coordinate = part.device_mesh.get_coordinate()
     return all(
         coordinate[dim] == 0 for dim, placement in enumerate(part.placements) if placement.is_replicate()

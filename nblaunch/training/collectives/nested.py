@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def rebuild(original: Any, items: list[Any]) -> Any:
-    """A sequence of the type of ``original`` with other items; named tuples keep their class."""
+    """Return a sequence of the type of ``original`` with other items; named tuples keep their class."""
     cls = type(original)
     return cls(*items) if hasattr(original, "_fields") else cls(items)
 
@@ -33,7 +33,7 @@ def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """The leaves of ``data`` in order."""
+    """Return the leaves of ``data`` in order."""
     if isinstance(data, (list, tuple)):
         for item in data:
             yield from leaves(item)
@@ -50,12 +50,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether ``data`` is an instance of a named tuple's class."""
+    """Return whether ``data`` is an instance of a named tuple's class."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is one."""
+    """Return whether ``tensor`` is one."""
     return isinstance(tensor, torch.Tensor)
 
 
@@ -67,7 +67,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``data`` with ``func(leaf, *args, **kwargs)`` in place of its leaves.
+    """Return ``data`` with ``func(leaf, *args, **kwargs)`` in place of its leaves.
 
     Args:
         func: gets one leaf.
@@ -98,7 +98,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """``tensor`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
+    """Return ``tensor`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
 
     An object with its own ``to`` (a tokenizer's batch, a graph) is moved by it as a whole, even if it is a mapping.
 
@@ -115,7 +115,7 @@ def send_to_device(
 def to_device(
     data: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: Sequence[str] = ()
 ) -> Any:
-    """As :func:`send_to_device`, which takes more forms of arguments."""
+    """Do the same as :func:`send_to_device`, which takes more forms of arguments."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     is_mapping = isinstance(data, Mapping)
@@ -136,7 +136,7 @@ def to_device(
 
 
 def to_fp32(data: Any) -> Any:
-    """``data`` with fp16 and bf16 tensors converted to fp32; everything else as it is."""
+    """Return ``data`` with fp16 and bf16 tensors converted to fp32; everything else as it is."""
     return map_leaves(_leaf_to_fp32, data)
 
 
@@ -152,7 +152,7 @@ def _leaf_to_fp32(leaf: Any) -> Any:
 
 
 def count_rows(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor; 0 where there is no tensor.
+    """Return the samples in a batch: the first dimension of its first tensor; 0 where there is no tensor.
 
     Called at every step, so it stops at the first tensor and builds nothing.
     """
@@ -171,7 +171,7 @@ def count_rows(batch: Any) -> int:
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Batches of one structure as a single batch, tensors joined in dimension ``dim``. A lone batch stays as it is.
+    """Join batches of one structure, tensors joined in dimension ``dim``. A lone batch stays as it is.
 
     Raises:
         TypeError: a leaf that is not a tensor would have to be joined.
@@ -193,12 +193,12 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``tensor[tensor_slice]`` of every tensor. The rank is there for functions that cut in another way."""
+    """Return ``tensor[tensor_slice]`` of every tensor. The rank is there for functions that cut in another way."""
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors with zeros added in dimension ``dim`` until ``num_processes`` divide its size.
+    """Return tensors with zeros added in dimension ``dim`` until ``num_processes`` divide its size.
 
     Args:
         tensor: tensor or nested structure of tensors.
@@ -218,19 +218,19 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The first dimension of the first tensor; None where there is no tensor that has one."""
+    """Return the first dimension of the first tensor; None where there is no tensor that has one."""
     return next(
         (leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, torch.Tensor) and leaf.ndim), None
     )
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor; None where there is no tensor."""
+    """Return the device of the first tensor; None where there is no tensor."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)
 
 
 def listify(data: Any) -> Any:
-    """Tensors as lists of Python numbers; bf16, which NumPy doesn't know, by way of fp32."""
+    """Convert tensors to lists of Python numbers; bf16, which NumPy doesn't know, by way of fp32."""
     return map_tensors(lambda tensor: tensor.detach().tolist(), data)
 
 
@@ -250,20 +250,20 @@ class TensorInformation:
         return cls(tensor.shape, tensor.dtype)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:
-        """A tensor of this kind with arbitrary contents."""
+        """Return a tensor of this kind with arbitrary contents."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether ``tensor_info`` is a :class:`TensorInformation`."""
+    """Return whether ``tensor_info`` is a :class:`TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def get_data_structure(data: Any) -> Any:
-    """``data`` with a :class:`TensorInformation` in place of every tensor."""
+    """Return ``data`` with a :class:`TensorInformation` in place of every tensor."""
     return map_tensors(TensorInformation.of, data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The reverse of :func:`get_data_structure`, with arbitrary contents."""
+    """Do the reverse of :func:`get_data_structure`, with arbitrary contents."""
     return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)

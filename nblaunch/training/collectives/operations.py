@@ -42,12 +42,12 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def compares_shapes() -> bool:
-    """Whether collectives compare the shapes of their tensors over ranks first."""
+    """Return whether collectives compare the shapes of their tensors over ranks first."""
     return bool(context.current().defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
 
 
 def world_size() -> int:
-    """Ranks in the process group; 1 without one."""
+    """Return the number of ranks in the process group; 1 without one."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -123,7 +123,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def gather_object(object: Any) -> Any:
-    """The elements of every rank's ``object``, in rank order, as one list. They are pickled.
+    """Return the elements of every rank's ``object``, in rank order, as one list. They are pickled.
 
     Args:
         object: an iterable on each rank, as a list of strings. A lone process gets it back as it is.
@@ -166,7 +166,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool, gradients: GradientSy
 
 
 def _may_be_completed(loader: Any) -> bool:
-    """Whether samples may have been added to the loader's last batch; in a lone process, where shapes are static."""
+    """Return whether the loader's last batch may have been filled up; in a lone process, where shapes are static."""
     return world_size() > 1 or loader.shard is not None
 
 
@@ -190,7 +190,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor:
-    """As :func:`broadcast`, for one contiguous tensor that is known to have the same shape and type on all ranks."""
+    """Broadcast one contiguous tensor that is known to have the same shape and type on all ranks."""
     return _send_tensor(tensor, from_process) if world_size() > 1 else tensor
 
 
@@ -256,13 +256,13 @@ def _settle(*tensors: torch.Tensor) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as flat bytes, not copied unless the process group needs it elsewhere."""
+    """Return a contiguous tensor's memory as flat bytes, copied only where the process group needs it moved."""
     # Moved first: a device need not be able to look at its memory as bytes.
     return tensor.detach().to(_transport_device(tensor.device)).reshape(-1).view(torch.uint8)
 
 
 def _transport_device(device: torch.device) -> torch.device:
-    """Where the process group wants its tensors: gloo on the CPU, the others on the device itself."""
+    """Return where the process group wants its tensors: gloo on the CPU, the others on the device itself."""
     if dist.get_backend() == "gloo":
         return torch.device("cpu")
     return device if device.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -289,7 +289,7 @@ def _check_alike(operation: str, tensor: torch.Tensor) -> None:
 
 
 def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' memory of a contiguous tensor, one after the other, as flat bytes."""
+    """Return all ranks' memory of a contiguous tensor, one after the other, as flat bytes."""
     sent = _as_bytes(tensor)
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():

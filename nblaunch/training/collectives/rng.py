@@ -42,7 +42,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 @contextmanager
 def untouched(is_wanted: bool = True) -> Iterator[None]:
-    """Context manager: torch's global generator leaves it in the state that it entered in. False: does nothing."""
+    """Restore the state of torch's global generator at the end of the block. False: do nothing."""
     state = torch.get_rng_state() if is_wanted else None
     yield
     if state is not None:
@@ -50,7 +50,7 @@ def untouched(is_wanted: bool = True) -> Iterator[None]:
 
 
 def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator | None = None) -> None:
-    """:func:`synchronize_rng_state` for each of ``rng_types``."""
+    """Call :func:`synchronize_rng_state` for each of ``rng_types``."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 

@@ -179,6 +179,6 @@ def _hear() -> list[int]:
 
 
 def _first_rows(batch: Any, count: int) -> Any:
-    """``count`` rows from the start of a batch, again and again if it has fewer."""
+    """Return ``count`` rows from the start of a batch, again and again if it has fewer."""
     indices = torch.arange(count) % nested.count_rows(batch)
     return nested.map_tensors(lambda tensor: tensor[indices.to(tensor.device)], batch)

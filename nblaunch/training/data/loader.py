@@ -116,7 +116,7 @@ class PreparedLoader(DataLoader):
         """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
 
     def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
-        """Batches as they are read here, behind those that are skipped."""
+        """Yield batches as they are read here, behind those that are skipped."""
         with rng.untouched(session.take_resuming()):  # making an iterator draws a number; it was drawn before
             batches = super().__iter__() if self._stateful is None else iter(self._stateful)
         if num_skipped and not self._skips_indices:
@@ -174,7 +174,7 @@ class PreparedLoader(DataLoader):
         return isinstance(self.batch_sampler, SkipBatchSampler) or isinstance(self.sampler, SkipBatchSampler)
 
     def _take_skip(self) -> int:
-        """How many batches to leave out now; none from the next time on."""
+        """Return how many batches to leave out now; none from the next time on."""
         skipped, self.skip_batches = self.skip_batches, 0
         return skipped
 
@@ -184,7 +184,7 @@ class PreparedLoader(DataLoader):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        """Real rows of the last global batch by arithmetic, before the epoch is read."""
+        """Return the real rows of the last global batch by arithmetic, before the epoch is read."""
         if self.drop_last or getattr(self.batch_sampler, "drop_last", False):
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
@@ -206,7 +206,7 @@ class PreparedLoader(DataLoader):
             return -1
 
     def _generators(self) -> list[torch.Generator]:
-        """Those that decide the order: of the samplers, and of an iterable dataset that has one."""
+        """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""
         owners = [self.batch_sampler, self.sampler, getattr(self.batch_sampler, "batch_sampler", None)]
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
@@ -313,7 +313,7 @@ class PreparedLoader(DataLoader):
 
 
 def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
-    """torchdata's loader with the same arguments: it is the one that reads."""
+    """Return torchdata's loader with the same arguments: it is the one that reads."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -326,7 +326,7 @@ class DataLoaderShard(PreparedLoader):
     """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
 
     def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
-        """All batches, the next one always read before the current one is handed out."""
+        """Yield all batches, the next one always read before the current one is handed out."""
         nothing = object()
         batches, backend = self._read(session, self._take_skip()), session.member.backend
         is_placed = self.device is None or self.device.type == "cpu"
@@ -356,7 +356,7 @@ class DataLoaderShard(PreparedLoader):
         yield current
 
     def _receive(self, batch: Any, is_placed: bool) -> Any:
-        """A batch that was just read, where it is to be, before the next one is read."""
+        """Bring a batch that was just read where it is to be, before the next one is read."""
         batch = batch if is_placed else self._place(batch)
         self._note_position()
         return batch

@@ -44,7 +44,7 @@ _READING_OPTIONS = (
 
 
 def reading_options(loader: DataLoader) -> dict[str, Any]:
-    """What says how ``loader`` reads, and not what: workers, collation, memory."""
+    """Return what says how ``loader`` reads, and not what: workers, collation, memory."""
     options = {
         name: getattr(loader, name)
         for name in _READING_OPTIONS
@@ -58,7 +58,7 @@ def reading_options(loader: DataLoader) -> dict[str, Any]:
 
 
 def batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
-    """The loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``.
+    """Return the loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``.
 
     Raises:
         ValueError: it has none.
@@ -74,7 +74,7 @@ def batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
 
 
 def sampling_options(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str, Any]:
-    """What a new loader is given to read by ``batch_sampler``, as :func:`batch_sampler_of` has found it."""
+    """Return what a new loader is given to read by ``batch_sampler``, as :func:`batch_sampler_of` has found it."""
     if is_passed_as_sampler:
         return {"sampler": batch_sampler, "batch_size": None}
     return {"batch_sampler": batch_sampler}
@@ -117,7 +117,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
 ) -> PreparedLoader:
-    """A rank's part of ``dataloader``, without an Accelerator.
+    """Return a rank's part of ``dataloader``, without an Accelerator.
 
     Args:
         dataloader: it is not read any more.
@@ -154,7 +154,7 @@ def prepare_data_loader(
 
 
 def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfiguration) -> PreparedLoader:
-    """A rank's part of ``loader``, as a new loader; the given one is not read any more.
+    """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
     A sampler with a random generator of its own choice is given one, so that all ranks can be given the same.
 
@@ -252,7 +252,7 @@ def _num_shards(dataset: Any) -> int:
 
 
 def _settle_order(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """See that a random order is one that all ranks can be given."""
+    """Check that a random order is one that all ranks can be given."""
     sampler = sampler_of(batch_sampler)
     if config.use_seedable_sampler and type(sampler) is RandomSampler:
         batch_sampler.sampler = SeedableRandomSampler(

@@ -22,7 +22,7 @@ from nblaunch.training.session import Session
 
 
 def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:
-    """Where ``loader`` is."""
+    """Return where ``loader`` is."""
     found = _being_read(loader, session)
     reading = loader if found is None else found  # not ``or``: a loader may have no length, and so no truth
     is_mid_epoch = reading in session.gradients.loaders and not reading.end_of_dataloader
@@ -53,7 +53,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], session: Session) -> 
 
 
 def _being_read(loader: PreparedLoader, session: Session) -> PreparedLoader | None:
-    """The loader that reads what ``loader`` would: itself, or one made of it that skips its first batches."""
+    """Return the loader that reads what ``loader`` would: itself, or one made of it that skips its first batches."""
     sampler = sampler_of(loader.batch_sampler)
     for other in session.gradients.loaders:
         if other is loader or (sampler is not None and sampler_of(other.batch_sampler) is sampler):
@@ -82,7 +82,7 @@ class SkipDataLoader(DataLoader):
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-    """A loader that goes on behind the first batches of ``dataloader``, for an epoch that was interrupted.
+    """Return a loader that goes on behind the first batches of ``dataloader``, for an epoch that was interrupted.
 
     Args:
         dataloader: prepared or not; it keeps its place, and later epochs may be read from either.

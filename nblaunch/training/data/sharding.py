@@ -106,7 +106,7 @@ class BatchSamplerShard(BatchSampler):
         return whole + (1 if self.even_batches or self.process_index < rest else 0)
 
     def _missing_part(self) -> int:
-        """1 where the last batch is so short that this rank's part of it is empty."""
+        """Return 1 where the last batch is so short that this rank's part of it is empty."""
         try:
             tail = len(self.sampler) % self._global_size
         except TypeError:
@@ -135,7 +135,7 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole()
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """As :meth:`_iter_whole`, on indices in place of batches; many of this rank's batches at a time."""
+        """Do the same as :meth:`_iter_whole`, on indices in place of batches; many of this rank's batches at a time."""
         size = self._global_size
         round_size = size * self.num_processes
         start = self.process_index * size
@@ -195,7 +195,7 @@ class BatchSamplerShard(BatchSampler):
         return all(len(batch) >= self._global_size for batch in batch_round)
 
     def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
-        """``batch_round`` cut anew into equal batches; what is missing is taken from ``head``, again and again.
+        """Cut ``batch_round`` anew into equal batches; what is missing is taken from ``head``, again and again.
 
         Real rows come first, in order, so that dropping what was added is a plain cut after ``tail_rows`` rows.
         """
@@ -263,7 +263,7 @@ class IterableDatasetShard(IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Rows of this rank; TypeError where the dataset has no length."""
+        """Return the rows of this rank; TypeError where the dataset has no length."""
         whole, rest = divmod(len(self.dataset), self._block * self.num_processes)
         return (whole + (1 if rest and not self.drop_last else 0)) * self._block
 
@@ -284,7 +284,7 @@ class IterableDatasetShard(IterableDataset):
 
 
 def _whole_order(sampler: Any) -> range | torch.Tensor | None:
-    """All indices at once, where the sampler makes them so itself; None where it doesn't.
+    """Return all indices at once, where the sampler makes them so itself; None where it doesn't.
 
     A rank then makes Python numbers of its own only, which on cheap samples is most of what sharing costs.
     """
@@ -302,7 +302,7 @@ def _whole_order(sampler: Any) -> range | torch.Tensor | None:
 
 
 def _chunks(order: range | torch.Tensor, end: int, round_size: int) -> Iterator[torch.Tensor]:
-    """``order`` up to ``end`` in pieces of whole rounds: few calls into torch, and the first batch comes at once."""
+    """Yield ``order`` up to ``end`` in pieces of whole rounds: few calls into torch, the first batch comes at once."""
     length = round_size * max(1, _CHUNK // round_size)
     for first in range(0, end, length):
         yield _as_tensor(order[first : min(first + length, end)])
@@ -314,7 +314,7 @@ def _as_tensor(order: range | torch.Tensor) -> torch.Tensor:
 
 
 def _cycle(items: list[Any]) -> Iterator[Any]:
-    """``items`` again and again; nothing where there are none."""
+    """Yield ``items`` again and again; nothing where there are none."""
     while items:
         yield from items
 
@@ -334,7 +334,7 @@ class SeedableRandomSampler(RandomSampler):
         self.generator = torch.Generator()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order the next iteration has."""
+        """Give the next iteration the order of ``epoch``."""
         self.epoch = epoch
 
     def seed_epoch(self) -> None:
@@ -388,12 +388,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 def sampler_of(batch_sampler: Any) -> Any:
-    """The sampler of single indices below any number of batch samplers; None where there is none."""
+    """Return the sampler of single indices below any number of batch samplers; None where there is none."""
     return getattr(innermost(batch_sampler), "sampler", None)
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """The batch sampler of the user, below any number of ours."""
+    """Return the batch sampler of the user, below any number of ours."""
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return batch_sampler

@@ -51,7 +51,7 @@ class PassStack:
         self._outside = WorkerState.RUNNING
 
     def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Pass:
-        """A pass begins inside those that run; ``step`` batches of it are behind us already."""
+        """Begin a pass inside those that run; ``step`` batches of it are behind us already."""
         if not self._stack:
             self._outside = self._slot.state
         begun = Pass(total, epoch, state)
@@ -61,7 +61,7 @@ class PassStack:
         return begun
 
     def advance(self, one: Pass, samples: int = 0) -> None:
-        """``one`` hands out its next batch. Called at every step."""
+        """Count the next batch of ``one``. Called at every step."""
         one.step = step = one.step + 1
         self._samples = total = self._samples + samples
         if self._shown is one:
@@ -70,7 +70,7 @@ class PassStack:
             self._show(one)
 
     def end(self, one: Pass) -> None:
-        """``one`` is over or was abandoned."""
+        """Forget ``one``, which is over or was abandoned."""
         if one in self._stack:
             self._stack.remove(one)
         if self._shown is one:
@@ -105,7 +105,7 @@ class OwnTime:
         self._since = monotonic()
 
     def pause(self) -> None:
-        """What follows is no part of a step: a pass has ended."""
+        """Stop measuring: what follows is no part of a step, since a pass has ended."""
         self._since = 0.0
 
 
@@ -117,7 +117,7 @@ class DeviceMemoryReport:
 
     Args:
         slot: where.
-        backend: whom to ask.
+        backend: reads it.
     """
 
     def __init__(self, slot: Slot, backend: Backend) -> None:
@@ -157,7 +157,7 @@ class LossReport:
         self._unread: torch.Tensor | None = None
 
     def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
-        """``loss`` is the latest one. Called at every micro-step; anything but a single number is left out.
+        """Keep ``loss`` as the latest one. Called at every micro-step; anything but a single number is left out.
 
         Args:
             loss: a tensor of one element.

@@ -63,7 +63,7 @@ class GeneralTracker:
 
 
 def on_main_process(function: F) -> F:
-    """Decorator for a tracker's methods: on other ranks they do nothing, unless its ``main_process_only`` is False."""
+    """Decorate a tracker's method to do nothing on other ranks, unless its ``main_process_only`` is False."""
 
     @functools.wraps(function)
     def call(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def on_main_process(function: F) -> F:
 
 
 def plain(value: Any) -> Any:
-    """A tensor or NumPy number with one element as a Python number; everything else as it is."""
+    """Return a tensor or NumPy number with one element as a Python number; everything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().item() if value.numel() == 1 else value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and plain values; those of nested mappings with a slash, as in ``loss/train``."""
+    """Yield names and plain values; those of nested mappings with a slash, as in ``loss/train``."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")
@@ -93,7 +93,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
-    """What of ``values`` is a number."""
+    """Return what of ``values`` is a number."""
     return {name: value for name, value in flat(values) if isinstance(value, (int, float))}
 
 
@@ -146,7 +146,7 @@ class JsonlTracker(GeneralTracker):
 
 
 def _strict(value: Any) -> Any:
-    """``value`` without numbers that are not JSON."""
+    """Return ``value`` without numbers that are not JSON."""
     if isinstance(value, dict):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -214,7 +214,7 @@ class MLflowTracker(GeneralTracker):
         self.active_run = mlflow.start_run(**self._run_options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Settings as parameters of the run, texts cut to the length that MLflow takes."""
+        """Keep settings as parameters of the run, texts cut to the length that MLflow takes."""
         import mlflow
 
         items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(values)])
@@ -222,7 +222,7 @@ class MLflowTracker(GeneralTracker):
             mlflow.log_params(batch)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers only; MLflow keeps nothing else as metrics."""
+        """Keep numbers only; MLflow keeps nothing else as metrics."""
         import mlflow
 
         mlflow.log_metrics(numbers(values), step=step, **kwargs)
@@ -281,7 +281,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer = SummaryWriter(str(self.folder), **self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Settings as hyperparameters of the run, and in ``hparams.yml``."""
+        """Keep settings as hyperparameters of the run, and in ``hparams.yml``."""
         shown = {
             name: value if isinstance(value, _HPARAM_TYPES) else str(value)
             for name, value in ((name, plain(value)) for name, value in values.items())
@@ -294,7 +294,7 @@ class TensorBoardTracker(GeneralTracker):
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
+        """Keep numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
         for name, value in values.items():
             value = plain(value)
             if isinstance(value, (int, float)):
@@ -306,7 +306,7 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(name, parts, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Batches of images, as for ``SummaryWriter.add_images``."""
+        """Keep batches of images, as for ``SummaryWriter.add_images``."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 
@@ -349,7 +349,7 @@ class WandBTracker(GeneralTracker):
         self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Lists of images, each as for ``wandb.Image``."""
+        """Keep lists of images, each as for ``wandb.Image``."""
         import wandb
 
         pictures = {
@@ -366,7 +366,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table of ``columns`` and ``data``, or a DataFrame."""
+        """Keep a table of ``columns`` and ``data``, or a DataFrame."""
         import wandb
 
         self.run.log(

@@ -99,44 +99,44 @@ is_wandb_available = _finder("wandb", "wandb")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether ``bitsandbytes`` is installed, in ``min_version`` or newer."""
+    """Return whether ``bitsandbytes`` is installed, in ``min_version`` or newer."""
     return is_installed("bitsandbytes") and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
     )
 
 
 def is_4bit_bnb_available() -> bool:
-    """Whether the installed ``bitsandbytes`` knows numbers of 4 bits."""
+    """Return whether the installed ``bitsandbytes`` knows numbers of 4 bits."""
     return is_bnb_available(min_version="0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Whether the installed ``bitsandbytes`` can save numbers of 8 bits."""
+    """Return whether the installed ``bitsandbytes`` can save numbers of 8 bits."""
     return is_bnb_available(min_version="0.37.2")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Whether NumPy is installed in ``min_version`` or newer."""
+    """Return whether NumPy is installed in ``min_version`` or newer."""
     return compare_versions("numpy", ">=", min_version)
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether torch was built with process groups."""
+    """Return whether torch was built with process groups."""
     return torch.distributed.is_available()
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load`` can leave out everything but weights: yes, in every torch that runs here."""
+    """Return whether ``torch.load`` can leave out everything but weights: yes, in every torch that runs here."""
     return True
 
 
 def is_rocm_available() -> bool:
-    """Whether GPUs of AMD can be used."""
+    """Return whether GPUs of AMD can be used."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed.
+    """Return whether torch_xla is installed.
 
     Args:
         check_is_tpu: also whether this process computes on it, as on a TPU.
@@ -148,17 +148,17 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA device."""
+    """Return whether there is a CUDA device."""
     return torch.cuda.is_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is a Metal device; every torch that runs here is newer than ``min_version``."""
+    """Return whether there is a Metal device; every torch that runs here is newer than ``min_version``."""
     return torch.backends.mps.is_available()
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is an Intel GPU."""
+    """Return whether there is an Intel GPU."""
     return torch.xpu.is_available()
 
 
@@ -181,43 +181,43 @@ is_sdaa_available = _no_backend("sdaa")
 
 
 def is_xccl_available() -> bool:
-    """Whether process groups of Intel GPUs can be used: no, there is no backend for them."""
+    """Return whether process groups of Intel GPUs can be used: no, there is no backend for them."""
     return False
 
 
 def is_fp8_available() -> bool:
-    """Whether models can be trained in fp8: no, see ``Accelerator(mixed_precision=...)``."""
+    """Return whether models can be trained in fp8: no, see ``Accelerator(mixed_precision=...)``."""
     return False
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Whether models can be trained in fp8 with scales by block: no, see ``Accelerator(mixed_precision=...)``."""
+    """Return whether models can be trained in fp8 with scales by block: no, as :func:`is_fp8_available`."""
     return False
 
 
 def is_pippy_available() -> bool:
-    """Whether models can be cut into a pipeline: no, see ``Accelerator(fsdp_plugin=...)``."""
+    """Return whether models can be cut into a pipeline: no, see ``Accelerator(fsdp_plugin=...)``."""
     return False
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether models can be trained by Megatron-LM: no, see ``Accelerator(fsdp_plugin=...)``."""
+    """Return whether models can be trained by Megatron-LM: no, see ``Accelerator(fsdp_plugin=...)``."""
     return False
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether jobs can compute on HPU devices: no, there is no backend for them."""
+    """Return whether jobs can compute on HPU devices: no, there is no backend for them."""
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device of this process can compute in bf16; with ``ignore_tpu``, an XLA device counts as unable."""
+    """Return whether the device of this process can compute in bf16; with ``ignore_tpu``, XLA devices can not."""
     backend = context.current().backend
     return backend.supports_precision("bf16") is None and not (ignore_tpu and backend.device_type == "xla")
 
 
 def is_fp16_available() -> bool:
-    """Whether the device of this process can train in fp16."""
+    """Return whether the device of this process can train in fp16."""
     return context.current().backend.supports_precision("fp16") is None
 
 
@@ -227,17 +227,17 @@ _NO = ("n", "no", "f", "false", "off", "0")
 
 
 def patch_environment(**variables: Any) -> AbstractContextManager[None]:
-    """Context manager: set variables, by their names in capitals, and put back what was there, also after an error."""
+    """Set variables in the block, by their names in capitals, and restore what was there, also after an error."""
     return env.patched({name.upper(): str(value) for name, value in variables.items()})
 
 
 def clear_environment() -> AbstractContextManager[None]:
-    """Context manager: an empty environment; whatever is set inside is gone afterwards."""
+    """Run the block in an empty environment; whatever is set inside is gone afterwards."""
     return _restored(lambda name: True)
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator for tests: what a function, or any test method of a class, does to ``ACCELERATE_*`` is undone after it.
+    """Decorate a test, or a class of tests, to undo afterwards what each does to ``ACCELERATE_*``.
 
     Args:
         func_or_cls: a function, or a class whose methods called ``test...`` are decorated, inherited ones too.
@@ -287,7 +287,7 @@ def _restored(is_hidden: Callable[[str], bool]) -> Iterator[None]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int:
-    """1 or 0 for a word that means yes or no.
+    """Return 1 or 0 for a word that means yes or no.
 
     Args:
         value: ``y``, ``yes``, ``t``, ``true``, ``on``, ``1`` or ``n``, ``no``, ``f``, ``false``, ``off``, ``0``.
@@ -303,17 +303,17 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The truth value of the variable ``key``; ``default`` where it is not set. ValueError for another word."""
+    """Return the truth value of the variable ``key``; ``default`` where it is not set. ValueError for another word."""
     return bool(str_to_bool(env.snapshot().get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The text of the variable ``key``; that of ``default`` where it is not set."""
+    """Return the text of the variable ``key``; that of ``default`` where it is not set."""
     return env.snapshot().get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first number from 0 on among the variables ``env_keys``; ``default`` where there is none."""
+    """Return the first number from 0 on among the variables ``env_keys``; ``default`` where there is none."""
     variables = env.snapshot()
     numbers = (int(variables[key]) for key in env_keys if key in variables)
     return next((number for number in numbers if number >= 0), default)

@@ -62,7 +62,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """The optimizer's loop has made a step; does nothing in the middle of an accumulation window."""
+        """Count a step of the optimizer's loop; do nothing in the middle of an accumulation window."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -15,7 +15,7 @@ from nblaunch.training.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A ``tqdm.auto.tqdm`` bar on the main process of each machine; silent on the others.
+    """Make a ``tqdm.auto.tqdm`` bar on the main process of each machine; silent on the others.
 
     Args:
         *args: as for tqdm, with ``kwargs``.
@@ -48,7 +48,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         """Log ``msg % args``, in the processes that were asked for.
 
         Raises:
-            RuntimeError: this process does not know its place yet: there is no Accelerator or PartialState.
+            RuntimeError: there is no Accelerator or PartialState.
         """
         if context.current().training is None:
             raise RuntimeError(
@@ -91,12 +91,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """As ``warning``, but only at the first call with the same arguments."""
+        """Do the same as ``warning``, but only at the first call with the same arguments."""
         self.warning(*args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger that knows about ranks.
+    """Return a logger that knows about ranks.
 
     Args:
         name: as for :func:`logging.getLogger`, usually ``__name__``.

@@ -16,7 +16,7 @@ from nblaunch import context
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Context manager: modules built in it have parameters with a shape and no memory, on the ``meta`` device.
+    """Build modules in the block whose parameters have a shape and no memory, on the ``meta`` device.
 
     Fill them with ``load_checkpoint_in_model(model, checkpoint)`` before the model is prepared.
 
@@ -28,7 +28,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Context manager: parameters of modules built in it go to ``device``, each as soon as it is made.
+    """Build modules in the block whose parameters go to ``device``, each as soon as it is made.
 
     Args:
         device: where to.
@@ -88,7 +88,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether ``exception`` says that a device, or the host, ran out of memory."""
+    """Return whether ``exception`` says that a device, or the host, ran out of memory."""
     if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
@@ -99,7 +99,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorator: call ``function(batch_size, ...)`` again with smaller sizes until memory suffices.
+    """Decorate ``function(batch_size, ...)`` to be called again with smaller sizes until memory suffices.
 
         @find_executable_batch_size(starting_batch_size=256)
         def train(batch_size, model):
