@@ -1,17 +1,53 @@
-"""Device families: one file each, found by name. See ``base.py`` for what a backend has to say."""
+"""Device families, found by name: one file each in this folder, and those that were registered.
+
+``base.py`` describes what a backend is and how to add one.
+"""
 
 from __future__ import annotations
 
 import importlib
+import pickle
 import pkgutil
+import re
 from functools import cache
 
 from nblaunch.backends.base import Backend
 
+_registered: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a device family to this process and to the workers of its launches.
+
+    A backend that was registered under the same name before is replaced.
+
+    Raises:
+        TypeError: it is no :class:`Backend`.
+        ValueError: its name is no word in lower case, or that of a built-in backend.
+    """
+    if not isinstance(backend, Backend):
+        raise TypeError(f"register() takes an instance of nblaunch.backends.base.Backend, not {backend!r}")
+    if not re.fullmatch("[a-z][a-z0-9_]*", backend.name):
+        raise ValueError(
+            f"a backend can't be named {backend.name!r}: valid are words in lower case, as 'npu'"
+        )
+    if backend.name in ("auto", *_built_in()):
+        raise ValueError(f"a backend can't be named {backend.name!r}: that name is taken")
+    _registered[backend.name] = backend
+
+
+def registered(name: str) -> Backend | None:
+    """Return the backend that was registered under ``name``; None where none was."""
+    return _registered.get(name)
+
+
+def discover() -> dict[str, Backend]:
+    """Return every backend by its name. None of them imports its device library yet."""
+    return {**_built_in(), **_registered}
+
 
 @cache
-def discover() -> dict[str, Backend]:
-    """Every module of this folder that has a ``BACKEND``, by its name. None of them imports its device library yet."""
+def _built_in() -> dict[str, Backend]:
     found: dict[str, Backend] = {}
     for module_info in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
         backend = getattr(importlib.import_module(module_info.name), "BACKEND", None)
@@ -21,12 +57,24 @@ def discover() -> dict[str, Backend]:
 
 
 def names() -> list[str]:
-    """What may be given as ``backend=``."""
+    """Return what may be given as ``backend=``."""
     return ["auto", *sorted(discover())]
 
 
+def find(name: str, pickled: bytes = b"") -> Backend:
+    """Return the backend called ``name``, in a worker or in what starts workers.
+
+    Args:
+        name: of the backend.
+        pickled: the backend, where it was registered in another process; it is registered in this one too then.
+    """
+    if pickled and name not in _registered:
+        register(pickle.loads(pickled))
+    return discover()[name]
+
+
 def choose(name: str) -> Backend:
-    """The backend called ``name``, or for ``"auto"`` the one that suits this machine best.
+    """Return the backend called ``name``, or for ``"auto"`` the one that suits this machine best.
 
     Raises:
         ValueError: no backend has this name; lists those that exist.

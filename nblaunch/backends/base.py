@@ -6,7 +6,20 @@ a context in the kernel is what makes fork impossible. The *worker's half* runs 
 
 Methods with an empty body are steps that only some devices need.
 
-A new device family is one file in this folder with a ``BACKEND`` instance; ``backends/__init__.py`` finds it.
+A new device family is one file in this folder with a ``BACKEND`` instance. Outside of nblaunch it is a subclass of
+:class:`Backend`, in a cell or a module, of which an instance is registered before the launch::
+
+    from nblaunch import backends
+
+    class Npu(backends.base.Backend):
+        name = "npu"
+        ...
+
+    backends.register(Npu())
+    notebook_launcher(train)      # chosen where its affinity() is the highest, or by backend="npu"
+
+Forked workers know it from the kernel; to fresh interpreters it travels pickled. A script that others launch (torchrun)
+registers it itself. Nothing else of nblaunch names a device family where this interface has the answer.
 """
 
 from __future__ import annotations
@@ -50,6 +63,12 @@ class Backend(ABC):
     process_group: str
     """The torch.distributed backend that its workers join: "gloo", "nccl"."""
 
+    distributed_type = "MULTI_CPU"
+    """What ``accelerator.distributed_type`` names a job of several processes: a member of ``DistributedType``."""
+
+    compilers: tuple[str, ...] = ("inductor",)
+    """Compilers of ``torch.compile`` for it, the usual one first."""
+
     is_lazy = False
     """Whether a value exists only after :meth:`step_boundary`, so that reading it earlier costs an extra execution."""
 
@@ -78,6 +97,11 @@ class Backend(ABC):
     def device_noun(self) -> str:
         """What one worker gets, for messages: "CPU core", "GPU"."""
 
+    @property
+    def title(self) -> str:
+        """Return what the family is called in a list of families: "GPUs"."""
+        return f"{self.device_noun}s"
+
     @abstractmethod
     def affinity(self) -> int:
         """How well this backend suits this machine: 0 = not usable here; the highest wins for ``backend="auto"``."""
@@ -89,6 +113,10 @@ class Backend(ABC):
     @abstractmethod
     def device_count(self) -> int:
         """Number of devices on this host, which is the default number of workers."""
+
+    def is_present(self) -> bool:
+        """Return whether this host has such devices, also where this process can't use them."""
+        return self.affinity() > 0 and self.device_count() > 0
 
     @property
     @abstractmethod

@@ -27,6 +27,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     device_noun = "CPU core"
+    title = "CPU"
     process_group = "gloo"
     is_oversubscribable = True
 

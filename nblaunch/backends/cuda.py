@@ -32,6 +32,8 @@ class CudaBackend(Backend):
     name = "cuda"
     device_noun = "GPU"
     process_group = "nccl"
+    distributed_type = "MULTI_GPU"
+    compilers = ("inductor", "cudagraphs")
     is_oversubscribable = False
     shares_devices = True
 
@@ -68,6 +70,9 @@ class CudaBackend(Backend):
 
     def device_count(self) -> int:
         return len(gpus.visible())
+
+    def is_present(self) -> bool:
+        return bool(gpus.physical_gpus() or gpus.uncounted())
 
     def fork_hazard(self) -> str | None:
         hazard = cuda_in_kernel.hazard()
@@ -129,10 +134,9 @@ class CudaBackend(Backend):
         process_group.join(group, topology, timeout_s)
 
     def supports_precision(self, precision: str) -> str | None:
-        import torch
-
+        torch: Any = sys.modules.get("torch")
         # The launcher asks too, before it forks; torch would make a context to answer. Workers find out by themselves.
-        if precision != "bf16" or not torch.cuda.is_initialized():
+        if precision != "bf16" or torch is None or not torch.cuda.is_initialized():
             return None
         if not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name()} has no bf16; use mixed_precision='fp16'"

@@ -138,6 +138,9 @@ class XlaBackend(Backend):
     """One process per TPU chip, or several on a CPU."""
 
     name = "xla"
+    title = "TPU"
+    distributed_type = "XLA"
+    compilers = ("openxla",)
     process_group = "gloo"
     is_lazy = True
     places_ahead = True

@@ -6,7 +6,6 @@ The only file that imports torch_xla. Nothing here initialises the runtime or wa
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from typing import Any
 
@@ -35,7 +34,9 @@ def num_chips() -> int:
 
 
 def version_mismatch() -> str | None:
-    """What to do where torch and torch_xla are not of one release: the import would fail with a symbol's name."""
+    """Return what to do where torch and torch_xla are of different releases, in which case the import fails."""
+    import importlib.metadata  # 10 ms that a fresh interpreter does not need
+
     try:
         torch, xla = (importlib.metadata.version(name) for name in ("torch", "torch_xla"))
     except importlib.metadata.PackageNotFoundError:

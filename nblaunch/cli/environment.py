@@ -24,7 +24,7 @@ from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
-from nblaunch.host import cgroup, gpus, notebook_service, nvml, tpu
+from nblaunch.host import cgroup, notebook_service, nvml, tpu
 from nblaunch.launcher.preflight import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
@@ -224,8 +224,7 @@ def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
 def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Devices that are here and can't be used. That there are none is no finding."""
     for name, found in devices.items():
-        is_here = found["count"] > 0 or (name == "cuda" and (gpus.physical_gpus() or gpus.uncounted()))
-        if is_here and found["unusable_because"]:
+        if found["unusable_because"] and backends.discover()[name].is_present():
             yield f"backend={name!r} can't be used: {found['unusable_because']}"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import backends
+from nblaunch.backends.base import Backend
 from nblaunch.cli.prompts import Asker
 from nblaunch.config.resolving import ConfigError, convert
 from nblaunch.config.settings import SETTINGS
@@ -42,14 +43,13 @@ class Machine:
     def precision(self, backend: str) -> str:
         """The mixed precision that suits a family best; bf16 where its devices can do it."""
         family = backends.discover()[self.best if backend == "auto" else backend]
-        if family.name not in self.num_devices or family.name == "cpu":
+        if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
         return "no" if family.supports_precision("bf16") else "bf16"
 
 
 Answers = dict[str, Any]
 
-_NOUNS = {"cpu": "CPU", "cuda": "GPUs", "xla": "TPU"}
 _OTHER_COMPILER = "other"
 
 
@@ -180,10 +180,18 @@ def _has_own_deepspeed(answers: Answers) -> bool:
     return answers.get("strategy") == "deepspeed" and answers["has_file"] is False
 
 
+def _family(answers: Answers) -> Backend:
+    return backends.discover()[answers["backend"]]
+
+
+def _has_own_memory(answers: Answers) -> bool:
+    return _family(answers).device_type != "cpu"
+
+
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
     """For what can be moved off the devices: on CPUs it lies in the host's memory anyway."""
     return lambda answers: (
-        _has_own_deepspeed(answers) and answers["backend"] != "cpu" and answers["zero_stage"] >= stage
+        _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )
 
 
@@ -197,36 +205,34 @@ def _listed(*choices: tuple[Any, str]) -> Callable[[Answers, Machine], list[tupl
 
 def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     found = {
-        name: f"{noun} ({machine.num_devices[name]} here)"
+        name: f"{family.title} ({machine.num_devices[name]} here)"
         if name in machine.num_devices
-        else f"{noun} (none here)"
-        for name, noun in _NOUNS.items()
+        else f"{family.title} (none here)"
+        for name, family in backends.discover().items()
     }
     return list(found.items())
 
 
 def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
-    fp16 = [("fp16", "fp16 (half precision with scaled losses)")] if answers["backend"] == "cuda" else []
-    return [("no", "no (full precision)"), ("bf16", "bf16 (bfloat16)"), *fp16]
+    titles = {"bf16": "bf16 (bfloat16)", "fp16": "fp16 (half precision with scaled losses)"}
+    supported = [item for item in titles.items() if _family(answers).supports_precision(item[0]) is None]
+    return [("no", "no (full precision)"), *supported]
 
 
 def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     choices = [("ddp", "ddp (a copy of the model per process)")]
-    if answers["backend"] == "xla":
-        return [*choices, ("spmd", "spmd (one process; the compiler cuts batches over the chips)")]
-    choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
-    choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
+    family = _family(answers)
+    if family.spanning_env() is not None:
+        choices.append(("spmd", "spmd (one process; the compiler cuts batches over the chips)"))
+    if not family.reduces_gradients:
+        choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
+        choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
     return choices
 
 
 def _compilers(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
-    inductor = ("inductor", "inductor (torch's own compiler)")
-    by_backend = {
-        "cpu": [inductor],
-        "cuda": [inductor, ("cudagraphs", "cudagraphs")],
-        "xla": [("openxla", "openxla")],
-    }
-    return [("no", "no"), *by_backend[answers["backend"]]]
+    titles = {"inductor": "inductor (torch's own compiler)"}
+    return [("no", "no"), *((name, titles.get(name, name)) for name in _family(answers).compilers)]
 
 
 def _total(answers: Answers, machine: Machine) -> int:
@@ -275,7 +281,7 @@ QUESTIONS = (
              lambda a: a.get("has_classes") is True, _fixed(None)),
     Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), _fixed(100_000_000)),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
-             lambda a: _is_fsdp(a) and a["backend"] != "cpu", _fixed(False), _YES_NO),
+             lambda a: _is_fsdp(a) and _has_own_memory(a), _fixed(False), _YES_NO),
     Question("fsdp_activation_checkpointing", "Compute activations again rather than keep them?", _is_fsdp,
              _fixed(False), _YES_NO),
     Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, _fixed("SHARDED_STATE_DICT"),

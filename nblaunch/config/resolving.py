@@ -174,18 +174,18 @@ def _check_machines(resolved: Resolved) -> None:
 
 def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
     backend = resolved["backend"]
-    for name, is_used, others, noun in (
-        ("downcast_bf16", resolved["downcast_bf16"], ("cpu", "cuda"), "TPUs"),
-        ("gpu_ids", resolved["gpu_ids"] != "all", ("cpu", "xla"), "GPUs"),
+    for name, is_used, family, noun in (
+        ("downcast_bf16", resolved["downcast_bf16"], "xla", "TPUs"),
+        ("gpu_ids", resolved["gpu_ids"] != "all", "cuda", "GPUs"),
     ):
         # A file may be written for another device than the one on the command line, which overrides it.
         overrides = order[resolved.sources["backend"]] < order[resolved.sources[name]]
-        if is_used and backend in others and not overrides:
+        if is_used and backend not in ("auto", family) and not overrides:
             raise ConfigError(
                 f"{name} ({resolved.sources[name]}) is for {noun}, but backend is {backend} "
                 f"({resolved.sources['backend']})"
             )
-    if resolved["strategy"] == "spmd" and backend in ("cpu", "cuda"):
+    if resolved["strategy"] == "spmd" and backend not in ("auto", "xla"):
         raise ConfigError(
             f"strategy=spmd is for TPUs, but backend is {backend} ({resolved.sources['backend']})"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch import backends
 from nblaunch.config.kinds import (
     Choice,
     Compiler,
@@ -66,7 +67,7 @@ _TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
     "devices": (
         (
             "backend",
-            Choice(("auto", "cpu", "cuda", "xla")),
+            Choice(tuple(backends.names())),
             "auto",
             "device family; auto = the best one here",
         ),

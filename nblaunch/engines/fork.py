@@ -51,7 +51,7 @@ def fork_workers(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
             stream.flush()  # or every worker would carry a copy of what is buffered
-    _prepare(backends.discover()[assignments[0].backend])
+    _prepare(backends.find(assignments[0].backend))
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)

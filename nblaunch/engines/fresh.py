@@ -98,7 +98,7 @@ def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
     can't use it either. Then the workers are fresh interpreters, each of which loads the call by itself.
     """
     first = boot.assignments[0]
-    hazard = backends.discover()[first.backend].fork_hazard()
+    hazard = backends.find(first.backend, first.registered_backend).fork_hazard()
     if hazard is None:
         os.close(call_fd)
         board = Board(first.topology.world_size, first.board_fd)

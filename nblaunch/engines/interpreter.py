@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from nblaunch import backends
 from nblaunch.engines.boot import Boot
 from nblaunch.engines.saved_call import SavedCall, present_folder
 from nblaunch.errors import LaunchError
+from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import guard
@@ -31,9 +33,11 @@ def start_interpreter(
     Raises:
         LaunchError: the system refused the process.
     """
-    parent_pid = os.getpid()
+    parent_pid, backend = os.getpid(), _registered_backend(assignments[0].backend)
     boot = Boot(
-        assignments=tuple(replace(assignment, parent_pid=parent_pid) for assignment in assignments),
+        assignments=tuple(
+            replace(one, parent_pid=parent_pid, registered_backend=backend) for one in assignments
+        ),
         report_fd=report_fd,
         has_shell="IPython.core.interactiveshell" in sys.modules,
         random_states=call.random_states,
@@ -58,6 +62,12 @@ def start_interpreter(
             f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or processes ran "
             "out (ulimit -n, ulimit -u), close some or use fewer workers."
         ) from error
+
+
+def _registered_backend(name: str) -> bytes:
+    """Pickle a backend that is known to this process alone; b"" for those that are part of nblaunch."""
+    backend = backends.registered(name)
+    return b"" if backend is None else payload.to_bytes(backend, main_by_reference=False)
 
 
 def start_program(

@@ -39,8 +39,7 @@ def label(member: Member, strategy: str = "") -> DistributedType:
         return in_parts[strategy]
     if member.topology.world_size == 1:
         return DistributedType.NO
-    labels = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
-    return labels.get(member.device.type, DistributedType.MULTI_CPU)
+    return DistributedType[member.backend.distributed_type]
 
 
 class _SharedState:

@@ -39,6 +39,7 @@ class Assignment:
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
+        registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
         mark: by which its descendants are found (``host/descendants.py``).
     """
 
@@ -59,6 +60,7 @@ class Assignment:
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
+    registered_backend: bytes = field(default=b"", repr=False)
     mark: int = 0
 
     @property

@@ -17,6 +17,7 @@ cloudpickle's own tracking gives back the kernel's class.)
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import mmap
 import os
@@ -55,6 +56,9 @@ class NotebookPickler(cloudpickle.CloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         if self._main is not None and isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj):
             return obj.__qualname__
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
+            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
     def _is_of_main(self, obj: Any) -> bool:

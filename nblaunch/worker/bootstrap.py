@@ -123,7 +123,7 @@ class _Worker:
         inherited.forget(kernel_streams)
         progress.watch(self.slot)
         env.apply(assignment.environment)
-        backend = backends.discover()[assignment.backend]
+        backend = backends.find(assignment.backend, assignment.registered_backend)
         backend.prepare_child(assignment.topology)
         if assignment.spans_devices:
             backend.span_devices()
@@ -168,7 +168,7 @@ class _Worker:
         """What kernel or device have to do with ``error``. Whatever goes wrong here must not hide the error itself."""
         try:
             own = inherited.explain(error)
-            return own or backends.discover()[self.assignment.backend].explain_failure(error)
+            return own or backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
 

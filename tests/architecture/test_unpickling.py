@@ -7,6 +7,7 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
+    "nblaunch.backends": "part of a worker's orders, see nblaunch.engines.fresh",
     "nblaunch.nodes.agent": "orders in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.engines.fresh": "orders in a memory file that its launcher made and that it inherited",

@@ -14,6 +14,7 @@ import torch
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.topology import Topology
+from nblaunch.training.state import DistributedType
 
 TOPOLOGY = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1)
 
@@ -28,6 +29,9 @@ def test_it_says_what_it_is(backend: Backend) -> None:
     assert backend.device_noun
     assert backend.process_group
     assert isinstance(backend.is_oversubscribable, bool)
+    assert backend.title
+    assert backend.distributed_type in DistributedType.__members__
+    assert backend.is_present() or not backend.affinity()
     assert backend.name in backends.names()
 
 

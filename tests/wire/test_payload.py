@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import threading
 from collections.abc import Iterator
@@ -164,6 +165,14 @@ def test_functions_and_classes_of_a_notebook_go_by_value() -> None:
         namespace,
     )
     assert there_and_back(namespace["train"])(2) == 18
+
+
+def test_functions_may_use_modules_with_a_class_of_their_own() -> None:
+    scope: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec("def f():\n    return torch.backends.cudnn, torch.backends", scope)
+    assert type(torch.backends.cudnn) is not type(torch)
+    copy = pickle.loads(payload.to_bytes(scope["f"], main_by_reference=False))
+    assert copy() == (torch.backends.cudnn, torch.backends)
 
 
 def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:

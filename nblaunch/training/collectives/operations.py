@@ -265,7 +265,7 @@ def _transport_device(device: torch.device) -> torch.device:
     """Return where the process group wants its tensors: gloo on the CPU, the others on the device itself."""
     if dist.get_backend() == "gloo":
         return torch.device("cpu")
-    return device if device.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return device if device.type != "cpu" else torch.device(context.current().backend.device_type)
 
 
 def _check_alike(operation: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,148 @@
+"""A device family that this file alone adds: registered from a cell, used by real launches, unknown to the package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from nblaunch import backends
+from nblaunch.backends.base import Backend
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+DEVICE = """
+import os
+import torch
+from nblaunch import Accelerator, backends, last_job, notebook_launcher
+from nblaunch.backends.base import Backend
+
+class Toy(Backend):
+    "Three chips that compute on the CPU."
+
+    name = "toy"
+    device_noun = "toy chip"
+    device_type = "cpu"
+    process_group = "gloo"
+    is_oversubscribable = False
+    num_steps = 0
+
+    def affinity(self):
+        return 100
+
+    def unavailable_reason(self):
+        return "toy chips are always there"
+
+    def device_count(self):
+        return 3
+
+    def fork_hazard(self):
+        return None
+
+    def worker_env(self, topology):
+        return {"TOY_VISIBLE_CHIPS": str(topology.local_rank), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def device(self, topology):
+        return torch.device("cpu", topology.local_rank)
+
+    def supports_precision(self, precision):
+        return None if precision == "no" else f"toy chips have no {precision}"
+
+    def begin_step(self, phase, batch):
+        self.num_steps += 1
+
+    def explain_failure(self, error):
+        return ("toy chips melt at zero",) if isinstance(error, ZeroDivisionError) else ()
+
+backends.register(Toy())
+
+def train():
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.ones(8, 4), 2))
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+    accelerator.log({"loss": 0.5})
+    ones = accelerator.gather(torch.ones(1, device=accelerator.device)).tolist()
+    backend = backends.discover()["toy"]
+    return str(accelerator.device), os.environ["TOY_VISIBLE_CHIPS"], ones, backend.num_steps, type(backend).__name__
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}) as kernel:
+        kernel.run(DEVICE)
+        yield kernel
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_compute_on_it(toy: Kernel, start_method: str) -> None:
+    cell = toy.run(
+        f"found = notebook_launcher(train, (), 2, return_all=True, dashboard='html', start_method={start_method!r})\n"
+        "found, [(row['rank'], row['loss']) for row in last_job().metrics]"
+    )
+    workers, metrics = cell.value
+    assert workers == [
+        ("cpu:0", "0", [1.0, 1.0], 2, "Toy"),
+        ("cpu:1", "1", [1.0, 1.0], 2, "Toy"),
+    ]
+    assert metrics == [(0, 0.5)]
+    assert any(f"(toy, {start_method}" in str(display.data) for display in cell.displays)
+
+
+def test_it_is_chosen_and_counted(toy: Kernel) -> None:
+    assert (
+        toy.run("len(notebook_launcher(lambda: os.getpid(), return_all=True, dashboard='none'))").value == 3
+    )
+    error = toy.run("notebook_launcher(train, (), 4)", raises="ValueError").error
+    assert error is not None
+    assert "this machine has 3 toy chips for backend='toy': valid are 1 to 3" in error.text
+
+
+def test_its_precisions_and_errors_are_its_own(toy: Kernel) -> None:
+    error = toy.run("notebook_launcher(train, (), 2, mixed_precision='fp16')", raises="ValueError").error
+    assert error is not None
+    assert "toy chips have no fp16" in error.text
+    error = toy.run("notebook_launcher(lambda: 1 / 0, (), 2)", raises="ZeroDivisionError").error
+    assert error is not None
+    assert "toy chips melt at zero" in error.text
+
+
+def test_commands_offer_it() -> None:
+    program = f"""{DEVICE}
+from nblaunch.cli import environment, questions
+from nblaunch.config.settings import SETTINGS
+machine = questions.Machine.here()
+answers = {{"backend": "toy"}}
+assert machine.best == "toy" and machine.count("auto") == 3 and machine.precision("toy") == "no"
+assert ("toy", "toy chips (3 here)") in questions._devices(answers, machine)
+assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
+assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]
+assert environment._devices()["toy"] == {{"count": 3, "noun": "toy chip", "unusable_because": None}}
+assert SETTINGS["backend"].kind.convert("toy") == "toy"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class _Named(Backend):
+    name = "cpu"
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto", "Toy chip", ""])
+def test_names_that_are_taken_or_no_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Named, "__abstractmethods__", frozenset())
+    backend = _Named()  # type: ignore[abstract]
+    backend.name = name
+    before = backends.discover()
+    with pytest.raises(ValueError, match=re.escape(f"can't be named {name!r}")):
+        backends.register(backend)
+    assert backends.discover() == before
+
+
+def test_only_a_backend_can_be_registered() -> None:
+    with pytest.raises(TypeError, match="Toy"):
+        backends.register("Toy")  # type: ignore[arg-type]
