@@ -42,13 +42,13 @@ class Escalation:
 
     @classmethod
     def after_interrupt(cls, now_s: float, grace_s: float) -> Escalation:
-        """The user interrupted: SIGINT at once, and the whole grace for all ranks."""
+        """Return that of an interrupt by the user: SIGINT at once, and the whole grace for all ranks."""
         steps = _from_interrupt(0.0, grace_s)
         return cls(now_s, steps, steps)
 
     @classmethod
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
-        """A rank failed: collect the others' failures first; grace only where it can be of use."""
+        """Return that of a failed rank: collect the others' failures first; grace only where it can be of use."""
         return cls(
             now_s,
             _from_interrupt(COLLECT_S, grace_s),
@@ -57,14 +57,14 @@ class Escalation:
 
     @classmethod
     def kill(cls, now_s: float) -> Escalation:
-        """SIGKILL at once."""
+        """Return one that sends SIGKILL at once."""
         steps = (Step(0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
     def due(
         self, now_s: float, alive: Iterable[int], noticed: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
-        """(rank, signal) pairs to send now. Each step of each rank is given out once."""
+        """Return the (rank, signal) pairs to send now. Each step of each rank is returned once."""
         signals = []
         for rank in alive:
             steps = self._steps(rank, noticed)
@@ -76,7 +76,7 @@ class Escalation:
         return signals
 
     def next_s(self, alive: Iterable[int], noticed: Callable[[int], bool]) -> float | None:
-        """The time of the next step of any rank; None when nothing is left to do but wait."""
+        """Return the time of the next step of any rank; None when nothing is left to do but wait."""
         times = []
         for rank in alive:
             steps, taken = self._steps(rank, noticed), self._taken.get(rank, 0)

@@ -49,7 +49,7 @@ class Guardian:
         self._stays = False
 
     def start(self) -> None:
-        """Be there from now on.
+        """Start the process.
 
         Raises:
             OSError: the system refused a process or a pipe.
@@ -87,7 +87,7 @@ class Guardian:
                 os.write(self._writing, b"".join(lines))
 
     def stay(self) -> None:
-        """Remain until this process ends: a worker could not be killed, and what it has started may come to life."""
+        """Keep it until this process ends: a worker could not be killed, and what it has started may run again."""
         self._stays = True
 
     def dismiss(self) -> None:

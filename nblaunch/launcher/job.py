@@ -68,7 +68,7 @@ class Job:
         return self.results() if self.spec.return_all else self._outcome.values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
-        """Like :meth:`result`, for all ranks. Without ``return_all`` only rank 0's value was kept; others are None."""
+        """Return what :meth:`result` returns, of all ranks; None of other ranks than 0 without ``return_all``."""
         __tracebackhide__ = True
         with ShownAtCall():
             self._wait_for_success(timeout)
@@ -89,7 +89,7 @@ class Job:
             raise TimeoutError(f"{self!r} still runs after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """``await job`` in a cell: :meth:`result`, with the kernel's event loop free while the job runs."""
+        """Wait by ``await job`` in a cell for :meth:`result`, with the kernel's event loop free meanwhile."""
         return self._ended().__await__()
 
     @property
@@ -104,11 +104,11 @@ class Job:
 
     @property
     def log_dir(self) -> Path:
-        """The folder with every rank's log, by attempt."""
+        """Folder with every rank's log, by attempt."""
         return self._runner.log.path
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Everything that a rank has printed by now, in the last attempt or in the one asked for.
+        """Return everything that a rank has printed by now, in the last attempt or in the one asked for.
 
         Raises:
             ValueError: there is no such rank.
@@ -141,7 +141,7 @@ class Job:
         return dict(self._runner.pids)  # it changes in the thread of the job
 
     def metrics_frame(self) -> pandas.DataFrame:
-        """What ``accelerator.log`` has logged by now, as a table: one row per step, one column per value.
+        """Return what ``accelerator.log`` has logged by now as a table: one row per step, one column per value.
 
         ``job.metrics`` is the same as a list, one dict per call, with ``step``, ``time_s`` (wall clock), ``rank`` and
         ``attempt``. Both can be looked at while the job runs: ``job.metrics_frame()["loss"].plot()``.
@@ -152,10 +152,10 @@ class Job:
         return frame_of(list(self.metrics))
 
     def weights(self) -> dict[Place, dict[str, Any]]:
-        """Position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
+        """Return position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
 
-        One inside an argument has a path for a position: ``"args[0]['generator']"``. Those that fit are in the kernel's
-        own modules.
+        The position of one inside an argument is a path: ``"args[0]['generator']"``. Weights that fit are in the
+        kernel's own modules. Empty while the job runs.
 
         Raises:
             RuntimeError: they were released.
@@ -187,11 +187,11 @@ class Job:
         self._runner.requests.stop()
 
     def stacks(self) -> str:
-        """Where every rank is right now, as lines of the user's code; equal ones together. Takes up to a second."""
+        """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second."""
         return self.ask_stacks().result()
 
     def ask_stacks(self) -> Future[str]:
-        """The same as a future, without waiting for it."""
+        """Return a future of what :meth:`stacks` returns, without waiting for it."""
         return self._runner.requests.ask_stacks()
 
     def interrupt(self) -> None:
@@ -217,7 +217,7 @@ class Job:
         return f"<Job {self.spec.function_name} on {where}, {self.status}>"
 
     def _ipython_display_(self) -> None:
-        """As the last line of a cell, a job shows how it is doing or how it ended; outside of notebooks, its repr.
+        """Show the job's table where it is the last line of a cell; outside of notebooks, its repr.
 
         IPython takes the error for "as usual".
         """

@@ -76,7 +76,7 @@ class JobLog:
                 self.prune()
 
     def end(self) -> None:
-        """The job is over: its files stay, and may be pruned when it is old."""
+        """Handle the end of the job: its files stay, and may be pruned when it is old."""
         _in_use.discard(self.path)
 
     def prune(self) -> None:
@@ -103,7 +103,7 @@ class JobLog:
             raise refusal from error
 
     def new_file(self, name: str) -> Path:
-        """An empty file of the job's own, beside the attempts.
+        """Make an empty file of the job's own, beside the attempts.
 
         Raises:
             LaunchError: the file system has no place for it.
@@ -116,15 +116,15 @@ class JobLog:
         return path
 
     def attempt_path(self, attempt: int) -> Path:
-        """The folder of an attempt."""
+        """Return the folder of an attempt."""
         return self.path / f"attempt_{attempt}"
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
-        """The file of what a rank prints."""
+        """Return the file of what a rank prints."""
         return self.attempt_path(attempt) / f"rank_{rank}.log"
 
     def stacks_path(self, rank: int, attempt: int = 0) -> Path:
-        """The file of a rank's stacks."""
+        """Return the file of a rank's stacks."""
         return self.attempt_path(attempt) / f"rank_{rank}.stacks"
 
     def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
@@ -187,7 +187,7 @@ class _Mark:
 
     @classmethod
     def of(cls, folder: Path) -> _Mark | None:
-        """The mark of a folder that :class:`JobLog` has made, and that is where it was; None of any other."""
+        """Return the mark of a folder that :class:`JobLog` has made and that was not moved; None of any other."""
         if folder.is_symlink():
             return None
         try:

@@ -36,7 +36,7 @@ class LogLimit:
         self._gap_end = self._head
 
     def apply(self) -> int:
-        """Free the middle of the file if it is too large now; returns where its end begins, 0 if nothing was freed.
+        """Free the middle of the file if it is too large now; return where its end begins, 0 if nothing was freed.
 
         Raises:
             OSError: the file system can't free a part of a file.
@@ -59,7 +59,7 @@ class LogLimit:
 
 
 def kept_parts(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where a file has contents between two positions, as ``(from, to)``; each part has 1 GiB at most."""
+    """Return where a file has contents between two positions, as ``(from, to)`` of 1 GiB at most each."""
     while start < end:
         try:
             start = os.lseek(fd, start, os.SEEK_DATA)

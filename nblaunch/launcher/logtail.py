@@ -48,7 +48,7 @@ class LogTail:
         self._status = ""
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
-        """What is new since the last call, at most ``max_bytes`` of it."""
+        """Return what is new since the last call, at most ``max_bytes`` of it."""
         events = self._keep_within_limit()
         while max_bytes > 0 and (chunk := self._take(max_bytes)):
             max_bytes -= len(chunk)
@@ -56,7 +56,7 @@ class LogTail:
         return [*events, *self._changed_status()]
 
     def read_rest(self) -> Iterator[Event]:
-        """Everything up to the end of the file, an unfinished last line included; as much at a time as memory bears."""
+        """Yield everything up to the end of the file with an unfinished last line, in portions that fit into memory."""
         yield from self._keep_within_limit()
         while chunk := self._take(_READ_BYTES):
             yield from self._split(chunk)
@@ -72,7 +72,7 @@ class LogTail:
             self._fd = -1
 
     def _take(self, max_bytes: int) -> bytes:
-        """Bytes that were not read yet; none at the end of the file."""
+        """Return bytes that were not read yet; none at the end of the file."""
         return os.read(self._fd, min(_READ_BYTES, max_bytes)) if self._is_open() else b""
 
     def _is_open(self) -> bool:
@@ -168,7 +168,7 @@ class _Line:
         self._has_returned |= len(shown) < len(data)
 
     def end(self) -> str:
-        """The line as text; the next one begins."""
+        """Return the line as text, and begin the next one."""
         text = _on_screen(self.text)
         if self._num_cut:
             text += f" ... and {formatting.size(self._num_cut)} more in this line; the log has all of it"
@@ -185,13 +185,13 @@ def _shortened(line: bytes) -> str:
 
 
 def _on_screen(line: bytes) -> str:
-    """What a terminal would show of a line: redrawn from its last carriage return on, without control sequences."""
+    """Return what a terminal would show of a line: redrawn from its last carriage return on, no control sequences."""
     text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
     return text.replace("\x1b[A", "").rstrip()
 
 
 def read_log(path: Path, max_bytes: int | None = None) -> str:
-    """A rank's log as it was seen, all of it or its end; empty if it never printed.
+    """Return a rank's log as a terminal shows it, all of it or its end; empty if it never printed.
 
     Where the log has outgrown its limit, a line in it says how much was dropped.
     """

@@ -1,10 +1,12 @@
-"""Everything that can be known before a process exists: what will be launched, how, and why it can't be.
+"""LaunchPlan: what will be launched, how, and why it can't be; decided before any process is started.
 
-Looks, and never touches a device: a device context in the kernel is what makes fork impossible.
+Reads, and never touches a device: a device context in the kernel is what makes fork impossible.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
 import os
 import sys
@@ -19,11 +21,12 @@ from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
 from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import foreign_accelerator, rendezvous
+from nblaunch.launcher import rendezvous
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.exceptions import is_user_file
 from nblaunch.wire.modules import Place, modules_in
+from nblaunch.wire.pickle_errors import captured_variables
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     num_processes = _num_processes(spec, backend)
     start_method, reason = _start_method(spec, backend)
     if start_method != "inline":
-        foreign_accelerator.refuse(spec)
+        _refuse_foreign_accelerators(spec)
     modules = modules_in(spec.args)
     return LaunchPlan(
         backend=backend,
@@ -102,7 +105,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *_overlooked(backend),
             *backend.launch_notes(num_processes),
             *_memory_warnings(modules, backend, num_processes),
-            *(foreign_accelerator.warnings(spec) if start_method != "inline" else ()),
+            *(_foreign_accelerator_warnings(spec) if start_method != "inline" else ()),
         ),
     )
 
@@ -213,7 +216,7 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
 
 
 def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
-    """The start method and why it is the one."""
+    """Return the start method and the reason for it."""
     if spec.engine == "inline":
         return "inline", "asked for: the function runs in the kernel"
     hazard = _fork_hazard(backend)
@@ -230,7 +233,7 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
 
 
 def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
-    """A word where the choice is not the usual one: fresh processes start slower and need the call pickled."""
+    """Return a sentence where workers are not forked: fresh processes start slower and need the call pickled."""
     is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
     return (
         f"workers start through a {start_method}: {reason}; nothing has to be restarted" if is_detour else ""
@@ -238,7 +241,7 @@ def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
 
 
 def _first_use(backend: Backend) -> str:
-    """The line of the user's own code that first used the device in this process, if it was seen."""
+    """Return the line of the user's own code that first used the device in this process, if it was seen."""
     own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
     if not own:
         return ""
@@ -266,13 +269,13 @@ def _fork_hazard(backend: Backend) -> str | None:
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
-    """Devices that are here and lie idle, because something is missing."""
+    """Return a sentence for each device that is here and idle because something is missing."""
     others = (backend for backend in backends.discover().values() if backend is not chosen)
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 
 def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
-    """Whether the host has room for what training the passed modules on the CPU must at least take.
+    """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
 
     The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.
     """
@@ -291,5 +294,48 @@ def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_process
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
-    """A share of the cores for each worker, unless it was given."""
+    """Return each worker's share of the cores, unless it was given."""
     return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)
+
+
+# --- an Accelerator of Hugging Face Accelerate, made in the notebook -------------------------------------------------
+# It describes the kernel's own process. In a forked worker its state is gone, since that would be of no use there;
+# pickled into a fresh one it would train alone on each rank, unnoticed. (nblaunch's own notices by itself.)
+
+_NO_RANK = "which describes the notebook's own process and has no rank of the workers"
+
+
+def _refuse_foreign_accelerators(spec: LaunchSpec) -> None:
+    for position, arg in enumerate(spec.args):
+        if _is_foreign_accelerator(arg):
+            raise ValueError(
+                f"args[{position}] is an accelerate.Accelerator, {_NO_RANK}; leave it out, and make one inside the "
+                "function: accelerator = Accelerator()"
+            )
+
+
+def _foreign_accelerator_warnings(spec: LaunchSpec) -> tuple[str, ...]:
+    """Return a sentence for each that the function uses as a global name or in its closure."""
+    function: Any = spec.function
+    while isinstance(function, functools.partial):
+        function = function.func
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    if _foreign_accelerator_type() is None or not inspect.isfunction(plain):
+        return ()
+    return tuple(
+        f"{spec.function_name} uses {name} of the notebook, an accelerate.Accelerator, {_NO_RANK}; make it inside the "
+        "function, before its first use: accelerator = Accelerator()"
+        for name, value in captured_variables(plain)
+        if _is_foreign_accelerator(value)
+    )
+
+
+def _foreign_accelerator_type() -> type | None:
+    """Return the class, where it is imported."""
+    module: Any = sys.modules.get("accelerate.accelerator")
+    return getattr(module, "Accelerator", None)
+
+
+def _is_foreign_accelerator(value: Any) -> bool:
+    kind = _foreign_accelerator_type()
+    return kind is not None and issubclass(type(value), kind)

@@ -61,7 +61,7 @@ class RendezvousHost:
         descriptors.keep_from_children(self._fd)
 
     def fileno(self) -> int:
-        """Readable when a worker wants the store; -1 once it runs."""
+        """Return a descriptor that is readable when a worker wants the store; -1 once it runs."""
         return self._socket.fileno() if self._socket is not None else -1
 
     def host(self) -> None:
@@ -112,7 +112,7 @@ class RendezvousHost:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """IPv6 for an address with colons."""
+    """Return IPv6 for an address with colons, else IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 

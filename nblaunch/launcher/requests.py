@@ -1,6 +1,6 @@
-"""What is asked of a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread.
+"""Requests to a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread.
 
-    any thread, any signal handler ── counts, flags, questions ──> StopRequests <── the supervisor looks
+    any thread, any signal handler ── counts, flags, queries ────> StopRequests <── the supervisor reads
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
 
 A signal handler may interrupt any line of this module, so nothing here takes a lock: requests are single appends and
@@ -63,7 +63,7 @@ class WakePipe:
 class StopRequests:
     """Collects requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
-    Every question about stacks is answered: by the supervisor, or with the reason why there is no answer.
+    Every query for stacks is answered: by the supervisor, or with the reason why there is no answer.
 
     Raises:
         LaunchError: the system refused a pipe.
@@ -81,21 +81,21 @@ class StopRequests:
         self._refusal = "no worker process runs yet"
 
     def fileno(self) -> int:
-        """A descriptor that can be read once something was asked for, for ``select``; -1 after the end."""
+        """Return a descriptor that is readable once something was requested, for ``select``; -1 after the end."""
         return self._pipe.reading if self._pipe is not None else -1
 
     @property
     def interrupts(self) -> int:
-        """How often an interrupt was asked for."""
+        """Number of interrupts that were requested."""
         return len(self._interrupts)
 
     def interrupt(self) -> None:
-        """Once: ask workers to end, with grace. Twice: kill them."""
+        """Ask workers to end, with grace; the second time kill them."""
         self._interrupts.append(None)
         self._wake()
 
     def terminate(self, grace_s: float) -> None:
-        """Once: let the loops end, and interrupt them when ``grace_s`` is over. Again: interrupt at once."""
+        """Let the loops end, and interrupt them when ``grace_s`` is over; the second time interrupt at once."""
         self.termination_grace_s = grace_s
         self.terminations += 1
         if self.terminations > 1:
@@ -116,7 +116,7 @@ class StopRequests:
         """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""
         query: Future[str] = Future()
         self._new_queries.append(query)
-        # Read after the append: a reason is set before the questions are looked through.
+        # Read after the append: a reason is set before the queries are looked through.
         refusal = self._refusal
         if refusal:
             self._refuse_queries(refusal)
@@ -130,7 +130,7 @@ class StopRequests:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While the block runs, its caller answers what :meth:`take_queries` gives; afterwards the rest is refused."""
+        """Let queries be answered by the caller while the block runs; those left at its end are refused."""
         self._refusal = ""
         try:
             yield
@@ -138,19 +138,19 @@ class StopRequests:
             self._refuse("no worker runs at the moment")
 
     def take_queries(self) -> list[Future[str]]:
-        """The questions about stacks since the last call, each to be answered with :meth:`answer`."""
+        """Return the queries for stacks since the last call, each to be answered with :meth:`answer`."""
         taken = list(_popped(self._new_queries.popleft))
         self._taken_queries.update(taken)
         return taken
 
     def answer(self, query: Future[str], text: str) -> None:
-        """Answer a question, unless it was cancelled or refused before."""
+        """Answer a query, unless it was cancelled or refused before."""
         self._taken_queries.discard(query)
         with suppress(InvalidStateError):
             query.set_result(text)
 
     def close(self) -> None:
-        """The job has ended: further requests are counted and have no effect."""
+        """Handle the end of the job: further requests are counted and have no effect."""
         self._refuse("no worker runs any more")
         self._pipe = None
 
@@ -180,7 +180,7 @@ def _popped(pop: Callable[[], Future[str]]) -> Iterator[Future[str]]:
 
 @contextmanager
 def interrupts_as_requests(requests: StopRequests) -> Iterator[None]:
-    """While the block runs, SIGINT is a request to ``requests`` rather than an exception at a random line.
+    """Let SIGINT be a request to ``requests`` while the block runs, rather than an exception at a random line.
 
     Only the main thread can do this; elsewhere nothing changes. The former handler is always put back.
     """

@@ -232,7 +232,7 @@ def describe_uncollected(function: Callable[..., Any], name: str) -> str:
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, Any]:
-    """The trainable modules that ``function`` reaches by itself, each once, by where it finds them."""
+    """Return the trainable modules that ``function`` uses by itself, each once, by the name it has there."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}

@@ -216,35 +216,7 @@ class Supervisor:
         except OSError as error:  # old logs are no reason to end a job
             self._note(f"logs of earlier jobs could not be removed: {error}", "warning")
 
-    # --- end -----------------------------------------------------------------------------------------------------
-
-    def _drain(self) -> None:
-        """Read pipes, logs and the board to their end."""
-        for rank in self._receivers:
-            self._receive(rank)
-        for tail in self._tails.values():
-            for event in tail.read_rest():
-                self._emit(event)
-        self._report.last_samples = self._sample()
-        self._update(self._report.last_samples)
-
-    def _collect(self) -> dict[int, Outcome]:
-        """Read the outboxes of the ranks that finished."""
-        report = self._report
-        return {
-            own.rank: outbox.read(
-                own.outbox_fd, report.finished[own.rank].contents, report.weights.get(own.rank, {})
-            )
-            for own in self._assignments
-            if own.outbox_fd >= 0 and own.rank in report.finished
-        }
-
-    def _end_descendants(self, descendants: Descendants, first_groups: Sequence[int]) -> None:
-        found = descendants.end({*first_groups, *self._group.pids().values()})
-        if found:
-            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-            named = ", ".join(found[:_MAX_NAMED]) + more
-            self._note(f"ended with the job, though out of the workers' process groups: {named}")
+    # --- the wait loop -----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         while self._alive:
@@ -419,10 +391,10 @@ class Supervisor:
     def _has_noticed(self, rank: int) -> bool:
         return self._board.slot(rank).read(rank).interrupts > 0
 
-    # --- questions to the ranks ----------------------------------------------------------------------------------
+    # --- queries to the ranks ----------------------------------------------------------------------------------
 
     def _follow_up(self) -> None:
-        """Go on with what takes several looks: collecting stacks, agreeing on a step to stop at."""
+        """Poll what takes several rounds: collecting stacks, agreeing on a step to stop at."""
         for dump, answer in list(self._dumps):
             dump.poll()
             if dump.is_done:
@@ -441,7 +413,7 @@ class Supervisor:
         self._requests.answer(query, "\n".join(self._describe(dump.positions())))
 
     def _answering(self) -> dict[int, int]:
-        """Rank -> process of the ranks whose function runs, or whose weights are on their way."""
+        """Return rank -> process of the ranks whose function runs, or that still send weights."""
         running = (self._alive & self._started) - self._report.delivered - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
@@ -508,7 +480,7 @@ class Supervisor:
         return self._peers.exchange(samples, self._report, slots)
 
     def _check_lingering(self) -> None:
-        """Workers that are done but do not end are ended, with a word about it."""
+        """End workers that are done but do not end, with a note about it."""
         if self._escalation is not None or not self._alive <= self._report.delivered:
             self._lingering_since = None
             return
@@ -523,6 +495,36 @@ class Supervisor:
             self._note(text)
             self._begin_stop_after_failure()
 
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read pipes, logs and the board to their end."""
+        for rank in self._receivers:
+            self._receive(rank)
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self._emit(event)
+        self._report.last_samples = self._sample()
+        self._update(self._report.last_samples)
+
+    def _collect(self) -> dict[int, Outcome]:
+        """Read the outboxes of the ranks that finished."""
+        report = self._report
+        return {
+            own.rank: outbox.read(
+                own.outbox_fd, report.finished[own.rank].contents, report.weights.get(own.rank, {})
+            )
+            for own in self._assignments
+            if own.outbox_fd >= 0 and own.rank in report.finished
+        }
+
+    def _end_descendants(self, descendants: Descendants, first_groups: Sequence[int]) -> None:
+        found = descendants.end({*first_groups, *self._group.pids().values()})
+        if found:
+            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            named = ", ".join(found[:_MAX_NAMED]) + more
+            self._note(f"ended with the job, though out of the workers' process groups: {named}")
+
 
 def _unkillable(rank: int, pid: int | None) -> str:
     if pid is None:
@@ -536,4 +538,4 @@ def _unkillable(rank: int, pid: int | None) -> str:
 
 
 def _nothing() -> None:
-    """The end of a process only has to wake the loop; it is reaped right after."""
+    """Do nothing: the end of a process only has to wake the loop, which reaps it right after."""

@@ -15,7 +15,7 @@ _MAX_NAMED = 3  # modules in one line
 
 
 def trainable_bytes(module: Any) -> int:
-    """Bytes of the module's parameters that training changes, of those that have values here."""
+    """Return the bytes of the module's parameters that training changes, of those that have values here."""
     torch: Any = sys.modules["torch"]
     with_values = (p for p in module.parameters() if not (torch.nn.parameter.is_lazy(p) or p.is_meta))
     return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
@@ -35,7 +35,7 @@ def join(sent: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[
 
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """``state`` with whole tensors; those that were not sent are copied from the kernel's ``module``."""
+    """Return ``state`` with whole tensors; those that were not sent are copied from the kernel's ``module``."""
     own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
     whole = {}
     for name, value in state.items():
@@ -47,7 +47,7 @@ def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoadedBack:
-    """What became of weights that came back.
+    """The result of :func:`load_back`.
 
     Args:
         lines: a line for the user about each module that is an argument, and about all inside one together.
@@ -93,7 +93,7 @@ def load_back(
 
 
 def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> list[str]:
-    """A line for each reason why weights did not come, with the modules that are as they were because of it."""
+    """Return a line for each reason why weights did not come, with the modules that are as they were because of it."""
     places: dict[str, list[Place]] = {}
     for place, reason in reasons.items():
         places.setdefault(reason, []).append(place)
@@ -105,7 +105,7 @@ def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> 
 
 
 def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Iterator[str]:
-    """The good news: which weights are in the kernel's modules, those inside one argument in one line."""
+    """Yield which weights are in the kernel's modules now, those inside one argument in one line."""
     arguments: dict[str, list[Place]] = {}
     for place in num_bytes:
         arguments.setdefault(place_name(place).partition("]")[0], []).append(place)
@@ -139,7 +139,7 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Loading:
-    """Whether a module has its weights, and what there is to warn of."""
+    """Whether a module has its weights, and a warning."""
 
     is_loaded: bool
     text: str = ""
@@ -185,15 +185,15 @@ def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
         for name, value in state.items():
             if isinstance(value, Pieces) and name not in bare:
                 value.put_into(own[name])
-    elsewhere = {name for name, value in state.items() if isinstance(value, (Pieces, Unchanged))} | bare
-    plain = {name: value for name, value in state.items() if name not in elsewhere}
-    module.load_state_dict(plain, strict=is_whole and not elsewhere)
+    handled = {name for name, value in state.items() if isinstance(value, (Pieces, Unchanged))} | bare
+    plain = {name: value for name, value in state.items() if name not in handled}
+    module.load_state_dict(plain, strict=is_whole and not handled)
     if bare:
         module.load_state_dict(_made(module, state, bare), strict=False, assign=True)
 
 
 def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
-    """Tensors in place of those of ``module`` that have a shape only; parameters that were one stay one."""
+    """Return tensors in place of those of ``module`` that have a shape only; shared parameters stay shared."""
     torch: Any = sys.modules["torch"]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     made: dict[int, Any] = {}
@@ -214,9 +214,9 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
 
 
 def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
-    """How the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
+    """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
-    Looked at beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
+    Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
     """
     own = module.state_dict()
     reasons = [f"{name} is only there" for name in state if name not in own]
