@@ -1,8 +1,8 @@
 """The state of a job as dashboards show it: immutable data, changed only by ``fold``.
 
-view = JobView()
-view = fold(view, event)                      # for every event
-view = fold_samples(view, samples, now_s)     # for every sample of the board
+    view = JobView()
+    view = fold(view, event)                      # for every event
+    view = fold_samples(view, samples, now_s)     # for every sample of the board
 
 Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default
 format; source: ``tqdm.std.tqdm.format_meter``). All renderers (text, HTML, widgets) read the same view, so that they

@@ -4,9 +4,9 @@
         │ fork                                                 launcher       receives the launcher's messages
         └──> workers                                           heartbeats     of all nodes, twice a second
 
-torch's agent decides: when to meet, which node gets which ranks, whether to restart, when a node that came back is let
-in. Its four abstract methods about workers are answered by messages to and from the launcher: start, monitor, stop. The
-agent never touches a worker. :func:`main` is called with the number of an inherited memory file.
+torch's agent decides when to rendezvous, which node gets which ranks, whether to restart, and when a node that returns
+joins. Its abstract methods about workers (start, monitor, stop) send messages to the launcher, which owns the workers.
+:func:`main` is called with the descriptor of an inherited memory file, which holds the configuration.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from nblaunch.worker import stdio
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run an agent with the configuration that the launcher wrote to the memory file whose descriptor is given."""
+    """Run an agent; the argument is the descriptor of a memory file with its pickled :class:`AgentConfig`."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         config: AgentConfig = pickle.load(file)
     stdio.capture(config.log_path)
@@ -67,10 +67,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class NodeAgent:
-    """The life of this process: from the store of the rendezvous to the last heartbeat.
+    """The agent of one node, from opening the rendezvous store to the last heartbeat.
 
     Args:
-        config: from its launcher.
+        config: from the launcher.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -81,7 +81,7 @@ class NodeAgent:
         self._launcher = LauncherClient(sender, config.reading_fd, self._heartbeats, self._leave)
 
     def run(self) -> None:
-        """Run torch's agent to its end; every outcome is sent to the launcher."""
+        """Run torch's agent until it ends, and send the outcome to the launcher."""
         self._launcher.start()
         rendezvous = self._config.rendezvous
         try:
@@ -101,12 +101,12 @@ class NodeAgent:
         except Exception as error:
             traceback.print_exc()
             text = describe(error, rendezvous, self._heartbeats)
-            self._heartbeats.publish(messages.FAILED, reason="could not go on")
+            self._heartbeats.publish(messages.FAILED, reason="could not continue")
             self._launcher.send(AgentEnded(-1, time.time(), error=text, can_retry=is_connection_error(error)))
         self._heartbeats.linger()
 
     def _leave(self, reason: str) -> NoReturn:
-        """End this process, whatever its main thread waits for, once the others have received the reason."""
+        """Publish the reason to the other nodes, then exit this process from any thread."""
         self._heartbeats.publish(messages.LEFT, reason)
         self._heartbeats.linger()
         stdio.flush()
@@ -117,9 +117,9 @@ class LauncherClient:
     """The agent's connection to its launcher.
 
     Args:
-        sender: writes to it.
-        reading_fd: its messages arrive here.
-        heartbeats: get the summaries of its workers.
+        sender: sends messages to the launcher.
+        reading_fd: receives messages from the launcher.
+        heartbeats: publishes the summaries of its workers.
         leave: ends this process, with a reason for the other nodes.
     """
 
@@ -139,11 +139,11 @@ class LauncherClient:
         self._workers_ended: WorkersEnded | None = None
 
     def start(self) -> None:
-        """Start the thread that receives. It ends with the process."""
+        """Start the daemon thread that receives."""
         threading.Thread(target=self._receive_all, name="launcher", daemon=True).start()
 
     def _receive_all(self) -> None:
-        """Handle each message of the launcher. If the launcher is gone, so is this node."""
+        """Handle each message of the launcher; leave the job when the launcher has died."""
         receiver = EventReceiver(self._reading_fd)
         while True:
             wait_until_readable([receiver.fd])
@@ -169,11 +169,11 @@ class LauncherClient:
 
     @property
     def workers_ended(self) -> WorkersEnded | None:
-        """How the workers have ended; None: they have not."""
+        """Return how the workers ended; None while they run."""
         return self._workers_ended
 
     def expect_workers(self) -> None:
-        """Forget the workers before."""
+        """Reset the state of the workers before a new start."""
         with self._changed:
             self._workers_ended = self._store_hosted = None
 
@@ -193,11 +193,11 @@ class LauncherClient:
 
 
 class TorchAgent(SimpleElasticAgent):
-    """torch's elastic agent with workers of a launcher.
+    """torch's elastic agent, with workers that a launcher starts.
 
     Args:
         config: of the agent.
-        handler: torch's, for the rendezvous.
+        handler: torch's rendezvous handler.
         store: of the rendezvous.
         heartbeats: of this node and the others.
         launcher: starts the workers.
@@ -232,7 +232,7 @@ class TorchAgent(SimpleElasticAgent):
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Agree with the other nodes on where the workers' own store is, and have the launcher start them."""
+        """Exchange addresses with the other nodes, and request that the launcher starts the workers."""
         store: Any = worker_group.store
         nodes = self._exchange_nodes(worker_group)
         topology = _topology(worker_group, nodes)
@@ -241,25 +241,25 @@ class TorchAgent(SimpleElasticAgent):
         self._heartbeats.publish(messages.RUNNING, node_rank=topology.node_rank)
         if topology.node_rank == 0:
             restart_count = self._count_start()
-            self._form(topology, nodes, restart_count)
+            self._start_world(topology, nodes, restart_count)
             port = self._launcher.wait_for_port()
             store.set("nblaunch/start", f"{port} {restart_count}")
         else:
             port, restart_count = (int(part) for part in store.get("nblaunch/start").split())
-            self._form(replace(topology, master_port=port), nodes, restart_count)
+            self._start_world(replace(topology, master_port=port), nodes, restart_count)
         self._are_running = True
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
-    def _form(self, topology: Topology, nodes: tuple[Node, ...], restart_count: int) -> None:
+    def _start_world(self, topology: Topology, nodes: tuple[Node, ...], restart_count: int) -> None:
         self._heartbeats.reset_summary(restart_count)
         self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
 
     def _count_start(self) -> int:
-        """Return how often the workers of this job were started before, and count this start."""
+        """Count this start of the workers; return the number of starts before."""
         return int(self._job_store.add(f"{self._config.rendezvous.run_id}/starts", 1)) - 1
 
     def _exchange_nodes(self, worker_group: WorkerGroup) -> tuple[Node, ...]:
-        """Put this node on the store of this round, and return all nodes of it by their ranks."""
+        """Write this node to the store of the current round; return all nodes of the round, by node rank."""
         store: Any = worker_group.store
         own = Node(
             id=self._heartbeats.id,
@@ -286,13 +286,13 @@ class TorchAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         if self._are_running:
             self._are_running = False
-            self._heartbeats.refresh()  # a node that waits for another start has published whether it failed
-            reason = "the set of nodes changes, so all workers start again"
+            self._heartbeats.refresh()  # nodes that wait for a restart have published whether they failed
+            reason = "the set of nodes changes, so all workers restart"
             self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
             self._launcher.wait_for_end()
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the launcher ends its workers when the agent has sent its end."""
+        """Do nothing: the launcher stops its workers when it receives :class:`AgentEnded`."""
 
 
 def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
@@ -310,14 +310,14 @@ def _topology(worker_group: WorkerGroup, nodes: Sequence[Node]) -> Topology:
 
 
 def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: HeartbeatExchange) -> str:
-    """Return what went wrong with the rendezvous, which nodes are missing, and what to do."""
+    """Return a message about a failed rendezvous: the cause, the missing nodes, and what to do."""
     if isinstance(error, RankTakenError):
         return str(error)
     if isinstance(error, RendezvousTimeoutError):
         return _describe_timeout(str(error), rendezvous, heartbeats.joining_nodes())
     if isinstance(error, RendezvousClosedError):
         return (
-            f"the rendezvous {rendezvous.run_id!r} at {rendezvous.endpoint} is closed: another node has given up or "
+            f"the rendezvous {rendezvous.run_id!r} at {rendezvous.endpoint} is closed: another node has failed or "
             "finished. Launch again on all nodes."
         )
     if not is_connection_error(error):
@@ -326,18 +326,18 @@ def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: Heartbe
         first = "node 0 is missing" if rendezvous.backend == "static" else "the node that hosts it is missing"
         return (
             f"node {rendezvous.node_rank} can't reach the rendezvous at {rendezvous.endpoint} "
-            f"({rendezvous.timeout_s:g} s): {first}. Is it launched, is that its address, and does no firewall close "
-            f"the port? ({_first_line(error)})"
+            f"({rendezvous.timeout_s:g} s): {first}. Check that it is launched, that this is its address, and that no "
+            f"firewall blocks the port. ({_first_line(error)})"
         )
     return f"the rendezvous at {rendezvous.endpoint} is gone ({_first_line(error)})"
 
 
 def _describe_timeout(missing: str, rendezvous: RendezvousConfig, joining: list[str]) -> str:
-    lack = f"{missing} did not come" if missing else f"{rendezvous.min_nodes - len(joining)} more must come"
+    lack = f"{missing} did not join" if missing else f"{rendezvous.min_nodes - len(joining)} more must join"
     return (
-        f"the nodes did not find each other at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: {lack}; here "
-        f"{'is' if len(joining) == 1 else 'are'} {', '.join(joining)} of {rendezvous.min_nodes}. Launch it there with "
-        "the same address, or allow more time with rdzv_timeout_s."
+        f"not all nodes joined the rendezvous at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: {lack}; "
+        f"joined ({len(joining)} of {rendezvous.min_nodes}): {', '.join(joining)}. Launch the others with the same "
+        "address, or allow more time with rdzv_timeout_s."
     )
 
 

@@ -1,6 +1,6 @@
-"""The launcher's client to its node's agent, and the wait until all nodes of a job have joined.
+"""The launcher's client to the agent of its node, and the wait until all nodes of a job have joined.
 
-The client owns the agent's process. What heartbeats of other nodes mean is concluded in ``peers.py``.
+The client owns the process of the agent. ``peers.py`` evaluates the heartbeats of other nodes.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
 _FIRST_NOTE_S = 3.0
-"""Seconds in a rendezvous before the user gets a note about it."""
+"""Seconds of waiting before the user is notified."""
 
 _FINAL_WAIT_S = 2.0
 _AGENT_SLACK_S = 15.0
-"""For an agent's own start, and for torch to notice that its time is over."""
+"""Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 
 class AgentClient:
     """The connection of a launcher to its agent.
 
     Args:
-        spec: what is launched.
+        spec: of the launch.
         num_workers: of this node.
-        log_path: file for what the agent prints.
+        log_path: file for the output of the agent.
 
     Attributes:
         address: of this node, as the others reach it.
-        rendezvous: where the nodes meet.
-        silence_s: seconds without a heartbeat after which the user gets a note about a node.
-        patience_s: seconds without a heartbeat after which a node is given up.
-        heartbeats: the last ones of all other nodes.
-        ended: how the agent has ended; None: it has not.
-        is_closed: the agent has closed its end of the connection; it will send nothing more.
+        rendezvous: configuration of the rendezvous.
+        silence_s: seconds without a heartbeat of a node after which the user is notified.
+        patience_s: seconds without a heartbeat after which a node is lost.
+        heartbeats: last heartbeat of each other node.
+        ended: outcome of the agent; None while it runs.
+        is_closed: the agent has closed its end of the connection.
 
     Raises:
-        LaunchError: the nodes can't meet from here: the port is taken, the address unknown.
+        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
     """
 
     def __init__(self, spec: LaunchSpec, num_workers: int, log_path: str) -> None:
@@ -91,32 +91,34 @@ class AgentClient:
             if listener is not None:
                 listener.close()
         self.ended = None
-        self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # there need not be any before
+        self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # none are expected before
 
     def _listen(self, host: str, port: int) -> RendezvousHost | None:
-        """Return the socket of the store, where this node is the one to host it."""
+        """Open the socket of the store if this node hosts it, else return None."""
         wanted = (self._spec.rdzv_conf or {}).get("is_host")
         if self._spec.rdzv_backend == "static":
             wanted = self._spec.node_rank == 0
         return None if wanted is False else network.listen(host, port, is_optional=wanted is None)
 
     def restart(self, max_restarts: int) -> None:
-        """Start another agent in the place of this one."""
-        self._agent.close(0.0)  # at once, or it may recover, and join once more for this node
+        """Replace the agent by a new one."""
+        self._agent.close(
+            0.0
+        )  # at once, because it could recover and join the rendezvous for this node as well
         self._open(max_restarts)
 
     def close(self) -> None:
-        """End the agent; it sends the other nodes that this one leaves."""
+        """End the agent, which notifies the other nodes."""
         if self.ended is None:
             self.leave("went away")
         self._agent.close()
 
     def fileno(self) -> int:
-        """Readable when the agent has sent something."""
+        """Return a descriptor that is readable when the agent has sent a message."""
         return self._agent.fileno()
 
     def receive(self) -> list[Event]:
-        """Return the agent's messages since the last call; updates the attributes."""
+        """Update the attributes from the agent's messages since the last call, and return these messages."""
         received, self.is_closed = self._agent.receive()
         for message in received:
             if isinstance(message, PeerHeartbeats):
@@ -127,18 +129,18 @@ class AgentClient:
             elif isinstance(message, AgentEnded):
                 self.ended = message
         if self.is_closed and self.ended is None:
-            self.end(f"the process that meets the other nodes has died; its log: {self._log_path}")
+            self.end(f"the agent of this node has died; its log: {self._log_path}")
         return received
 
     def take_world(self) -> WorldFormed | None:
-        """Return the world that was formed since the last call; None: none was."""
+        """Return the world that was formed since the last call, or None."""
         world, self._world = self._world, None
         return world
 
     def is_cut_off(self) -> bool:
-        """Return whether the agent has waited for the store for so long that it will not recover by itself.
+        """Return whether the agent has waited for the store for too long to recover.
 
-        The system needs a quarter of an hour before it reports to a process that a connection leads nowhere.
+        Linux reports a dead TCP connection to a process only after about a quarter of an hour.
         """
         return time.monotonic() - self._last_heartbeats_s > self.patience_s + self.silence_s
 
@@ -147,28 +149,28 @@ class AgentClient:
         self._agent.send(event)
 
     def send_if_ready(self, event: Event) -> None:
-        """Send a message that may be left out: nothing is sent while the pipe is full."""
+        """Send a message unless the pipe is full."""
         self._agent.send_if_ready(event)
 
     def leave(self, reason: str) -> None:
-        """Take no further part, and send the others the reason."""
+        """Leave the job, and notify the other nodes of the reason."""
         self.send(Leave(-1, time.time(), reason=reason))
         self.ended = AgentEnded(-1, time.time())
 
     def end(self, error: str, can_retry: bool = False) -> AgentEnded:
-        """Expect nothing more of the agent; :attr:`ended` gets the error."""
+        """Set :attr:`ended` to a failure of the agent."""
         self.ended = AgentEnded(-1, time.time(), error=error, can_retry=can_retry)
         return self.ended
 
 
 class RendezvousWait:
-    """The wait until all nodes have joined: before a job's first start, and before each that follows.
+    """The wait until all nodes have joined, before each start of the workers.
 
     Args:
-        spec: what is launched.
+        spec: of the launch.
         agent: of this node.
         requests: stop requests of the job.
-        note: takes a text for the user, and its kind.
+        note: emits a text for the user, with the kind of the note.
     """
 
     def __init__(
@@ -184,16 +186,16 @@ class RendezvousWait:
         self._is_finished = False
 
     def wait(self, receive: Callable[[], bool], is_finished: bool) -> WorldFormed | None:
-        """Wait until all nodes have joined; None when the agent has nothing more to do.
+        """Wait until all nodes have joined; return None when no further start follows.
 
         Args:
-            receive: handles and shows what has arrived; returns whether any other node may still have to restart.
-            is_finished: this node's own workers have succeeded.
+            receive: handles new messages; returns whether another node may still have to restart.
+            is_finished: the workers of this node have succeeded.
 
         Raises:
             KeyboardInterrupt: the job was interrupted meanwhile.
             JobCancelled: the job was cancelled meanwhile.
-            LaunchError: the nodes did not find each other, and never had before.
+            LaunchError: the first rendezvous failed.
         """
         self._is_finished = is_finished
         began_s = time.monotonic()
@@ -208,7 +210,7 @@ class RendezvousWait:
                 return world
             if self._agent.ended is None and self._is_agent_cut_off():
                 where = self._agent.rendezvous.endpoint
-                self._agent.end(f"the rendezvous at {where} does not answer any more", can_retry=True)
+                self._agent.end(f"the rendezvous at {where} no longer responds", can_retry=True)
             ended = self._agent.ended
             if ended is not None and not self._try_again(ended):
                 self._report_end(ended)
@@ -225,28 +227,30 @@ class RendezvousWait:
                 last_note = self._note_joining(last_note)
 
     def _patience_for_agent(self) -> float:
-        """Return the seconds in which the agent must reach a result; one that is cut off from the store may never."""
+        """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
         if self._is_finished:
-            return math.inf  # others may train on for as long as their heartbeats arrive
+            return math.inf  # other nodes may continue to train as long as their heartbeats arrive
         if self._has_met and not self._spec.max_restarts:
             return _FINAL_WAIT_S
         return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S
 
     def _give_up(self) -> None:
-        self._agent.leave("gave up")
+        self._agent.leave("timed out in the rendezvous")
         if not self._has_met or self._spec.max_restarts:
             timeout_s = self._spec.rendezvous_timeout_s
             where = self._agent.rendezvous.endpoint
-            self._report_end(self._agent.end(f"the nodes did not meet at {where} within {timeout_s:g} s"))
+            self._report_end(
+                self._agent.end(f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s")
+            )
 
     def _report_end(self, ended: AgentEnded) -> None:
         if not self._has_met:
-            raise LaunchError(ended.error or "the rendezvous was ended before all nodes had met")
+            raise LaunchError(ended.error or "the rendezvous ended before all nodes had joined")
         if ended.error and not self._is_finished:
             self._note(ended.error, "warning")
 
     def _try_again(self, ended: AgentEnded) -> bool:
-        """Start another agent if the store was lost and restarts are left; the job goes on if its node comes back."""
+        """Start another agent if the connection to the store was lost and restarts are left; return whether."""
         if not (ended.can_retry and self._has_met and self._restarts_left > 0) or self._is_finished:
             return False
         self._note(f"{ended.error}; waiting for it to come back", "warning")
@@ -267,12 +271,12 @@ class RendezvousWait:
             raise KeyboardInterrupt
 
     def _check_settings(self) -> None:
-        """Refuse nodes that were launched for another rendezvous: they would wait for each other until the timeout."""
+        """Raise LaunchError if nodes have different settings: they would wait for each other until the timeout."""
         if self._has_met:
             return
         own = self._agent.rendezvous.shared_settings
         for heartbeat in self._agent.heartbeats:
-            # That of a node that has gone, and was launched anew with other settings, does not change any more.
+            # Heartbeats of earlier launches stay on the store, but their count does not rise.
             is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
             if is_alive and heartbeat.settings != own:
                 self._agent.leave("was launched with other settings")
@@ -282,15 +286,15 @@ class RendezvousWait:
                 )
 
     def _note_joining(self, last_note: str) -> str:
-        """Send a note with the nodes that have joined, unless it is the last one again; return it."""
+        """Emit a note with the nodes that have joined, if it differs from the last one; return its text."""
         joining = [
             str(heartbeat) for heartbeat in self._agent.heartbeats if heartbeat.state == messages.JOINING
         ]
         spec = self._spec
         if len(joining) + 1 >= spec.max_nodes:
-            return last_note  # torch's rendezvous takes a second or two to see that all are here
+            return last_note  # torch's rendezvous takes a second or two to complete
         nodes = ", ".join(sorted([f"node {spec.node_rank} (this one)", *joining]))
-        text = f"waiting at {self._agent.rendezvous.endpoint} for {spec.num_nodes} nodes; here: {nodes}"
+        text = f"waiting at {self._agent.rendezvous.endpoint} for {spec.num_nodes} nodes; joined: {nodes}"
         if text != last_note:
             self._note(text, "note")
         return text

@@ -1,20 +1,19 @@
-"""The agent of this node as its launcher starts it, and the agent's configuration.
+"""The process of the agent, started by the launcher of the same node, and its configuration.
 
     node 0                                                   node 1
     launcher ── fork ──> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <── fork ── launcher
        ^                                                                                ^
        └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 
-torch's agent usually starts workers itself, as children of its own. Then they could have neither the function nor the
-model of the notebook by fork, and everything that watches workers here (events, logs, diagnosis, results, trained
-weights, escalation after an interrupt) would need a second path through it. So the agent keeps what is its own,
-``SimpleElasticAgent`` with its rendezvous handlers (which nodes take part, which ranks they get, restarts, the exit
-barrier, nodes that come back), in a fresh process, where its threads and signal handlers are out of the kernel's way;
-its four abstract methods about workers are answered by messages to the launcher, which starts them by fork, forkserver
-or spawn, and watches them, just as on one machine. See ``nodes/agent.py``.
+torch's agent usually starts workers as its own children. Forked workers could then inherit neither the function nor the
+model of the notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second
+implementation. So the agent, ``SimpleElasticAgent`` with its rendezvous handlers (which nodes take part, which ranks
+they get, restarts, the exit barrier, nodes that come back), runs in a fresh process, where its threads and signal
+handlers do not affect the kernel. It sends messages to the launcher, which starts and supervises workers as on one
+machine. See ``nodes/agent.py``.
 
-Two things of torch's are not used. Workers do not share the agents' store: each start gets a store of its own on node
-0, so that nothing of a former start can be read by mistake. And no store listens on all interfaces.
+There are two differences from torchrun. Workers do not share the store of the agents: each start has a new store on
+node 0, so that no value of an earlier start is read by mistake. And no store listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.wire.polling import is_writable, wait_until_readable
 
 LINGER_S = 4.0
-"""How long an agent stays at most, in seconds, so that the others receive its last heartbeat."""
+"""Longest time in seconds for which an agent waits until the others have received its last heartbeat."""
 
 _EXIT_S = LINGER_S + 2.0
 
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Where and for which job the nodes meet.
+    """Configuration of the rendezvous.
 
     Args:
         backend: ``"static"`` or ``"c10d"``.
@@ -51,11 +50,11 @@ class RendezvousConfig:
         port: its TCP port.
         listen_fd: listening socket of the store on the node that hosts it; -1 on the others.
         run_id: name of the job.
-        node_rank: which this node was asked to have.
-        min_nodes: how many will do.
-        max_nodes: how many may come.
-        timeout_s: time in which all nodes must have joined.
-        conf: further settings, by torch's names.
+        node_rank: requested rank of this node.
+        min_nodes: smallest number of nodes.
+        max_nodes: largest number of nodes.
+        timeout_s: seconds in which all nodes must join.
+        conf: further settings, with torch's names.
     """
 
     backend: str
@@ -71,14 +70,14 @@ class RendezvousConfig:
 
     @property
     def shared_settings(self) -> str:
-        """The settings that all nodes must have alike; nodes that differ in them would wait for each other."""
+        """Return the settings that must be equal on all nodes; otherwise they would wait for each other."""
         is_fixed = self.min_nodes == self.max_nodes
         num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
         return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
 
     @property
     def endpoint(self) -> str:
-        """``host:port``; an IPv6 address is in brackets."""
+        """Return ``host:port``, with an IPv6 address in brackets."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -88,15 +87,15 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        rendezvous: where the nodes meet.
+        rendezvous: configuration of the rendezvous.
         num_workers: of this node.
-        max_restarts: how often they may be started again.
-        monitor_interval_s: between two polls of torch's agent.
+        max_restarts: of all workers.
+        monitor_interval_s: seconds between polls of torch's agent.
         address: of this node, as the others reach it.
         host_name: of this machine.
-        log_path: file for what torch prints.
-        reading_fd: from the launcher; set where the process is started.
-        writing_fd: to the launcher; likewise.
+        log_path: file for the output of torch.
+        reading_fd: pipe from the launcher; set when the process is started.
+        writing_fd: pipe to the launcher; likewise.
     """
 
     rendezvous: RendezvousConfig
@@ -114,7 +113,7 @@ class AgentProcess:
     """The process of this node's agent.
 
     Args:
-        config: of the agent. The listening socket in it stays the caller's.
+        config: of the agent. The caller keeps the listening socket in it.
 
     Raises:
         LaunchError: the system refused the process.
@@ -137,7 +136,7 @@ class AgentProcess:
         self._receiver = EventReceiver(self._reading)
 
     def fileno(self) -> int:
-        """Readable when the agent has sent something, or has ended."""
+        """Return a descriptor that is readable when the agent has sent a message or has ended."""
         return self._reading
 
     def receive(self) -> tuple[list[Event], bool]:
@@ -145,16 +144,16 @@ class AgentProcess:
         return self._receiver.receive()
 
     def send(self, message: Event) -> None:
-        """Send a message. That the agent is gone shows when it is received from, not here."""
+        """Send a message. If the agent has died, :meth:`receive` reports it, not this method."""
         self._sender.send(message)
 
     def send_if_ready(self, message: Event) -> None:
-        """Send a message that may be left out: nothing is sent while the pipe is full."""
+        """Send a message unless the pipe is full."""
         if is_writable(self._writing):
             self._sender.send(message)
 
     def close(self, patience_s: float = _EXIT_S) -> None:
-        """Wait for the agent's end for at most ``patience_s`` seconds, then kill it."""
+        """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
         deadline = time.monotonic() + patience_s
         while (status := reap_with_group(self._pid)) is None and time.monotonic() < deadline:
             _wait_for_end(self._pidfd)
@@ -176,12 +175,12 @@ def _start(config: AgentConfig) -> int:
     descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
     changes = {
         "OMP_NUM_THREADS": "1",
-        # Or torch's handler would open a store on all interfaces, for workers that have one of their own.
+        # Without it torch's handler would open a store for workers on all interfaces.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     try:
-        # The agent keeps the signals blocked that are held back at its start: a batch system signals all processes of
-        # a job, and the launcher decides what follows from that.
+        # The agent keeps those signals blocked that are blocked at its start: a batch system signals all processes of
+        # a job, and the launcher decides what to do.
         return disown(
             start_program(
                 "nblaunch.nodes.agent",
@@ -192,5 +191,5 @@ def _start(config: AgentConfig) -> int:
         )
     except OSError as error:
         raise LaunchError(
-            f"the agent of this node, which meets the other nodes, could not be started ({sys.executable}): {error}"
+            f"the agent of this node, which joins the rendezvous, could not be started ({sys.executable}): {error}"
         ) from error

@@ -1,12 +1,12 @@
 """Heartbeats: each node publishes its state on the rendezvous store and reads that of all others.
 
-    <prefix>/num_nodes        how many nodes have ever published
-    <prefix>/node/<n>         id of the n-th of them
-    <prefix>/heartbeat/<id>   the last heartbeat of that node
+    <prefix>/num_nodes        number of nodes that have ever published
+    <prefix>/node/<n>         id of the n-th node
+    <prefix>/heartbeat/<id>   last heartbeat of that node
 
-A thread of the agent publishes and reads twice a second, or at once when something changes that others wait for. It
-takes four requests, however many nodes there are. Heartbeats of nodes that are gone stay, but count no further. They
-are plain data (``wire/schema.py``): what any other process has put there instead is ignored.
+A thread of the agent publishes and reads twice a second, or at once when a change is urgent. It needs four requests for
+any number of nodes. Heartbeats of nodes that have ended stay on the store, but their count no longer rises. Values are
+plain data (``wire/schema.py``); values of other processes are ignored.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from nblaunch.nodes.rendezvous import connect
 from nblaunch.wire import schema
 
 _HEARTBEAT_S = 0.5
-"""Between two heartbeats."""
+"""Seconds between heartbeats."""
 
 _URGENT_HEARTBEAT_S = 0.1
-"""The same while others may be waiting for one: when this node is at its end, or all nodes agree on a last step."""
+"""Seconds between heartbeats while other nodes wait: at the end of this node, or in a stop agreement."""
 
 _RECONNECT_S = 5.0
 _GATHER_S = 1.0
 _FINAL = (messages.DONE, messages.FAILED, messages.LEFT)
 _GONE_S = 2.5
-"""A node without a heartbeat for so long is not waited for any more."""
+"""Seconds without a heartbeat after which a node is no longer waited for."""
 
 
 class RankTakenError(Exception):
-    """Another node has the rank that this one was given."""
+    """Another node has the rank of this node."""
 
 
 class HeartbeatStore:
-    """One node's access to the heartbeats on the store. Not for several threads.
+    """Access of one node to the heartbeats on the store. Not thread-safe.
 
     Args:
-        store: a connection of its own to the rendezvous store; a request that blocks must not hold up torch's agent.
-        prefix: of all keys: names the job.
+        store: a separate connection to the rendezvous store, so that blocking requests do not block torch's agent.
+        prefix: of all keys; the name of the job.
         id: of this node.
-        warn: takes a sentence about a heartbeat that no node has written, once for each.
+        warn: receives a warning about each value that is not a heartbeat of a node, once.
     """
 
     def __init__(self, store: Any, prefix: str, id: str, warn: Callable[[str], None] = print) -> None:
@@ -65,7 +65,7 @@ class HeartbeatStore:
         """Publish ``heartbeat`` and return the last one of every other node.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the connection to the store is lost.
         """
         self._store.set(f"{self._prefix}/heartbeat/{self._id}", schema.dump(heartbeat))
         if not self._is_listed:
@@ -100,7 +100,7 @@ class HeartbeatStore:
         while self._num_known < num_nodes:
             key = f"{self._prefix}/node/{self._num_known + 1}"
             if not self._store.check([key]):
-                return  # counted, but not written yet: reading it would wait
+                return  # counted, but not written yet; get() would block
             self._num_known += 1
             id = self._store.get(key).decode(errors="replace")
             if id != self._id and id not in self._others:
@@ -108,12 +108,12 @@ class HeartbeatStore:
 
 
 class HeartbeatExchange:
-    """This node's heartbeat, and the last ones of the other nodes. All methods may be called from any thread.
+    """Publisher of this node's heartbeat and reader of the others. All methods are thread-safe.
 
     Args:
         config: of the agent.
-        id: names this run of the agent.
-        emit: takes the heartbeats of the others, each time they were read.
+        id: of this agent process.
+        emit: receives the heartbeats of the other nodes each time they were read.
     """
 
     def __init__(self, config: AgentConfig, id: str, emit: Callable[[Event], None]) -> None:
@@ -137,18 +137,18 @@ class HeartbeatExchange:
         self._is_store_lost = False
 
     def start(self) -> None:
-        """Start the thread that publishes and reads. It ends with the process."""
+        """Start the daemon thread that publishes and reads."""
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     @property
     def has_published(self) -> bool:
-        """Whether this node has published any heartbeat."""
+        """Return whether this node has published a heartbeat."""
         return self._own.count > 0
 
     # --- this node's heartbeat -----------------------------------------------------------------------------------
 
     def publish(self, state: str, reason: str = "", node_rank: int | None = None) -> None:
-        """Change this node's state and publish it at once."""
+        """Set the state of this node and publish it at once."""
         with self._changed:
             rank = self._own.node_rank if node_rank is None else node_rank
             if self._own.state != messages.LEFT:
@@ -156,30 +156,30 @@ class HeartbeatExchange:
             self._changed.notify_all()
 
     def reset_summary(self, restart_count: int) -> None:
-        """Let summaries be about this start of the workers from now on."""
+        """Reset the summary for a new start of the workers."""
         with self._changed:
             self._own = replace(self._own, restart_count=restart_count, summary=Summary(-1, 0.0))
 
     def update_summary(self, summary: Summary) -> None:
-        """Put the state of this node's workers into all heartbeats that follow."""
+        """Set the state of this node's workers for the following heartbeats."""
         with self._changed:
             self._own = replace(self._own, summary=summary)
             self._changed.notify_all()
 
     def enter_world(self, nodes: tuple[Node, ...]) -> None:
-        """Make this node part of a world of ``nodes``."""
+        """Set the nodes of the current world."""
         with self._changed:
             self._nodes = nodes
 
     # --- heartbeats of the others --------------------------------------------------------------------------------
 
     def check_rank_is_free(self) -> None:
-        """Check that no other machine was launched with this node's rank.
+        """Check that no other machine was launched with the rank of this node.
 
-        The heartbeat of a node that has died has the same rank, but its count stands still.
+        The heartbeat of a dead node may have the same rank, but its count does not rise.
 
         Raises:
-            RankTakenError: another node has it.
+            RankTakenError: another node has the rank.
         """
         self.refresh(_RECONNECT_S)
         with self._changed:
@@ -188,12 +188,12 @@ class HeartbeatExchange:
             rivals = self._rivals(first)
         if rivals:
             raise RankTakenError(
-                f"node_rank={self._own.node_rank} is taken by a node on host {rivals[0].host} already; give each "
-                "machine a rank of its own"
+                f"node_rank={self._own.node_rank} is already used by a node on host {rivals[0].host}; give each "
+                "machine another rank"
             )
 
     def _rivals(self, first: dict[str, int]) -> list[Heartbeat]:
-        """Heartbeats with this node's rank that have been counted up since the ``first`` one."""
+        """Return heartbeats with this node's rank whose count has risen since ``first``."""
         return [other for other in self._with_same_rank() if other.count > first.get(other.id, other.count)]
 
     def _with_same_rank(self) -> list[Heartbeat]:
@@ -201,7 +201,7 @@ class HeartbeatExchange:
         return [other for other in self._others if other.node_rank == own and other.state not in _FINAL]
 
     def refresh(self, timeout_s: float = _GATHER_S) -> None:
-        """Read the heartbeats of all nodes now and send them to the launcher."""
+        """Read the heartbeats of all nodes now, which sends them to the launcher."""
         with self._changed:
             wanted = self._own.count + 1
             self._wanted = wanted
@@ -209,7 +209,7 @@ class HeartbeatExchange:
             self._changed.wait_for(lambda: self._published >= wanted or self._is_store_lost, timeout_s)
 
     def wait_for_final(self) -> None:
-        """Wait a moment for the final state of all nodes of this world."""
+        """Wait up to :data:`_GATHER_S` seconds for the final state of all nodes of the world."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_store_lost or all(other.state in _FINAL for other in self._of_world),
@@ -222,7 +222,7 @@ class HeartbeatExchange:
         return [other for other in self._others if other.id in ids]
 
     def linger(self) -> None:
-        """Wait until the last heartbeat is on the store; on the node that hosts it, until all live nodes have it."""
+        """Wait until the last heartbeat is on the store; on its host, until all live nodes have read it."""
         with self._changed:
             final = self._own.count + 1
             self._changed.wait_for(lambda: self._is_received(final), LINGER_S)
@@ -231,7 +231,7 @@ class HeartbeatExchange:
         if self._is_store_lost or not self._others:
             return True
         if self._rendezvous.listen_fd < 0:
-            # By then the node that hosts the store knows, too, that this one has received its heartbeat.
+            # The second heartbeat acknowledges the last one of the node that hosts the store.
             return self._published > count
         return self._published >= count and all(self._has_received(other, count) for other in self._others)
 
@@ -241,7 +241,7 @@ class HeartbeatExchange:
         return other.received.get(self.id, -1) >= count or silent_s > (_GATHER_S if is_ending else _GONE_S)
 
     def joining_nodes(self) -> list[str]:
-        """Return the nodes that are in the rendezvous now, this one among them."""
+        """Return the nodes that are in the rendezvous now, including this one."""
         with self._changed:
             now = time.monotonic()
             return sorted(
@@ -262,7 +262,7 @@ class HeartbeatExchange:
                 )
                 self._exchange(store)
             except Exception as error:
-                # The store is gone, or does not answer: launchers conclude it from the missing heartbeats.
+                # The connection to the store is lost; the launcher detects it by the missing heartbeats.
                 print(f"no heartbeat: {type(error).__name__}: {error}", flush=True)
                 store = None
                 with self._changed:
@@ -284,7 +284,7 @@ class HeartbeatExchange:
             )
 
     def _urgent_state(self) -> tuple[object, ...]:
-        """Return what is published at once when it changes, rather than with the next heartbeat."""
+        """Return the values whose change is published at once, rather than with the next heartbeat."""
         summary = self._own.summary
         stop = summary.stop
         replies = [reply for _, reply in stop.answers.values()]

@@ -1,11 +1,11 @@
-"""This node among the others: what it sends of its workers, and what it concludes from the others' heartbeats.
+"""The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
 
-    runner ──> next_world ──> attempt, watched by the supervisor ──> conclude ──> next_world ... until the agent is done
+    runner ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
                                   │ receive, exchange
                                 agent
 
-Never starts or signals a worker. ``agent_client.py`` owns the connection to the agent and the wait for other nodes,
-``peers.py`` what is known of them.
+``agent_client.py`` is the client to the agent and waits for other nodes, ``peers.py`` holds their state. Nothing here
+starts or signals workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nblaunch.wire.polling import wait_until_readable
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
-"""Between two summaries for the other nodes."""
+"""Seconds between summaries for the other nodes."""
 
 _CAUSE_SLACK_S = 1.5
 
@@ -48,15 +48,15 @@ class NodeLink:
     """A launcher's connection to the other nodes of its job; a context manager. Implements ``supervisor.Peers``.
 
     Args:
-        spec: what is launched.
+        spec: of the launch.
         num_workers: of this node.
-        log_path: file for what the agent prints.
+        log_path: file for the output of the agent.
         requests: stop requests of the job.
-        emit: takes every event, for the listeners.
-        update: takes samples; called while there are no workers, too, so that new events are shown.
+        emit: passes an event to the listeners.
+        update: passes samples to the listeners; also called while there are no workers, so that listeners publish.
 
     Raises:
-        LaunchError: the nodes can't meet from here: the port is taken, the address unknown.
+        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class NodeLink:
     # --- between attempts ----------------------------------------------------------------------------------------
 
     def first_world(self) -> WorldFormed:
-        """Wait until all nodes have joined; raises what :meth:`next_world` raises."""
+        """Wait until all nodes have joined for the first time; raises as :meth:`next_world`."""
         world = self.next_world()
         assert world is not None, "an agent that ends before the first rendezvous has an error"
         return world
 
     def next_world(self) -> WorldFormed | None:
-        """Wait until all nodes have joined; None when the agent has nothing more to do.
+        """Wait until all nodes have joined; return None when no further start follows.
 
         Raises:
             KeyboardInterrupt: the job was interrupted meanwhile.
             JobCancelled: the job was cancelled meanwhile.
-            LaunchError: the nodes did not find each other, and never had before.
+            LaunchError: the first rendezvous failed.
         """
         world = self._wait.wait(self._receive_and_show, self._is_finished)
         if world is not None:
@@ -130,28 +130,28 @@ class NodeLink:
 
     @property
     def last_error(self) -> str:
-        """Why the nodes could not meet once more; empty if they could."""
+        """Return why the last rendezvous failed; empty if it succeeded."""
         return self._agent.ended.error if self._agent.ended is not None else ""
 
     # --- while workers run ---------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when the agent has sent something."""
+        """Return a descriptor that is readable when the agent has sent a message."""
         return self._agent.fileno()
 
     def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
-        """Return the environment of this node's workers beyond that of their topology."""
+        """Return environment variables of this node's workers, in addition to those of their topology."""
         chosen = network.interface_settings(network.interface_of(self._agent.address))
         given = env.snapshot()
         own = {name: value for name, value in chosen.items() if topology.num_nodes > 1 and name not in given}
         return {**own, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
 
     def send_port(self, port: int) -> None:
-        """Send the port of the workers' store, which this launcher hosts, to the other nodes."""
+        """Send the port of the workers' store on this node to the other nodes."""
         self._agent.send(StoreHosted(-1, time.time(), port=port))
 
     def receive(self) -> None:
-        """Handle the messages that have arrived from the agent."""
+        """Handle new messages of the agent."""
         for message in self._agent.receive():
             self._handle(message)
         if self._is_alone and self._peers.failures.labels:
@@ -159,7 +159,7 @@ class NodeLink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent will send nothing more."""
+        """Return whether the agent has closed its connection."""
         return self._agent.is_closed
 
     def _handle(self, message: Event) -> None:
@@ -177,28 +177,28 @@ class NodeLink:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the workers of this node have to end, because of other nodes."""
+        """Return whether the workers of this node must stop because of other nodes."""
         return self._is_alone or self._peers.must_stop
 
     @property
     def _is_alone(self) -> bool:
-        """Whether the agent has failed, so that no heartbeat of other nodes arrives any more."""
+        """Return whether the agent has failed, so that no more heartbeats arrive."""
         ended = self._agent.ended
         return ended is not None and not ended.is_success
 
     def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
-        """Start an agreement with the others on the step at which all ranks leave their loops."""
+        """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
         return NodesStopAgreement(slots, self._leads, self._stop, self._peers.stop_states, time.monotonic())
 
     def exchange(
         self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
     ) -> list[Sample]:
-        """Send the state of this node's ranks to the others, and return the samples of all ranks.
+        """Send the state of this node's ranks to the other nodes, and return the samples of all ranks.
 
         Args:
             samples: of the board.
-            report: of the attempt; gets the failures of other nodes.
-            running: rank -> slot of this node's ranks whose function has not returned.
+            report: of the attempt; updated with the failures of other nodes.
+            running: rank -> slot, of the ranks of this node whose function has not returned.
         """
         now = time.monotonic()
         self._stop.answers = answers_of(running)
@@ -216,7 +216,7 @@ class NodeLink:
         return self._peers.merged(samples)
 
     def conclude(self, report: AttemptReport) -> None:
-        """Send the end of this node's workers to the agent; wait for the cause if it is on another node."""
+        """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
         if report.interrupted or report.cancelled:
             self._agent.leave("was interrupted" if report.interrupted else "was cancelled")
@@ -230,7 +230,7 @@ class NodeLink:
                 report.remote.lost[self._first_rank] = self.last_error
 
     def _wait_for_cause(self) -> None:
-        """Wait until it is known which node did not answer, so that workers ended here; as long as that may take."""
+        """Wait until heartbeats show which node has failed; workers here failed because it did not respond."""
         deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
         peers = self._peers
         while peers.can_be_waited_for and not peers.must_stop and time.monotonic() < deadline:

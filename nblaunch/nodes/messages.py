@@ -4,9 +4,9 @@
              <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
                  AgentEnded
 
-Launcher and agent are two processes of one machine with a pipe each way between them (``wire/channel.py``); the store
-is hosted by one of the nodes. Machines share no secret before the rendezvous, so any process that reaches the store can
-write to it: what is read there is plain data of the classes below (``wire/schema.py``), never a pickle.
+Launcher and agent are two processes of one machine, with two pipes between them (``wire/channel.py``). One node hosts
+the store. Machines share no secret before the rendezvous, so any process that reaches the store can write to it:
+values on it are parsed as plain data of the classes below (``wire/schema.py``) and never unpickled.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 
 JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "left"
-"""States of a node: in the rendezvous; its workers run; they finished; it gave up after a failure; it went away."""
+"""States of a node: in the rendezvous; workers running; finished; failed; left the job."""
 
 FINISHED = "finished"
-"""The reason of a node that went away because all was done, here and on the other nodes."""
+"""Reason of a node that left because all nodes have finished."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a formed world.
+    """A node of a world.
 
     Args:
-        id: names one run of one agent; a node that comes back has another.
-        node_rank: among the nodes of this world.
-        host: its host name.
-        address: at which the others reach it.
-        first_rank: the rank of its first worker.
-        num_workers: how many it has.
+        id: of the agent process; a node that comes back has a new one.
+        node_rank: in this world.
+        host: host name.
+        address: as the other nodes reach it.
+        first_rank: rank of its first worker.
+        num_workers: number of its workers.
     """
 
     id: str
@@ -48,12 +48,12 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """The ranks of its workers."""
+        """Return the ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.num_workers)
 
     @property
     def label(self) -> str:
-        """``node 1 (host b)``."""
+        """Return ``node 1 (host b)``."""
         return _label(self.node_rank, self.host)
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class Node:
 
 @dataclass(frozen=True)
 class StoreHosted(Event):
-    """The launcher of node 0 listens for the workers of all nodes.
+    """The launcher of node 0 hosts the store for the workers of all nodes.
 
     Args:
-        port: TCP port, at the address of that node.
+        port: TCP port at the address of node 0.
     """
 
     port: int = 0
@@ -76,12 +76,12 @@ class StoreHosted(Event):
 
 @dataclass
 class StopState:
-    """A node's part in the agreement on the step at which all ranks leave their loops (:class:`NodesStopAgreement`).
+    """State of a node in a :class:`~nblaunch.nodes.peers.NodesStopAgreement`.
 
     Args:
-        is_wanted: a stop was requested on this node or on another.
-        proposal: of node 0: the number of the check; 0 = none yet.
-        decision: of node 0: the proposal once it holds, negated once it is withdrawn.
+        is_wanted: a stop was requested on any node.
+        proposal: of node 0: number of the check at which all ranks stop; 0 = none yet.
+        decision: of node 0: the proposal once it is accepted, negated once it is withdrawn.
         answers: rank -> checks so far, and the reply to the proposal.
     """
 
@@ -97,10 +97,10 @@ class Summary(Event):
 
     Args:
         samples: of the board, one per worker.
-        failed: those that raised.
-        exits: those whose process ended.
-        finished: those whose function returned.
-        stop: how far the agreement on a common last step is.
+        failed: ranks whose function raised.
+        exits: ranks whose process ended, and when.
+        finished: ranks whose function returned.
+        stop: state of the agreement on a common last step.
     """
 
     samples: tuple[Sample, ...] = ()
@@ -120,10 +120,10 @@ class WorkersEnded(Event):
 
 @dataclass(frozen=True)
 class Leave(Event):
-    """This node takes no further part.
+    """This node leaves the job.
 
     Args:
-        reason: for the other nodes, as the rest of a sentence: ``was interrupted``.
+        reason: for the other nodes, as the end of a sentence: ``was interrupted``.
     """
 
     reason: str = ""
@@ -137,9 +137,9 @@ class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        topology: of this node's first worker; ``master_port`` 0 = this node's launcher is to host the workers' store.
+        topology: of the first worker of this node; ``master_port`` 0 = this launcher must host the workers' store.
         nodes: all nodes, by node rank.
-        restart_count: how often workers were started before, the same number on all nodes.
+        restart_count: number of starts of the workers before; equal on all nodes.
     """
 
     topology: Topology = field(default_factory=Topology)
@@ -149,10 +149,10 @@ class WorldFormed(Event):
 
 @dataclass(frozen=True)
 class StopWorkers(Event):
-    """The workers must end, because another rendezvous follows.
+    """The workers must stop because another rendezvous follows.
 
     Args:
-        reason: why, as a sentence.
+        reason: a sentence.
     """
 
     reason: str = ""
@@ -160,20 +160,20 @@ class StopWorkers(Event):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one node publishes for all others, several times a second.
+    """State that a node publishes for all others, several times a second.
 
     Args:
-        id: which run of which agent.
-        count: of the heartbeats of this node so far; goes up as long as the node lives.
-        node_rank: the one that it was asked to have, or has.
-        host: its host name.
+        id: of the agent process.
+        count: number of heartbeats so far; rises as long as the node is alive.
+        node_rank: requested at first, then as in the world.
+        host: host name.
         state: one of the states above.
-        restart_count: which start of the job's workers the summary is about, as in :class:`WorldFormed`.
-        reason: why it left or gave up.
+        restart_count: start of the workers that the summary describes, as in :class:`WorldFormed`.
+        reason: of a node that left or failed.
         summary: of its workers.
-        received: id -> count of the last heartbeat that it has received of each other node.
-        clock_s: ``time.monotonic()`` of that machine, by which the samples' times go.
-        settings: those that all nodes must have been launched with alike.
+        received: id -> count of the last heartbeat received from each other node.
+        clock_s: ``time.monotonic()`` of that machine, the clock of the samples.
+        settings: settings that must be equal on all nodes.
     """
 
     id: str
@@ -194,19 +194,19 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class PeerHeartbeats(Event):
-    """The last heartbeat of every other node that has ever been at this rendezvous."""
+    """The last heartbeat of every other node that has ever published one on this store."""
 
     heartbeats: tuple[Heartbeat, ...] = ()
 
 
 @dataclass(frozen=True)
 class AgentEnded(Event):
-    """The agent is done.
+    """The agent has ended.
 
     Args:
-        is_success: all nodes' workers finished, as far as is known.
-        error: why not, if the workers are not the reason: the rendezvous failed.
-        can_retry: a new agent may do better: the store was lost.
+        is_success: the workers finished.
+        error: why the rendezvous failed; empty if it did not.
+        can_retry: a new agent may succeed, because the connection to the store was lost.
     """
 
     is_success: bool = False
@@ -214,16 +214,16 @@ class AgentEnded(Event):
     can_retry: bool = False
 
 
-# --- what may leave this machine ---------------------------------------------------------------------------------
+# --- events for other machines -----------------------------------------------------------------------------------
 
 
 def failed_for_peers(failed: Failed) -> Failed:
-    """Return the failure as other nodes get it: the exception as text."""
+    """Return the failure without the pickled exception; its text remains."""
     return replace(failed, exception=None)
 
 
 def finished_for_peers(finished: Finished) -> Finished:
-    """Return the event as other nodes get it: that the rank has finished, and nothing of its result."""
+    """Return the event without the result of the rank."""
     return replace(finished, contents=Contents(), sends=())
 
 

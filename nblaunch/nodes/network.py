@@ -1,4 +1,4 @@
-"""Addresses of this machine: which one reaches the other nodes, and on which interface it is."""
+"""Addresses and network interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -15,48 +15,47 @@ from nblaunch.launcher.rendezvous import RendezvousHost, family_of
 
 
 def resolve(host: str, port: int) -> str:
-    """The address of a host, the first that the system's resolver gives.
+    """Resolve a host name to its first address.
 
     Raises:
-        LaunchError: it knows no such host.
+        LaunchError: the host is unknown.
     """
     try:
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise LaunchError(
-            f"the nodes are to meet at {host}:{port}, but this machine knows no host {host!r}: {error}"
+            f"the rendezvous is at {host}:{port}, but this machine can't resolve the host {host!r}: {error}"
         ) from error
 
 
 def address_towards(address: str, port: int) -> str:
-    """The address of this machine from which packets to ``address`` leave. Nothing is sent.
+    """Return the address of this machine on the route to ``address``. Nothing is sent.
 
     Raises:
-        LaunchError: there is no way there.
+        LaunchError: there is no route.
     """
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))
         except OSError as error:
             raise LaunchError(
-                f"no network interface of this machine reaches {address}, where the nodes are to meet: "
-                f"{error.strerror}"
+                f"no network interface of this machine reaches the rendezvous at {address}: {error.strerror}"
             ) from error
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address of this machine; None where the system has none with it."""
+    """Return the name of the interface with an address of this machine; None if there is none."""
     if address.startswith("127.") or address == "::1":
         return LOOPBACK
     return next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)
 
 
 def interface_settings(interface: str | None) -> dict[str, str]:
-    """What makes gloo, tensorpipe and NCCL use that interface and no other."""
+    """Return environment variables that make gloo, tensorpipe and NCCL use only this interface."""
     if interface is None:
         return {}
-    # Source: NCCL user guide, "NCCL_SOCKET_IFNAME": a name after "=" is the whole name, not the beginning of one.
+    # Source: NCCL user guide, "NCCL_SOCKET_IFNAME": "=" requires an exact match, not a prefix.
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
@@ -65,15 +64,15 @@ def interface_settings(interface: str | None) -> dict[str, str]:
 
 
 def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | None:
-    """Listen where the nodes are to meet.
+    """Open the listening socket of the rendezvous.
 
     Args:
-        address: one of this machine.
+        address: of this machine.
         port: TCP port.
-        is_optional: whether another node may be the one to do so; None is returned if this one can't.
+        is_optional: another node may host the rendezvous; return None if this one can't.
 
     Raises:
-        LaunchError: the address is not of this machine, or the port is taken, and this node must.
+        LaunchError: ``is_optional`` is False, and the address is not of this machine or the port is in use.
     """
     try:
         return RendezvousHost(address, port)
@@ -89,8 +88,8 @@ def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | No
         if number == errno.EADDRNOTAVAIL:
             own = sorted({found for _, found in interface_addresses()})
             raise LaunchError(
-                f"this node is to host the rendezvous at {address}, which is not an address of this machine "
-                f"({', '.join(own)}); give one that the other nodes reach as master_addr or rdzv_endpoint"
+                f"this node hosts the rendezvous, but {address} is not an address of this machine "
+                f"({', '.join(own)}); set master_addr or rdzv_endpoint to one that the other nodes reach"
             ) from error
         raise
 
@@ -107,7 +106,7 @@ class _Interface(ctypes.Structure):
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Each interface with each of its addresses."""
+    """Return ``(interface, address)`` of this machine."""
     return list(_interface_addresses())
 
 
@@ -130,7 +129,7 @@ def _interface_addresses() -> Iterator[tuple[str, str]]:
 
 
 def _address_at(at: int | None) -> str | None:
-    """The address in a ``struct sockaddr``; None for one that is not of the internet."""
+    """Return the IP address in a ``struct sockaddr``; None for other families."""
     if not at:
         return None
     # Linux: two bytes of family; BSD and macOS: a byte of length, then one of family.

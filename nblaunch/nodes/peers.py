@@ -1,9 +1,9 @@
-"""State of the other nodes of a job as the launcher of one node knows it, and the agreement with them on a last step.
+"""State of the other nodes of a job, from their heartbeats, and the agreement with them on a last step.
 
     heartbeats, twice a second ──> update ──> events and samples of their ranks, for the dashboard
     clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
 
-Plain state: nothing here waits, reads or sends.
+Plain state: nothing here blocks, reads or sends.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class _Peer:
     state: str = messages.RUNNING
     is_silent: bool = False
     ahead_s: float = math.inf
-    """How much our monotonic clock is ahead of its own: the least seen, which had the least delay on its way."""
+    """Difference between our monotonic clock and that of the node: the minimum, which has the least delay."""
     samples: dict[int, Sample] = field(default_factory=dict)
 
     @property
     def is_expected(self) -> bool:
-        """Whether its heartbeats must go on: it is neither done nor gone."""
+        """Return whether further heartbeats are expected: the node has neither finished nor left."""
         return self.state in (messages.JOINING, messages.RUNNING)
 
 
 class PeerStates:
-    """Every node of a formed world but this one.
+    """The other nodes of a world.
 
     Args:
-        nodes: those other nodes.
+        nodes: the other nodes.
         now_s: ``time.monotonic()``.
-        silence_s: seconds without a heartbeat after which a node is named.
-        patience_s: seconds without a heartbeat after which it is given up.
-        restart_count: which start of the workers this world is.
+        silence_s: seconds without a heartbeat after which a node is reported.
+        patience_s: seconds without a heartbeat after which it is lost.
+        restart_count: number of starts of the workers before this world.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PeerStates:
     # --- heartbeats ----------------------------------------------------------------------------------------------
 
     def update(self, heartbeats: Iterable[Heartbeat], now_s: float) -> tuple[list[Event], list[str]]:
-        """Take in the last heartbeats; return new events of their ranks, and notes for the user."""
+        """Handle the last heartbeats; return new events of their ranks, and notes for the user."""
         events: list[Event] = []
         notes: list[str] = []
         for heartbeat in heartbeats:
@@ -81,11 +81,11 @@ class PeerStates:
                 notes.append(f"{peer.node} sends heartbeats again, after {now_s - peer.received_s:.0f} s")
             peer.ahead_s = min(peer.ahead_s, now_s - heartbeat.clock_s)
             peer.count, peer.received_s, peer.is_silent = heartbeat.count, now_s, False
-            events += self._take_summary(peer, heartbeat)
-            notes += self._take_state(peer, heartbeat)
+            events += self._handle_summary(peer, heartbeat)
+            notes += self._handle_state(peer, heartbeat)
         return events, notes
 
-    def _take_summary(self, peer: _Peer, heartbeat: Heartbeat) -> list[Event]:
+    def _handle_summary(self, peer: _Peer, heartbeat: Heartbeat) -> list[Event]:
         if heartbeat.restart_count != self._restart_count:
             return []
         summary, own = heartbeat.summary, peer.node.ranks
@@ -105,15 +105,15 @@ class PeerStates:
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
         return events
 
-    def _take_state(self, peer: _Peer, heartbeat: Heartbeat) -> list[str]:
+    def _handle_state(self, peer: _Peer, heartbeat: Heartbeat) -> list[str]:
         before, peer.state = peer.state, heartbeat.state
         if heartbeat.state == before or heartbeat.state not in (messages.LEFT, messages.FAILED):
             return []
         if heartbeat.reason == messages.FINISHED or (
             heartbeat.state == messages.FAILED and self.failures.has_cause
         ):
-            return []  # as was to be expected
-        text = f"{peer.node} {heartbeat.reason or 'gave up'}"
+            return []  # expected
+        text = f"{peer.node} {heartbeat.reason or 'failed'}"
         self.failures.lost.setdefault(peer.node.first_rank, text)
         return [text]
 
@@ -125,7 +125,7 @@ class PeerStates:
     # --- silence -------------------------------------------------------------------------------------------------
 
     def check(self, now_s: float) -> list[str]:
-        """Return notes about nodes that have fallen silent since the last check; give up those silent for too long."""
+        """Return notes about nodes without heartbeats since the last check; mark those lost that time out."""
         expected = [peer for peer in self._by_id.values() if peer.is_expected]
         new = [peer for peer in expected if not peer.is_silent and now_s - peer.received_s >= self._silence_s]
         for peer in new:
@@ -142,7 +142,7 @@ class PeerStates:
         return [_silence(peer, now_s - peer.received_s) for peer in new]
 
     def blame_silent(self, now_s: float) -> None:
-        """Count nodes that are silent as lost: workers here have failed because others did not answer."""
+        """Mark nodes without heartbeats as lost, because workers here failed when they did not respond."""
         for peer in self._by_id.values():
             if peer.is_silent:
                 text = _silence(peer, now_s - peer.received_s)
@@ -150,22 +150,22 @@ class PeerStates:
 
     @property
     def must_stop(self) -> bool:
-        """Whether workers here have to end, because of other nodes."""
+        """Return whether workers of this node must stop because of other nodes."""
         return self.failures.has_cause or self.failures.wants_restart
 
     @property
     def is_any_expected(self) -> bool:
-        """Whether any node still has work to do, as far as is known."""
+        """Return whether any node is neither finished nor lost."""
         lost = self.failures.lost
         return any(peer.is_expected and peer.node.first_rank not in lost for peer in self._by_id.values())
 
     @property
     def can_be_waited_for(self) -> bool:
-        """Whether a silent node could still turn out to be the reason of a failure here."""
+        """Return whether a node without heartbeats could still turn out to be the cause of a failure here."""
         return bool(self._by_id) and not self.failures.has_cause
 
     def merged(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return samples of all ranks: of this node's as given, of the others' the last received."""
+        """Return samples of all ranks: ``samples`` for this node, the last received for the others."""
         others = {rank: sample for peer in self._by_id.values() for rank, sample in peer.samples.items()}
         return [others.get(sample.rank, sample) for sample in samples]
 
@@ -179,25 +179,26 @@ def _silence(peer: _Peer, silent_s: float) -> str:
 
 
 def _moved(sample: Sample, ahead_s: float) -> Sample:
-    """Return the sample with times of our clock."""
+    """Return the sample with times of this node's clock."""
     return replace(sample, step_time_s=sample.step_time_s + ahead_s) if sample.step_time_s > 0 else sample
 
 
 @dataclass
 class NodesStopAgreement:
-    """One node's part in :class:`StopAgreement` over the ranks of all nodes, with heartbeats in between.
+    """One node's part in a :class:`StopAgreement` over the ranks of all nodes, through heartbeats.
 
-        node 0: StopAgreement over all slots; of other nodes' ranks it has copies
+        node 0: StopAgreement over all slots, with copies of the slots of other nodes
             ── proposal, decision ──> other nodes write them into their ranks' slots
-            <── checks, replies ──    and report what their ranks have answered
+            <── checks, replies ──    and report the answers of their ranks
 
-    Any node may begin it. Heartbeats take about half a second, so proposals are made that much further ahead.
+    Any node may start it. Heartbeats take about half a second, so the proposed step is further ahead than on one
+    node.
 
     Args:
         slots: rank -> slot of this node's ranks.
         leads: this is node 0.
-        own: this node's part; it is in every summary for the others.
-        peers: node rank -> the last part received of that node.
+        own: state of this node, sent in every summary.
+        peers: node rank -> last state received of that node.
         now_s: ``time.monotonic()``.
     """
 
@@ -211,7 +212,7 @@ class NodesStopAgreement:
     _agreement: StopAgreement | None = None
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
-        """Pass on proposals and replies. ``running``: ranks of this node whose function has not returned."""
+        """Forward proposals and replies. ``running``: ranks of this node whose function has not returned."""
         if self.leads:
             self._lead(running, now_s)
         else:

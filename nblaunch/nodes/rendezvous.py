@@ -1,9 +1,8 @@
 """The rendezvous of nodes: its store, and torch's handlers on it.
 
-The store listens on the address that was given and on no other. torch's own ``c10d`` and ``static`` handlers would
-open theirs on all interfaces of the machine, so they get one from here. The handlers stay as they are but for one
-thing: torch keeps the state of a ``c10d`` rendezvous on the store as a pickle, which any process that reaches the store
-could replace by another. Here it is plain data.
+The store listens on the configured address only. torch's own ``c10d`` and ``static`` handlers would open a store on all
+interfaces, so they are given this one. torch also keeps the state of a ``c10d`` rendezvous on the store as a pickle,
+which any process that reaches the store could replace; here it is plain data.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from nblaunch.wire import schema
 
 _READ_TIMEOUT_S = 60.0
 _LAST_CALL_S = 30.0
-_LOOK_S = 0.2
-"""Between looks for nodes that have not arrived."""
+_POLL_S = 0.2
+"""Seconds between polls for missing nodes."""
 
 
 def open_store(config: RendezvousConfig) -> TCPStore:
-    """Start the store behind the listening socket, or connect to the one of another node.
+    """Start the store on the listening socket, or connect to the one of another node.
 
     Raises:
-        RuntimeError: it did not answer in time.
+        RuntimeError: it did not respond in time.
     """
     store = (
         TCPStore(
@@ -61,10 +60,10 @@ def open_store(config: RendezvousConfig) -> TCPStore:
 
 
 def connect(config: RendezvousConfig, timeout_s: float) -> TCPStore:
-    """Open one more connection to the store.
+    """Open another connection to the store.
 
     Raises:
-        RuntimeError: it did not answer in time.
+        RuntimeError: it did not respond in time.
     """
     return TCPStore(
         config.host, config.port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
@@ -72,7 +71,7 @@ def connect(config: RendezvousConfig, timeout_s: float) -> TCPStore:
 
 
 def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: str) -> RendezvousHandler:
-    """Return torch's handler for the backend of the rendezvous.
+    """Return torch's rendezvous handler for the configured backend.
 
     Args:
         config: of the rendezvous.
@@ -84,7 +83,7 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
         return StaticRendezvous(config, store, id)
     known = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
     conf = {name: math.ceil(config.conf[name]) for name in known if name in config.conf}
-    # How long enough nodes wait for more: torch's 30 s, unless the time for the whole rendezvous is shorter.
+    # Time in which more nodes may join after the minimum: torch's 30 s, but at most half of the whole timeout.
     conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, config.timeout_s / 2)))
     parameters = RendezvousParameters(
         backend="c10d",
@@ -92,7 +91,7 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        # The rendezvous ranks nodes in the order of these names: those that were asked for come first.
+        # torch sorts nodes by these addresses, so requested node ranks are put in front.
         local_addr=f"{config.node_rank:06d}.{host_name}",
         join_timeout=math.ceil(config.timeout_s),
         keep_alive_interval=math.ceil(config.conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S)),
@@ -115,7 +114,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _State:
-    """torch's ``_RendezvousState``; times in the form of ISO 8601."""
+    """torch's ``_RendezvousState``; times as ISO 8601."""
 
     round: int
     complete: bool
@@ -144,7 +143,7 @@ class _State:
         """Return torch's state.
 
         Raises:
-            ValueError: a time is not in that form.
+            ValueError: a time is not ISO 8601.
         """
         state = _RendezvousState()
         state.round, state.complete, state.closed = self.round, self.complete, self.closed
@@ -167,7 +166,7 @@ def _description(node: _Node) -> _NodeDesc:
 
 
 class PlainBackend(RendezvousBackend):
-    """torch's backend for ``c10d``, with plain data on the store; pickles stay between torch and this object.
+    """torch's ``c10d`` backend with plain data on the store; pickles are used only within this process.
 
     Args:
         store: of the rendezvous.
@@ -179,17 +178,17 @@ class PlainBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """As torch's."""
+        """Return the name of torch's backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state, pickled, and its version; None: there is none yet."""
+        """Return the pickled state and its version; None if there is none yet."""
         found = self._backend.get_state()
         return (_pickled(found[0]), found[1]) if found is not None else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write ``state`` if the version is still ``token``; return what is there now, and whether it was written."""
-        plain = schema.dump(_State.of(pickle.loads(state)))  # torch has made it, in this process
+        """Write ``state`` if the version is still ``token``; return the new value, and whether it was written."""
+        plain = schema.dump(_State.of(pickle.loads(state)))  # pickled by torch in this process
         found = self._backend.set_state(plain, token)
         return (_pickled(found[0]), *found[1:]) if found is not None else None
 
@@ -205,9 +204,9 @@ def _pickled(plain: bytes) -> bytes:
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """A fixed set of nodes, each known by its rank; in rounds, so that all can start again together.
+    """A static rendezvous with rounds, so that all nodes can restart together.
 
-    torch's own knows one round: a node that started again would read what the round before has left on the store.
+    torch's static rendezvous has one round: after a restart, a node would read values of the round before.
 
     Args:
         config: of the rendezvous.
@@ -224,19 +223,19 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._store: TCPStore = store
         self._id = id
         self._round = 0
-        self._looked_s = 0.0
+        self._polled_s = 0.0
         self._num_waiting = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the first round that this rank has not been in, and wait for all other ranks there."""
+        """Join the first round that this rank has not joined yet, and wait for all other ranks."""
         self._round = self._arrive()
         deadline = time.monotonic() + self._config.timeout_s
         while missing := self._missing(self._round):
-            if self._num_arrived(self._round + 1):  # by one that has started again meanwhile
+            if self._num_arrived(self._round + 1):  # another node has restarted meanwhile
                 self._round = self._arrive()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(", ".join(f"node {rank}" for rank in missing))
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return RendezvousInfo(
             PrefixStore(f"{self.run_id}.{self._round}", self._store),
             self.rank,
@@ -245,9 +244,9 @@ class StaticRendezvous(StaticTCPRendezvous):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes have come back, or have failed, and wait in the next round."""
-        if time.monotonic() - self._looked_s > _LOOK_S:
-            self._looked_s = time.monotonic()
+        """Return the number of nodes that wait in the next round, because they came back or failed."""
+        if time.monotonic() - self._polled_s > _POLL_S:
+            self._polled_s = time.monotonic()
             self._num_waiting = self._num_arrived(self._round + 1)
         return self._num_waiting
 
@@ -256,7 +255,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         number = max(self._round + 1, self._store.add(last, 0))
         while self._store.compare_set(self._key(str(self.rank), number), "", self._id) != self._id.encode():
             number += 1
-        # Before the arrival can be seen, and never back: or a node that comes now would join a round that others left.
+        # Raise the last round before the arrival is visible, so that no node joins a round that others have left.
         latest = b"0"
         while int(latest) < number:
             latest = self._store.compare_set(last, latest.decode(), str(number))
@@ -276,7 +275,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
 
 def is_connection_error(error: BaseException | None) -> bool:
-    """Return whether the store did not answer, rather than anything else being wrong."""
+    """Return whether the error means that the connection to the store failed."""
     while error is not None:
         names = {cls.__name__ for cls in type(error).__mro__}
         if names & {"RendezvousConnectionError", "DistNetworkError", "DistStoreError", "ConnectionError"}:

@@ -45,7 +45,7 @@ def test_a_machine_that_does_not_come_is_named(start: Callable[..., Running]) ->
     ]
     ended = start("--num_machines", "2", *meeting, "--dashboard", "none", name).end()
     assert ended.code == 2
-    assert "node 1 did not come" in ended.out.splitlines()[-1]
+    assert "node 1 did not join" in ended.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

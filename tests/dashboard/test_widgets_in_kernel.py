@@ -224,7 +224,7 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
     click("Stacks", "ask_stacks")
     wait_for("rank 0 is at &lt;line 3&gt;")
     click("Stop", "ask_stacks", "stop")
-    wait_for("asked to stop")
+    wait_for("stop requested")
     click("Interrupt", "ask_stacks", "stop", "interrupt")
     wait_for("interrupted: finally blocks run")
     click("Kill", "ask_stacks", "stop", "interrupt")
@@ -249,7 +249,7 @@ def test_nothing_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
     free = states()
     assert [is_disabled for is_disabled, _ in free] == [False] * 3
     cell = shared.submit("stop.wait(30)", allow_stdin=True)
-    busy = (True, "a cell is running, and clicks reach the kernel only when it has ended")
+    busy = (True, "a cell is running; the kernel receives clicks only when it has ended")
     cell.wait_for(lambda cell: states() == {busy}, what="buttons that can't be clicked")
     shared.interrupt()
     cell.wait()
