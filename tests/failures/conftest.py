@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,24 @@ def start_kernel(log_dir: Path, **env: str) -> Kernel:
     return kernel
 
 
-@pytest.fixture(scope="module", params=START_METHODS)
-def method(request: pytest.FixtureRequest) -> str:
-    """Each start method; tests of a module share one kernel per method."""
-    return str(request.param)
+def across_methods(
+    argument: str, cases: Sequence[Any], forkserver: Collection[str] = (), spawn: Collection[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrize ``method`` and ``argument``: all cases with forks, and those named here in fresh interpreters too.
+
+    An interpreter per rank costs seconds, a fork milliseconds; most of what fails does so alike in both.
+    """
+    named = {case.name: case for case in cases}
+    pairs = [("fork", case) for case in cases]
+    pairs += [("forkserver", named[name]) for name in forkserver]
+    pairs += [("spawn", named[name]) for name in spawn]
+    ids = [f"{method}-{case.name}" for method, case in pairs]
+    return pytest.mark.parametrize(("method", argument), pairs, ids=ids)
 
 
 @pytest.fixture(scope="module")
-def shared(method: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """The module's kernel for one start method. Every failure must leave it as it was."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """The module's kernel, for all start methods. Every failure must leave it as it was."""
     with start_kernel(tmp_path_factory.mktemp("logs")) as kernel:
         yield kernel
 

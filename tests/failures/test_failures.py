@@ -1,4 +1,4 @@
-"""Every failure of the table, for every start method, in a kernel that goes on afterwards."""
+"""Every failure of the table, in a kernel that goes on afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.failures.cases import CASES, LAUNCH, Case
-from tests.failures.conftest import assert_as_before, source_line, value_of
+from tests.failures.conftest import across_methods, assert_as_before, source_line, value_of
 from tests.kernels import Cell, Kernel
 
 POSSIBLE = [case for case in CASES if case.is_possible]
@@ -23,7 +23,12 @@ job = nblaunch.last_job()
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("case", POSSIBLE, ids=lambda case: case.name)
+@across_methods(
+    "case",
+    POSSIBLE,
+    forkserver=["error", "SIGSEGV", "os._exit(3)", "exception class of a cell"],
+    spawn=["error", "SIGKILL"],
+)
 def test_a_failure_is_told_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
     cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises, timeout_s=30)
     shared.wait_for_no_processes(1.0)
@@ -41,12 +46,12 @@ def test_a_failure_is_told_and_leaves_nothing(shared: Kernel, method: str, case:
 
 
 @pytest.mark.timeout(60)
-def test_the_next_line_catches_it(shared: Kernel, method: str) -> None:
+def test_the_next_line_catches_it(shared: Kernel) -> None:
     cell = shared.run(
         CASES[0].source
         + f"""
 try:
-    {LAUNCH.format(method=method)}
+    {LAUNCH.format(method="fork")}
 except ValueError as caught:
     print("caught", caught)
 """

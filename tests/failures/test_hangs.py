@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.failures.conftest import assert_as_before, value_of
+from tests.failures.conftest import across_methods, assert_as_before, value_of
 from tests.kernels import Cell, Kernel
 
 TIMEOUT_S = 1.0
@@ -98,7 +98,7 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@across_methods("shape", SHAPES, forkserver=[SHAPES[0].name], spawn=[SHAPES[0].name])
 def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
         TRAIN.format(body=shape.body)
@@ -118,15 +118,11 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, method: str, shape: Shape) -> None:
-    if method != "fork":
-        pytest.skip(
-            "the report does not depend on how workers were started; stopping is tested for all methods"
-        )
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.name)
+def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: Shape) -> None:
     cell = shared.submit(
         TRAIN.format(body=shape.body)
-        + LAUNCH.format(method=method, timeout_s=shape.timeout_s, on_hang="report")
+        + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
     )
     cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
     assert not cell.is_done
@@ -141,9 +137,7 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, method: 
 
 
 @pytest.mark.timeout(60)
-def test_a_value_that_takes_for_ever_to_be_pickled_is_named(shared: Kernel, method: str) -> None:
-    if method != "fork":
-        pytest.skip("it is the worker that pickles, however it was started")
+def test_a_value_that_takes_for_ever_to_be_pickled_is_named(shared: Kernel) -> None:
     cell = shared.run(
         f"""
 import threading
@@ -192,12 +186,10 @@ C_LOOP = "    import collections, itertools; collections.deque(itertools.repeat(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", SPINNING)
-def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, method: str, kind: str) -> None:
-    if method != "fork":
-        pytest.skip("what is seen of a rank does not depend on how it was started")
+def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, kind: str) -> None:
     cell = shared.run(
         TRAIN.format(body=SPINNING[kind] + DIFFERENT)
-        + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
         raises="JobHung",
     )
     assert cell.error is not None
@@ -208,11 +200,7 @@ def test_threads_that_compute_or_print_hide_no_hang(shared: Kernel, method: str,
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("in_collective", [(), (0, 2)], ids=["all of them", "one, and the others wait"])
-def test_ranks_in_a_c_loop_after_their_last_step_hang(
-    shared: Kernel, method: str, in_collective: tuple[int, ...]
-) -> None:
-    if method != "fork":
-        pytest.skip("what is seen of a rank does not depend on how it was started")
+def test_ranks_in_a_c_loop_after_their_last_step_hang(shared: Kernel, in_collective: tuple[int, ...]) -> None:
     body = f"""
     weight = torch.nn.Parameter(torch.zeros(2))
     torch.optim.SGD([weight], lr=0.1).step()
@@ -220,7 +208,7 @@ def test_ranks_in_a_c_loop_after_their_last_step_hang(
         dist.all_reduce(torch.ones(2))
 """
     cell = shared.run(
-        TRAIN.format(body=body + C_LOOP) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop"),
+        TRAIN.format(body=body + C_LOOP) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop"),
         raises="JobHung",
     )
     assert cell.error is not None
@@ -239,11 +227,9 @@ def test_ranks_in_a_c_loop_after_their_last_step_hang(
     [C_LOOP, "    while True:\n        time.sleep(0.3)\n        print('still here')"],
     ids=["a C loop", "printing"],
 )
-def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, method: str, body: str) -> None:
-    if method != "fork":
-        pytest.skip("what is seen of a rank does not depend on how it was started")
+def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: str) -> None:
     cell = shared.submit(
-        TRAIN.format(body=body) + LAUNCH.format(method=method, timeout_s=TIMEOUT_S, on_hang="stop")
+        TRAIN.format(body=body) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop")
     )
     cell.wait_for(lambda cell: "ranks 0-2 have shown no step" in _shown(cell), 30, "the suspicion")
     cell.wait_for(lambda cell: "ranks 0-2: Cell In[" in _shown(cell), 5, "the stacks")
@@ -257,7 +243,7 @@ def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, method:
 
 
 @pytest.mark.timeout(60)
-def test_ranks_that_work_do_not_hang(shared: Kernel, method: str) -> None:
+def test_ranks_that_work_do_not_hang(shared: Kernel) -> None:
     """Slow steps, a long evaluation, a checkpoint, a bar: each part longer than the timeout, each step shorter."""
     cell = shared.run(
         f"""
@@ -287,7 +273,7 @@ def train(folder):
 import tempfile
 with tempfile.TemporaryDirectory() as folder:
     done = notebook_launcher(
-        train, (folder,), num_processes=2, start_method={method!r}, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
+        train, (folder,), num_processes=2, hang_timeout_s={TIMEOUT_S}, on_hang="stop")
 done
 """
     )
@@ -296,6 +282,7 @@ done
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_stacks_on_request_do_not_wait_for_ranks_that_cannot_answer(shared: Kernel, method: str) -> None:
     shared.run(
         f"""
@@ -340,9 +327,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
 
 
 @pytest.mark.timeout(60)
-def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, method: str) -> None:
-    if method != "fork":
-        pytest.skip("the launcher answers; it does not know how workers were started")
+def test_questions_about_stacks_never_outlive_their_job(shared: Kernel) -> None:
     shared.run(
         """
 def short():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.conftest import assert_as_before, value_of
+from tests.failures.conftest import START_METHODS, across_methods, assert_as_before, value_of
 from tests.kernels import Kernel
 
 GRACE_S = 1.0
@@ -103,7 +103,7 @@ notebook_launcher(train, ({folder!r},), num_processes=2, start_method={method!r}
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+@across_methods("state", STATES, forkserver=["Python loop", "a finally that never ends"], spawn=["C sleep"])
 def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: State, tmp_path: Path) -> None:
     cell = shared.submit(
         TRAIN.format(body=state.body)
@@ -135,6 +135,7 @@ def test_an_interrupt_ends_every_worker(shared: Kernel, method: str, state: Stat
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
         TRAIN.format(body="stay()") + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=LONG_S)
@@ -153,12 +154,12 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
 
 
 @pytest.mark.timeout(60)
-def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path, method: str) -> None:
+def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         TRAIN.format(body="stay()")
         + f"""
 job = notebook_launcher(
-    train, ({str(tmp_path)!r},), 2, start_method={method!r}, interrupt_grace_s={LONG_S}, background=True
+    train, ({str(tmp_path)!r},), 2, interrupt_grace_s={LONG_S}, background=True
 )
 """
     )
@@ -169,6 +170,7 @@ job = notebook_launcher(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", START_METHODS)
 def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.submit(
         TRAIN.format(body="time.sleep(3600)")
@@ -210,6 +212,7 @@ os.register_at_fork(before=lambda: [call() for call in at_fork])
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", START_METHODS)
 def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: Kernel, method: str) -> None:
     """Before any process, and between the first and the first worker that is ready."""
     shared.run(STARTING + "job = None")

@@ -56,7 +56,7 @@ def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> None:
     cell = limited.run(
         BUILD + f"notebook_launcher(train, num_processes=6, start_method={method!r})",
@@ -77,9 +77,9 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
 
 
 @pytest.mark.timeout(60)
-def test_a_refused_allocation_has_the_same_evidence(shared: Kernel, method: str) -> None:
+def test_a_refused_allocation_has_the_same_evidence(shared: Kernel) -> None:
     cell = shared.run(
-        f"""
+        """
 def train():
     used = psutil.Process().memory_info().vms
     if rank() == 1:
@@ -88,7 +88,7 @@ def train():
     for _ in range(8):
         layers.append(torch.nn.Linear(4096, 4096))               # 67 MB each
     return len(layers)
-notebook_launcher(train, num_processes=2, start_method={method!r})
+notebook_launcher(train, num_processes=2)
 """,
         raises="RuntimeError",
     )

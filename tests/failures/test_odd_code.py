@@ -164,7 +164,7 @@ notebook_launcher(train, num_processes=2)
     assert len(cell.error.lines) <= MAX_LINES
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_working_folder_that_is_gone(odd_kernel: Kernel, method: str) -> None:
     cell = odd_kernel.run(
         f"""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.conftest import assert_as_before, start_kernel, value_of
+from tests.failures.conftest import START_METHODS, assert_as_before, start_kernel, value_of
 from tests.kernels import Kernel
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -50,6 +50,7 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_full_disk_costs_output_and_nothing_else(shared: Kernel, method: str, small_disk: Path) -> None:
     cell = shared.run(
         f"""
@@ -70,14 +71,14 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 
 
 @pytest.mark.timeout(60)
-def test_a_failure_is_told_whole_on_a_full_disk(shared: Kernel, method: str, small_disk: Path) -> None:
+def test_a_failure_is_told_whole_on_a_full_disk(shared: Kernel, small_disk: Path) -> None:
     cell = shared.run(
         f"""
 def train():
     for i in range(4000):
         print("x" * 100)
     raise ValueError("the loss is nan")
-notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(small_disk)!r})
+notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
 """,
         raises="ValueError",
     )
@@ -87,6 +88,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk: Path) -> None:
     (small_disk / "full").write_bytes(b"x" * (1 << 18))
     cell = shared.run(
@@ -134,6 +136,7 @@ notebook_launcher(train, num_processes=1, log_dir={str(small_disk)!r})
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
     shared: Kernel, method: str, disk_without_inodes: Path
 ) -> None:
@@ -177,6 +180,7 @@ sorted(outcomes)
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", START_METHODS)
 def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
     shared.run("import multiprocessing; last_refusal = ''")
@@ -192,9 +196,8 @@ def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Ker
 
 
 @pytest.mark.timeout(60)
-def test_a_refused_fork_takes_the_others_back(shared: Kernel, method: str) -> None:
-    if method != "fork":
-        pytest.skip("the fork that is refused happens in another process; see the test with a control group")
+def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
+    """Where another process forks, a control group refuses: see :func:`test_a_limit_on_processes_is_named`."""
     cell = shared.run(
         """
 import errno
@@ -243,7 +246,7 @@ def pids_group() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_limit_on_processes_is_named(pids_group: Path, tmp_path: Path, method: str) -> None:
     with start_kernel(tmp_path / "logs") as kernel:
         (pids_group / "cgroup.procs").write_text(str(kernel.pid))

@@ -11,6 +11,7 @@ from tests.kernels import Kernel
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_the_error_is_blamed_and_not_its_consequences(shared: Kernel, method: str) -> None:
     shared.run(
         """
@@ -22,7 +23,7 @@ def train():
     dist.all_reduce(torch.ones(2))
 """
     )
-    for _ in range(5 if method == "fork" else 2):
+    for _ in range(5 if method == "fork" else 1):
         cell = shared.run(
             f"""
 try:
@@ -36,7 +37,7 @@ except ValueError as error:
 
 
 @pytest.mark.timeout(60)
-def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, method: str, tmp_path: Path) -> None:
+def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
     cell = shared.run(
         f"""
 def train(folder):
@@ -50,7 +51,7 @@ def train(folder):
         time.sleep(0.001)
     time.sleep(0.02 * (1 + rank()))
     raise ValueError(f"{{rank()}} is later")
-notebook_launcher(train, ({str(tmp_path)!r},), 3, start_method={method!r})
+notebook_launcher(train, ({str(tmp_path)!r},), 3)
 """,
         raises="LookupError",
     )
@@ -61,6 +62,7 @@ notebook_launcher(train, ({str(tmp_path)!r},), 3, start_method={method!r})
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_two_failures_then_success(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.run(
         f"""
@@ -91,18 +93,18 @@ print([job.logs(0, attempt) for attempt in range(3)], job.status)
 
 
 @pytest.mark.timeout(60)
-def test_giving_up_names_all_failures(shared: Kernel, method: str) -> None:
+def test_giving_up_names_all_failures(shared: Kernel) -> None:
     cell = shared.run(
-        f"""
+        """
 def train():
     attempt = nblaunch.context.current().attempt
     if rank() == 1:
         if attempt == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError(f"flaky {{attempt}}")
+        raise ValueError(f"flaky {attempt}")
     time.sleep(3600)
 import nblaunch.context
-notebook_launcher(train, num_processes=2, start_method={method!r}, max_restarts=2)
+notebook_launcher(train, num_processes=2, max_restarts=2)
 """,
         raises="ValueError",
         timeout_s=50,
@@ -147,8 +149,11 @@ before = traces()      # the training modules set variables of torch's compiler 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("function", ["with_accelerator", "with_slot"])
-def test_stop_ends_loops_at_the_same_step(shared: Kernel, method: str, function: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "method"),
+    [("with_accelerator", "fork"), ("with_slot", "fork"), ("with_slot", "forkserver")],
+)
+def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method: str) -> None:
     shared.run(
         STOPPABLE
         + f"job = notebook_launcher({function}, (), 3, start_method={method!r}, background=True, return_all=True)"
@@ -165,6 +170,7 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, method: str, function:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> None:
     shared.run(
         f"""
