@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import START_METHODS
 from tests.kernels import Kernel
 
 SETUP = """
@@ -71,7 +70,7 @@ def sharding(shared: Kernel) -> Kernel:
     return shared
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_trained_weights_come_back_whole(sharding: Kernel, method: str) -> None:
     cell = sharding.run(
         f"""

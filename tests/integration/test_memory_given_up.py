@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import START_METHODS
 from tests.kernels import Kernel
 
 PREPARED = """
@@ -33,8 +32,10 @@ def left():
 GONE = [False, False, False]
 
 
-@pytest.mark.parametrize("dashboard", ["auto", "widgets"])
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize(
+    ("method", "dashboard"),
+    [("fork", "auto"), ("fork", "widgets"), ("forkserver", "auto"), ("spawn", "auto")],
+)
 def test_a_blocking_job(shared: Kernel, method: str, dashboard: str) -> None:
     shared.run(PREPARED)
     shared.run(
@@ -73,10 +74,10 @@ def test_a_background_job_and_its_result(shared: Kernel, dashboard: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("raise", "ValueError"), ("die", "WorkerDied")], ids=["raised", "died"]
+    ("how", "error", "method"),
+    [("raise", "ValueError", "fork"), ("die", "WorkerDied", "fork"), ("raise", "ValueError", "forkserver")],
 )
-@pytest.mark.parametrize("method", START_METHODS)
-def test_a_job_that_failed(shared: Kernel, method: str, how: str, error: str) -> None:
+def test_a_job_that_failed(shared: Kernel, how: str, error: str, method: str) -> None:
     """IPython keeps the traceback of the last error."""
     shared.run(PREPARED)
     shared.run(f"notebook_launcher(train, (model, {how!r}), 2, start_method={method!r})", raises=error)

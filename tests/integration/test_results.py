@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import START_METHODS
 from tests.kernels import Kernel
 
 PARTLY = """
@@ -16,7 +15,7 @@ def train(model):
 """
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_values_come_back_by_rank(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -51,7 +50,7 @@ notebook_launcher(train, num_processes=3, return_all=True)
     assert ("left by sys.exit" in shown) == (leaving == "one")
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_every_kind_of_tensor_arrives_as_it_was(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -96,7 +95,7 @@ problems, tensors["same"] is tensors["scalar"], arrays["large"][0]
     assert cell.result in ("([], True, 1.0)", "([], True, np.float64(1.0))")
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_class_of_a_cell_comes_back_as_that_class(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -241,7 +240,7 @@ notebook_launcher(train, (model,), 2)
     assert shared.run("model.weight.unique().tolist()").result == "[3.0]"
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_trained_weights_are_loaded_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -286,7 +285,7 @@ all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items
     assert "weights" not in cell.stdout
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_weights_inside_containers_are_loaded_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -439,7 +438,7 @@ def test_weights_that_came_back_are_told_but_are_no_warning(shared: Kernel) -> N
     assert "warning" not in cell.displays[0].data["text/plain"]
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_weights_that_did_not_change_are_not_sent_and_averages_are(shared: Kernel, method: str) -> None:
     """What is frozen may change all the same: by its own optimizer, by an average, through ``.data``."""
     cell = shared.run(
@@ -525,8 +524,9 @@ BROKEN_SENDING = {
 }
 
 
-@pytest.mark.parametrize("end", BROKEN_SENDING)
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize(
+    ("method", "end"), [*(("fork", end) for end in BROKEN_SENDING), ("forkserver", "killed")]
+)
 def test_weights_that_can_not_be_sent_cost_neither_value_nor_log(
     shared: Kernel, method: str, end: str
 ) -> None:
