@@ -77,11 +77,20 @@ def digits(shared: Kernel) -> Iterator[Kernel]:
     return shared
 
 
-def test_eight_workers_learn_what_one_process_learns(digits: Kernel) -> None:
-    cell = digits.run(
+@pytest.fixture(scope="module")
+def trained(digits: Kernel) -> Kernel:
+    """The module's kernel after a training on eight workers: ``results`` of all, and ``model`` with the weights."""
+    digits.run(
+        "model = build()\n"
+        "results = notebook_launcher(train, (model,), num_processes=8, return_all=True)",
+        timeout_s=90,
+    )
+    return digits
+
+
+def test_eight_workers_learn_what_one_process_learns(trained: Kernel) -> None:
+    cell = trained.run(
         """
-model = build()
-results = notebook_launcher(train, (model,), num_processes=8, return_all=True)
 weights = [result[4] for result in results]
 same = max(difference(weights[0], other) for other in weights[1:])
 ([result[:4] for result in results], same, difference(weights[0], model.state_dict()), is_initialised(),
@@ -101,12 +110,10 @@ same = max(difference(weights[0], other) for other in weights[1:])
     assert device == "CPU"
 
 
-def test_the_weights_are_those_of_plain_pytorch(digits: Kernel) -> None:
+def test_the_weights_are_those_of_plain_pytorch(trained: Kernel) -> None:
     """Runs the reference in a process of its own: its backward() would change how this kernel's workers start."""
-    cell = digits.run(
+    cell = trained.run(
         """
-model = build()
-notebook_launcher(train, (model,), num_processes=8)
 plain = notebook_launcher(reference, num_processes=1, backend="cpu")
 untrained = build().state_dict()
 difference(plain, model.state_dict()), difference(plain, untrained)
