@@ -32,7 +32,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs bench picture clean
+.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs golden bench picture clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -74,7 +74,7 @@ endif
 
 # Run all of one suite. $(1): the interpreter, $(2): what else tells it from others, a cache for its failures included.
 define whole_suite
-	@$(1) -m pytest $(2) --numprocesses $(WORKERS) --maxprocesses 4 || { status=$$?; \
+	@$(1) -m pytest $(2) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
 	echo; echo "What failed is tried once more. What passes now is flaky, which is a defect: see tests/flaky.md."; \
 	$(1) -m pytest $(2) --last-failed --last-failed-no-failures none --maxfail 10 --verbose; }
@@ -124,6 +124,10 @@ format: setup  ## rewrite the code in the house style
 
 stubs: setup  ## write the type stubs of Accelerate's module names anew, from nblaunch/compat/names.py
 	$(BIN)/python -m tests.tools.stubs
+
+golden: setup  ## write the golden files of the tests anew: what failures, tables and the terminal show, word for word
+	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py
+	git diff --stat -- tests/golden
 
 bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
 	$(BIN)/python -m tests.benchmarks $(ARGS)

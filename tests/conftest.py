@@ -10,7 +10,40 @@ import hypothesis
 import pytest
 
 from tests import left_behind, watchman
+from tests.golden_files import Golden
 from tests.kernels import Kernel
+
+# By what they take on two quiet cores. None is to be the last that runs, while the other core has nothing to do.
+LONGEST_FIRST = (
+    "tests/nodes",
+    "tests/browser",
+    "tests/training/strategies/test_fsdp2.py",
+    "tests/training/strategies/test_deepspeed.py",
+    "tests/training/strategies/test_fsdp2_checkpoint.py",
+    "tests/cli/test_estimate.py",
+    "tests/training/test_ddp_options.py",
+    "tests/failures/test_resources.py",
+    "tests/failures/test_interrupts.py",
+    "tests/failures/test_orphans.py",
+    "tests/integration/test_results.py",
+    "tests/integration/test_output.py",
+    "tests/training/test_checkpoint.py",
+    "tests/training/test_distributed.py",
+    "tests/contracts/test_engine.py",
+    "tests/cli/test_every_answer.py",
+    "tests/failures/test_failures.py",
+    "tests/failures/test_hangs.py",
+    "tests/training/test_gradients.py",
+    "tests/training/test_state.py",
+    "tests/dashboard/test_widgets_in_kernel.py",
+    "tests/xla/test_training.py",
+    "tests/xla/test_memory.py",
+    "tests/xla/test_steps.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
 
 
 def pytest_configure() -> None:
@@ -22,6 +55,12 @@ def pytest_configure() -> None:
     # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the groups that take longest."""
+    places = {group: place for place, group in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(_group(item.nodeid), len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,3 +111,9 @@ def kernel(nothing_left_behind: None) -> Iterator[Kernel]:
     """A fresh IPython kernel; after the test, all that came from it must be gone."""
     with Kernel.start() as kernel:
         yield kernel
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compares a text with its golden file."""
+    return Golden(request.config.getoption("--update-golden"))

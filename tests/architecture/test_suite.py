@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT, listing
+from tests.conftest import LONGEST_FIRST
 
 TESTS = ROOT / "tests"
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "time"}
@@ -56,6 +57,11 @@ def test_a_bound_on_measured_seconds_is_found(source: str) -> None:
 )
 def test_waits_and_lower_bounds_are_allowed(source: str) -> None:
     assert not _timed(source)
+
+
+def test_what_begins_first_exists() -> None:
+    for group in LONGEST_FIRST:
+        assert (ROOT / group).exists(), f"{group} of LONGEST_FIRST in tests/conftest.py"
 
 
 def _timed(source: str) -> set[int]:

@@ -37,6 +37,7 @@ from nblaunch.formatting import duration, loss, rate
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, told
+from tests.golden_files import Golden
 
 HOSTILE = "<script>alert('1')</script> & \"q\" ünï 漢字 🙂"
 
@@ -261,6 +262,49 @@ def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
 def test_a_killed_rank_is_called_killed() -> None:
     view = view_of([*started(2), killed(0, -9), JobFinished(-1, START_S + 5, "failed", 0)])
     assert [row.state_text for row in tabulate(view).rows] == ["killed", "stopped"]
+
+
+# --- word for word ---------------------------------------------------------------------------------------------------
+
+
+def golden_views() -> dict[str, JobView]:
+    """Jobs that have all that a table can show between them."""
+    slowest = trained(24)
+    for step in range(0, 101, 5):
+        own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
+        told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        slowest = fold_samples(slowest, told, START_S + step / 10)
+    memory = [HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)]
+    metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]
+    consequences = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
+    warned = [
+        *started(2, start_method="forkserver", detour="workers start through a forkserver: CUDA is in use"),
+        Note(-1, START_S, text="memory may run out", kind="warning"),
+        Note(-1, START_S, text="no progress for 300 s\nranks 0-1: waiting in all_reduce", kind="hang"),
+        StatusLine(1, START_S, text="fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"),
+    ]
+    return {
+        "running": trained(3),
+        "running, of many ranks one is slow": slowest,
+        "done": view_of([*memory, *metrics, *ended(2)], trained(2)),
+        "failed": view_of(
+            [*started(5), *consequences, raised(1), killed(4, -9), JobFinished(-1, START_S + 5, "failed", 1)]
+        ),
+        "with a warning and a hang": view_of(warned),
+        "interrupted": view_of([*started(2), JobFinished(-1, START_S + 5, "interrupted")]),
+    }
+
+
+def test_the_table_in_a_terminal_word_for_word(golden: Golden) -> None:
+    texts = {name: render_text(view, with_output=True) for name, view in golden_views().items()}
+    golden.check("table.txt", texts, is_volatile=False)
+
+
+def test_the_table_in_a_notebook_word_for_word(golden: Golden) -> None:
+    """One tag a line."""
+    html = {name: render_html(view, with_output=True) for name, view in golden_views().items()}
+    lines = {name: re.sub(r"(?<=>)(?=<)", "\n", text) for name, text in html.items()}
+    golden.check("table.html", lines, is_volatile=False)
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------

@@ -81,8 +81,7 @@ def digits(shared: Kernel) -> Iterator[Kernel]:
 def trained(digits: Kernel) -> Kernel:
     """The module's kernel after a training on eight workers: ``results`` of all, and ``model`` with the weights."""
     digits.run(
-        "model = build()\n"
-        "results = notebook_launcher(train, (model,), num_processes=8, return_all=True)",
+        "model = build()\nresults = notebook_launcher(train, (model,), num_processes=8, return_all=True)",
         timeout_s=90,
     )
     return digits

@@ -1,0 +1,107 @@
+"""How failures are shown, word for word, in IPython and in a terminal: golden files."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.golden_files import Golden
+from tests.kernels import Cell, Kernel
+
+# What rank 1 does while the others wait for nothing that could fail.
+KINDS = {
+    "an exception": 'raise ValueError("the loss is nan")',
+    "an exception with its cause": """
+try:
+    {}["lr"]
+except KeyError as missing:
+    raise RuntimeError("no learning rate") from missing
+""",
+    "an exception that can't be made again": "raise Stubborn(7)",
+    "a signal": 'print("it begins")\nos.kill(os.getpid(), signal.SIGKILL)',
+    "an exit": 'print("it begins")\nos._exit(3)',
+}
+FUNCTION = """
+class Stubborn(Exception):
+    def __new__(cls, *args):
+        if getattr(cls, "is_made", False):
+            raise RuntimeError("only one of these may exist")
+        cls.is_made = True
+        return super().__new__(cls, *args)
+
+def train():
+    if os.environ["RANK"] == "1":
+{body}
+    time.sleep(3600)
+"""
+LAUNCH = "notebook_launcher(train, num_processes=3, interrupt_grace_s=0)"
+HANG = """
+def train():
+    dist.init_process_group()
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)
+    dist.barrier()
+notebook_launcher(train, num_processes=3, hang_timeout_s=1, on_hang="stop", interrupt_grace_s=0)
+"""
+
+
+def function(kind: str) -> str:
+    return FUNCTION.format(body=textwrap.indent(KINDS[kind].strip("\n"), " " * 8))
+
+
+@pytest.mark.timeout(120)
+def test_in_ipython(shared: Kernel, golden: Golden) -> None:
+    cells = {kind: shared.submit(function(kind) + LAUNCH).wait() for kind in KINDS}
+    cells["a hang"] = shared.submit(HANG).wait()
+    golden.check("failures_in_ipython.txt", {kind: error_of(cell) for kind, cell in cells.items()})
+
+
+def error_of(cell: Cell) -> str:
+    assert cell.error is not None, cell.describe()
+    return cell.error.text
+
+
+@pytest.mark.timeout(120)
+def test_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
+    shown = {}
+    for kind in ("an exception with its cause", "a signal"):
+        (tmp_path / "train.py").write_text("import os, signal, sys, time\n" + function(kind) + "train()\n")
+        ended = launched(tmp_path, "--num_processes", "3")
+        _, _, below_table = ended.stderr.partition("logs: ")
+        shown[f"{kind}, standard error, exit code {ended.returncode}"] = below_table.partition("\n")[2]
+        shown[f"{kind}, standard output"] = ended.stdout
+    golden.check("failures_in_terminal.txt", shown)
+
+
+SCRIPT = """
+import os
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}") if os.environ["RANK"] == "1" else None
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_script_that_ends_well_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    plan = launched(tmp_path, "--num_processes", "2", "--print_plan")
+    ended = launched(tmp_path, "--num_processes", "2")
+    # Memory is looked at now and then, which may be never in so short a life.
+    table = re.sub(r"^peak memory.*\n| +peak memory$| +[\d.]+ MB$", "", ended.stderr, flags=re.MULTILINE)
+    golden.check(
+        "script_in_terminal.txt",
+        {"its plan": plan.stdout, "standard output": ended.stdout, "standard error": table},
+    )
+
+
+def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """``nblaunch launch`` of the folder's script, without the settings of this machine's user."""
+    own = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_CONFIG_FILE": str(folder / "config.yaml")}
+    return subprocess.run(
+        [sys.executable, "-m", "nblaunch", "launch", "--cpu", *words, "train.py"],
+        capture_output=True, text=True, timeout=50, cwd=folder, env=os.environ | own,
+    )  # fmt: skip
