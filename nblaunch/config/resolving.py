@@ -56,7 +56,7 @@ class Resolved:
         return self.values[name]
 
     def is_set(self, name: str) -> bool:
-        """Whether the setting has another source than the table's default."""
+        """Return whether the setting has another source than the table's default."""
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the kernel raises for an attempt that failed: the root cause as an exception, with its evidence."""
+"""The exception that the kernel raises for a failed attempt: the root cause with its evidence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nblaunch.host import disk
 
 _LAST_LINES = 5
 _LINE = 200  # characters
-# Of an error that ends a process from C++, as NCCL's watchdog does: one line says what it was, a dozen where.
+# Errors that C++ aborts with, as of NCCL's watchdog, print one line with the cause and many with frames.
 _NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
 _NATIVE_ERROR = re.compile(r"\s*what\(\): ")
 _NATIVE_LINE = 600
@@ -37,7 +37,7 @@ _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 
 Explanation = tuple[BaseException, int, str]
-"""What to raise, the rank that it is about, and a few words."""
+"""Exception to raise, rank of the failure, and its headline."""
 
 
 class Logs(Protocol):
@@ -58,7 +58,7 @@ class Logs(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception to raise, the rank it is about, and a few words about it (``ValueError: ...``)."""
+    """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``)."""
 
     error: BaseException
     rank: int
@@ -66,7 +66,7 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        """``rank 3 raised ValueError: no such file``."""
+        """Return ``rank 3 raised ValueError: no such file``."""
         verb = "" if isinstance(self.error, (WorkerDied, JobHung)) else "raised "
         return f"rank {self.rank} {verb}{self.headline}"
 
@@ -74,13 +74,13 @@ class Failure:
 def failure_of(
     report: AttemptReport, pids: Mapping[int, int], logs: Logs, attempt: int, past: Sequence[str] = ()
 ) -> Failure:
-    """The failure of an attempt that did not succeed.
+    """Return the failure of an attempt that did not succeed.
 
     Args:
-        report: how it went.
+        report: of the attempt.
         pids: rank -> process id.
-        logs: the job's logs.
-        attempt: its number.
+        logs: of the job.
+        attempt: number of the attempt.
         past: one line for each attempt that failed before.
     """
     if report.hang:
@@ -89,7 +89,7 @@ def failure_of(
     if remote is not None:
         return Failure(*remote)
     root = find_root_cause(report)
-    if root is None:  # every rank that did not finish was ended by the launcher itself, after it had lingered
+    if root is None:  # the launcher stopped ranks that did not end in time
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
@@ -102,10 +102,10 @@ def failure_of(
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
-    story = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
+    summary = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
     traces = _last_lines(logs, root.rank, attempt) + _crash_stack(logs, root.rank, attempt)
     error = WorkerDied(
-        "\n".join([*story, *traces, *notes]),
+        "\n".join([*summary, *traces, *notes]),
         rank=root.rank,
         exitcode=root.status.code if root.status else 0,
     )
@@ -113,18 +113,18 @@ def failure_of(
 
 
 def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanation | None:
-    """What happened on another node, where nothing failed here by itself."""
+    """Return the failure on another node that explains those of this one; None if there is none."""
     if own_failures(report):
         return None
-    story = _explain_remote(report.remote, notes)
-    if story is None and report.failed:
+    explanation = _explain_remote(report.remote, notes)
+    if explanation is None and report.failed:
         first = min(report.failed.values(), key=lambda failed: failed.time_s)
-        story = _left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
-    return story
+        explanation = _left_early(report.remote, first.time_s, f"rank {first.rank}", notes)
+    return explanation
 
 
 def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation | None:
-    """Return the first failure on another node, with ``notes`` below; None where none is known."""
+    """Return the first failure on another node, with ``notes``; None if there is none."""
     times = {rank: failed.time_s for rank, failed in remote.failed.items()}
     times |= {rank: time_s for rank, (_, time_s) in remote.exits.items()}
     if times:
@@ -142,7 +142,7 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation
 def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Explanation | None:
-    """Return a rank of another node that had returned when ranks here could not go on without it."""
+    """Return a rank of another node that had returned before ranks of this node failed without it."""
     for rank, finished in sorted(remote.finished.items()):
         if finished.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
@@ -167,13 +167,13 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> E
 
 def _hung(report: AttemptReport, folder: Path) -> Failure:
     rank = min(rank for rank in report.exits if rank not in report.finished)
-    lines = ["no rank made progress any more, so the job was stopped:", *report.hang]
+    lines = ["no rank made progress, so the job was stopped:", *report.hang]
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     return Failure(JobHung("\n".join(lines)), rank, lines[0])
 
 
 def _device_evidence(root: RootCause) -> list[str]:
-    """What the worker's device had to say: where its memory ran out, the host's is beside the point."""
+    """Return evidence from the device of the worker, as when its memory ran out."""
     if root.failed is None or not root.failed.evidence:
         return []
     first, *others = root.failed.evidence
@@ -181,7 +181,7 @@ def _device_evidence(root: RootCause) -> list[str]:
 
 
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
-    """What memory has to do with the end of a rank, line by line; nothing where nothing speaks for it."""
+    """Return the evidence that memory caused the failure, line by line; empty without evidence."""
     record = report.memory
     if record is None or root.left_early:
         return []
@@ -197,7 +197,7 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
 
 
 def _shm_evidence(root: RootCause) -> list[str]:
-    """A full /dev/shm kills by SIGBUS the next process that writes to it."""
+    """Return evidence that /dev/shm is full: the next process that writes to it is killed by SIGBUS."""
     if root.status is None or root.status.signal_name != "SIGBUS":
         return []
     line = memory.shm_line(memory.read_facts())
@@ -222,7 +222,7 @@ def _last_lines(logs: Logs, rank: int, attempt: int) -> list[str]:
 
 
 def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:
-    """The user's innermost frames that faulthandler wrote when the process crashed."""
+    """Return the user's innermost frames, as faulthandler wrote them when the process crashed."""
     _, crash, text = logs.read_stacks(rank, attempt).rpartition("Fatal Python error")
     if not crash:
         return []

@@ -1,13 +1,13 @@
-"""Whether a job hangs, and which ranks wait for which.
+"""Detection of hangs, and their description: which ranks wait for which.
 
-    Inspector    reads processes and the board a few times a second, feeds the Watchdog
-    Watchdog     counted progress (steps, collectives, bars, logged values) -> observe() -> time for a check?
-                 checks: stack, processor time, output                      -> judge()   -> hang, suspicion or nothing
-    describe_hang   the positions of all ranks as text, and what they mean together
+    Inspector      reads processes and the board a few times a second, and calls the Watchdog
+    Watchdog       progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
+                   stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
+    describe_hang  positions of all ranks as text, and what they mean together
 
-Nothing here sends signals or blocks. Processor time and output are no progress: a rank that waits for ever may well
-have a thread that computes or prints. They only decide how certain the report is. A rank without progress is checked
-three times before it is judged, so that a stack that never changes can be distinguished from one that moves.
+Nothing here sends signals or blocks. Processor time and output are not progress: a rank that hangs may have a thread
+that computes or prints. They only decide how certain the report is. A rank without progress is checked three times,
+to distinguish a stack that never changes from one that does.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from nblaunch.wire.board import Sample
 _INTERVAL_S = 0.25
 
 _WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
-"""States in which a rank is known to be at work, for as long as they last."""
+"""States that count as progress for as long as they last."""
 
-_LOOKS_AT = (0.5, 0.75, 1.0)
-"""When a rank is looked at, as parts of the timeout."""
+_CHECKS_AT = (0.5, 0.75, 1.0)
+"""Times of the checks of a rank without progress, as fractions of the timeout."""
 
 _IDLE_SHARE = 0.02
-"""Share of one core below which a thread counts as idle: one that only wakes to look around uses less."""
+"""Fraction of one core below which a thread is idle; polling threads use less."""
 
 _IDLE_S = 0.05
-"""And the same in seconds, for short timeouts: the system counts in hundredths, and a look costs some of them."""
+"""Processor seconds below which a thread is idle, for short timeouts: the system counts in 0.01 s."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank has shown by now.
+    """Progress of a rank so far.
 
     Args:
         signs: changes with every step, collective and mark.
-        has_stepped: whether steps were among them.
-        num_outputs: lines and displays, which are no progress.
+        has_stepped: the rank has taken steps.
+        num_outputs: number of lines and displays, which are not progress.
     """
 
     signs: tuple[object, ...]
@@ -54,12 +54,12 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was seen of a rank at one moment.
+class Check:
+    """State of a rank at one moment.
 
     Args:
-        position: where it is.
-        own_cpu_s: processor time of the thread that runs the function, in seconds; None where it can't be read.
+        position: in its code.
+        own_cpu_s: processor seconds of the thread that runs the function; None if unknown.
         all_cpu_s: of all threads and child processes of the rank.
     """
 
@@ -70,12 +70,12 @@ class Look:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about ranks without progress.
+    """Ranks without progress.
 
     Args:
-        hung: they will not go on by themselves.
-        suspected: they take no steps, but compute or print.
-        busy: ranks whose function uses its processor.
+        hung: ranks that hang.
+        suspected: ranks that take no steps, but compute or print.
+        busy: ranks whose function uses the processor.
     """
 
     hung: tuple[int, ...] = ()
@@ -87,30 +87,30 @@ class Finding:
 class _Rank:
     progress: Progress
     moved_s: float
-    # When the present period of looks began: with the last progress, or with the last judgement.
-    period_s: float
-    num_asked: int = 0
-    looks: list[tuple[float, Look]] = field(default_factory=list)
+    # Start of the current series of checks: the last progress, or the last judgement.
+    checks_from_s: float
+    num_started: int = 0
+    checks: list[tuple[float, Check]] = field(default_factory=list)
     was_reported: bool = False
     was_suspected: bool = False
 
-    def begin_period(self, now_s: float) -> None:
-        self.period_s = now_s
-        self.num_asked = 0
-        del self.looks[:-1]
+    def restart_checks(self, now_s: float) -> None:
+        self.checks_from_s = now_s
+        self.num_started = 0
+        del self.checks[:-1]
 
     @property
     def position(self) -> Position:
-        return self.looks[-1][1].position
+        return self.checks[-1][1].position
 
     @property
     def has_moved(self) -> bool:
-        """Whether its stack was seen to change."""
-        return len({look.position.stack for _, look in self.looks}) > 1
+        """Return whether its stack has changed between checks."""
+        return len({check.position.stack for _, check in self.checks}) > 1
 
     def is_idle(self, *, alone: bool) -> bool:
-        """Whether its thread (``alone``), or all that belongs to it, uses no processor time worth mentioning."""
-        (first_s, first), (last_s, last) = self.looks[0], self.looks[-1]
+        """Return whether its thread (``alone``), or all its threads and processes, use no processor time."""
+        (first_s, first), (last_s, last) = self.checks[0], self.checks[-1]
         before, after = (first.own_cpu_s, last.own_cpu_s) if alone else (first.all_cpu_s, last.all_cpu_s)
         if before is None or after is None:
             return True
@@ -118,24 +118,24 @@ class _Rank:
 
 
 class Watchdog:
-    """Notices ranks that have made no progress for ``timeout_s`` seconds; once for each standstill of each rank."""
+    """Detector of ranks without progress for ``timeout_s`` seconds; reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._ranks: dict[int, _Rank] = {}
         self._running: Sequence[int] = ()
         self._num_outputs: dict[int, int] = {}
-        self._is_looking = False
+        self._is_checking = False
 
     def observe(self, now_s: float, progress: Mapping[int, Progress], running: Sequence[int]) -> bool:
-        """Take in what every rank has shown; True if it is time to look at the running ones.
+        """Record the progress of every rank; return whether the stacks of the running ranks are needed.
 
-        After that :meth:`judge` must be called.
+        If they are, :meth:`judge` must be called next.
 
         Args:
             now_s: ``time.monotonic()``.
-            progress: of all ranks of the job, also on other machines.
-            running: those whose function runs here.
+            progress: of all ranks of the job, including other machines.
+            running: ranks of this machine whose function runs.
         """
         for rank, shown in progress.items():
             known = self._ranks.get(rank)
@@ -143,43 +143,43 @@ class Watchdog:
                 self._ranks[rank] = _Rank(shown, now_s, now_s)
         self._num_outputs = {rank: shown.num_outputs for rank, shown in progress.items()}
         self._running = running
-        if self._is_looking:
+        if self._is_checking:
             return False
         due = [rank for rank in running if self._is_due(self._ranks[rank], now_s)]
         for rank in due:
-            self._ranks[rank].num_asked += 1
-        self._is_looking = bool(due)
-        return self._is_looking
+            self._ranks[rank].num_started += 1
+        self._is_checking = bool(due)
+        return self._is_checking
 
-    def judge(self, now_s: float, looks: Mapping[int, Look]) -> Finding | None:
-        """Take in a look at the running ranks; the finding, if there is one that was not reported yet."""
-        self._is_looking = False
-        ranks = {rank: self._ranks[rank] for rank in looks if rank in self._ranks}
+    def judge(self, now_s: float, checks: Mapping[int, Check]) -> Finding | None:
+        """Record a check of the running ranks; return a finding if there is a new one."""
+        self._is_checking = False
+        ranks = {rank: self._ranks[rank] for rank in checks if rank in self._ranks}
         for rank, known in ranks.items():
-            known.looks.append((now_s, looks[rank]))
-        if not any(known.num_asked == len(_LOOKS_AT) for known in ranks.values()):
+            known.checks.append((now_s, checks[rank]))
+        if not any(known.num_started == len(_CHECKS_AT) for known in ranks.values()):
             return None
         moved_s = max(known.moved_s for known in self._ranks.values())  # of any rank of the job
         hung: list[int] = []
         suspected: list[int] = []
         for rank, known in ranks.items():
-            if now_s - known.moved_s < self.timeout_s or len(known.looks) < 2:
+            if now_s - known.moved_s < self.timeout_s or len(known.checks) < 2:
                 continue
             is_alone = moved_s - known.moved_s >= self.timeout_s
             if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
-                known.begin_period(moved_s)  # the job goes on, or did until a moment ago: its clock counts
+                known.restart_checks(moved_s)  # other ranks make progress, or did until a moment ago
                 continue
             is_hung = now_s - moved_s >= self.timeout_s and self._stands_still(rank, known)
             (hung if is_hung else suspected).append(rank)
-        busy = tuple(rank for rank, known in ranks.items() if known.looks and not known.is_idle(alone=True))
+        busy = tuple(rank for rank, known in ranks.items() if known.checks and not known.is_idle(alone=True))
         return self._finding(now_s, hung, suspected, busy)
 
     def _finding(
         self, now_s: float, hung: Sequence[int], suspected: Sequence[int], busy: tuple[int, ...]
     ) -> Finding | None:
-        """What of it is new."""
-        if any(known.looks and known.position.is_long_work for known in self._running_ranks()):
-            hung, suspected = [], [*hung, *suspected]  # the others wait for that one
+        """Return the finding if any part of it was not reported yet."""
+        if any(known.checks and known.position.is_long_work for known in self._running_ranks()):
+            hung, suspected = [], [*hung, *suspected]  # the others wait for the rank that compiles or saves
         is_new = any(not self._ranks[rank].was_reported for rank in hung) or any(
             not (self._ranks[rank].was_suspected or self._ranks[rank].was_reported) for rank in suspected
         )
@@ -187,14 +187,14 @@ class Watchdog:
             known = self._ranks[rank]
             known.was_reported |= rank in hung
             known.was_suspected = True
-            known.begin_period(now_s)
+            known.restart_checks(now_s)
         return Finding(tuple(sorted(hung)), tuple(sorted(suspected)), busy) if is_new else None
 
     def _running_ranks(self) -> list[_Rank]:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
     def _stands_still(self, rank: int, known: _Rank) -> bool:
-        """Whether a rank without progress hangs for certain, rather than doing what takes no steps."""
+        """Return whether a rank without progress certainly hangs, rather than working without steps."""
         if known.has_moved or known.position.is_long_work:
             return False
         if known.progress.has_stepped:
@@ -205,16 +205,16 @@ class Watchdog:
         return known.is_idle(alone=False) and not has_output
 
     def _is_due(self, known: _Rank, now_s: float) -> bool:
-        if known.num_asked == len(_LOOKS_AT):
+        if known.num_started == len(_CHECKS_AT):
             return False
-        return now_s - known.period_s >= _LOOKS_AT[known.num_asked] * self.timeout_s
+        return now_s - known.checks_from_s >= _CHECKS_AT[known.num_started] * self.timeout_s
 
 
 class Inspector:
-    """Keeps the record of one attempt.
+    """Reads the processes of an attempt a few times a second: memory and progress.
 
     Args:
-        hang_timeout_s: seconds without progress of a rank that count as a hang; None = never.
+        hang_timeout_s: seconds without progress after which a rank hangs; None = never.
     """
 
     def __init__(self, hang_timeout_s: float | None) -> None:
@@ -231,14 +231,14 @@ class Inspector:
         num_metrics: Mapping[int, int],
         num_outputs: Mapping[int, int],
     ) -> bool:
-        """Look, if it is time; True if the stacks of all ranks are wanted, for :meth:`judge`.
+        """Inspect the processes if it is time; return whether :meth:`judge` needs the stacks of all ranks.
 
         Args:
             now_s: ``time.monotonic()``.
-            pids: rank -> process, of the ranks that run here.
-            samples: the board.
-            num_metrics: rank -> how often it has logged values.
-            num_outputs: rank -> how much else it has shown and printed so far.
+            pids: rank -> process, of the ranks of this machine.
+            samples: of the board.
+            num_metrics: rank -> number of logged values.
+            num_outputs: rank -> number of printed lines and displays.
         """
         if now_s < self._next_s:
             return False
@@ -257,17 +257,17 @@ class Inspector:
     def judge(
         self, now_s: float, pids: Mapping[int, int], positions: Mapping[int, Position]
     ) -> Finding | None:
-        """What the watchdog makes of the stacks it wanted; None if there is nothing new to report."""
+        """Pass the stacks to the watchdog; return its finding if there is a new one."""
         if self._watchdog is None:
             return None
         session_s = proc.session_cpu_seconds(pids.values())
-        looks = {
-            # 0 of a session: nothing can be read.
-            rank: Look(positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None)
+        checks = {
+            # 0 means that it can't be read.
+            rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), session_s[pid] or None)
             for rank, pid in pids.items()
             if rank in positions
         }
-        return self._watchdog.judge(now_s, looks)
+        return self._watchdog.judge(now_s, checks)
 
 
 def _progress(now_s: float, sample: Sample, num_metrics: int, num_outputs: int) -> Progress:
@@ -283,13 +283,13 @@ def describe_hang(
     gone: Sequence[int],
     busy: Sequence[int] = (),
 ) -> list[str]:
-    """Who is where, equal positions together, and what that looks like.
+    """Return lines with the positions of all ranks, equal ones merged, and a line that interprets them.
 
     Args:
-        positions: of the ranks that run.
-        steps: rank -> batches that it has taken.
-        gone: ranks that have returned already.
-        busy: ranks that are known to compute there.
+        positions: of running ranks.
+        steps: rank -> number of batches so far.
+        gone: ranks that have returned.
+        busy: ranks that use the processor.
     """
     texts = {
         rank: f"{position} (computing)" if rank in busy else str(position)
@@ -297,11 +297,11 @@ def describe_hang(
     }
     merged = stacks.merge(texts)
     lines = [f"{formatting.ranks(ranks)}: {text}" for text, ranks in merged.items()]
-    reading = _reading(positions, steps, gone)
-    return [*lines, reading] if reading else lines
+    interpretation = _interpret(positions, steps, gone)
+    return [*lines, interpretation] if interpretation else lines
 
 
-def _reading(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:
+def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:
     waiting = {rank: position for rank, position in positions.items() if position.waits_for_ranks}
     absent = [rank for rank in positions if rank not in waiting]
     if not waiting:

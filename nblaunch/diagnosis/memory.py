@@ -1,4 +1,4 @@
-"""Whether memory ran out, and the evidence: what the host had, what its control group counted, what workers took."""
+"""Evidence that host memory ran out: memory of the host, counters of its control group, memory of the workers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MemoryFacts:
     """Host memory at one moment, in bytes.
 
     Args:
-        available: what can still be had, within the tightest limit; None where unknown.
-        limit: of the control group, or the host's memory where there is none; None where unknown.
-        oom_kills: processes of this control group that the system has killed for memory, ever.
+        available: that can still be allocated, within the tightest limit; None if unknown.
+        limit: of the control group, else the memory of the host; None if unknown.
+        oom_kills: processes of this control group that the kernel's OOM killer has killed so far.
         shm_used: bytes in /dev/shm.
         shm_size: size of /dev/shm.
     """
@@ -38,7 +38,7 @@ class MemoryFacts:
 
 
 def read_facts() -> MemoryFacts:
-    """The facts now. Reads a handful of small files."""
+    """Return the current facts, from a few small files."""
     limit, available = limit_and_available()
     shm_used, shm_size = _shm()
     return MemoryFacts(available, limit, _oom_kills(), shm_used, shm_size)
@@ -46,12 +46,12 @@ def read_facts() -> MemoryFacts:
 
 @dataclass
 class MemoryRecord:
-    """Memory over one attempt, in bytes.
+    """Memory during one attempt, in bytes.
 
     Args:
-        before: the host's when it began.
-        lowest_available: the least that was available while it ran; None where unknown.
-        own_bytes: rank -> most memory of its own that was seen.
+        before: of the host at the start.
+        lowest_available: minimum of the available memory; None if unknown.
+        own_bytes: rank -> largest private memory of its process.
     """
 
     before: MemoryFacts = field(default_factory=read_facts)
@@ -59,7 +59,7 @@ class MemoryRecord:
     own_bytes: dict[int, int] = field(default_factory=dict)
 
     def add(self, pids: Mapping[int, int]) -> None:
-        """Look once."""
+        """Update the record; ``pids``: rank -> process."""
         for rank, pid in pids.items():
             taken = proc.own_bytes(pid)
             if taken is not None:
@@ -79,14 +79,14 @@ def judge(
     is_killed: bool,
     message: str = "",
 ) -> list[str]:
-    """What memory has to do with a failure, line by line; nothing where nothing speaks for it.
+    """Return the evidence that a failure was caused by memory, line by line; empty without evidence.
 
     Args:
         before: at the start of the attempt.
         after: at its end.
-        lowest_available: the least that was available while it ran.
-        own_bytes: rank -> most memory of its own that was seen.
-        built_bytes: rank -> bytes of parameters that were built inside it.
+        lowest_available: minimum of the available memory.
+        own_bytes: rank -> largest private memory of its process.
+        built_bytes: rank -> bytes of parameters of models built inside it.
         is_killed: the process died by SIGKILL, SIGSEGV or SIGBUS.
         message: of the exception, if there was one.
     """
@@ -119,7 +119,7 @@ def _host_line(before: MemoryFacts, lowest: int | None) -> str:
 
 
 def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
-    """What each process took, all in one line."""
+    """Return the memory of each process, in one line."""
     if not own_bytes:
         return []
     most = ", ".join(f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
@@ -142,7 +142,7 @@ def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:
 
 
 def shm_line(facts: MemoryFacts) -> str:
-    """A line about /dev/shm where it is nearly full; empty otherwise."""
+    """Return a line about /dev/shm if it is nearly full; empty otherwise."""
     if facts.shm_size and facts.shm_used > 0.9 * facts.shm_size:
         used = f"{formatting.size(facts.shm_used)} of {formatting.size(facts.shm_size)}"
         return (
@@ -153,7 +153,10 @@ def shm_line(facts: MemoryFacts) -> str:
 
 
 def _oom_kills() -> int:
-    """Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill)."""
+    """Return the number of OOM kills in this control group.
+
+    Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill).
+    """
     for folder in cgroup.folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             for line in proc.read(folder / name).splitlines():

@@ -1,8 +1,8 @@
-"""How IPython shows an exception of a launch: the user's own lines, and none of the launcher's.
+"""Exceptions of workers and of the launcher, as the kernel raises and IPython shows them.
 
-The traceback of another process can't travel, but what a reader needs of it can: file, line and function of each
-frame. Frames with just these are made here, so that IPython, pdb and ``traceback`` show the worker's frames with the
-cell's own source, as if the error had happened in the kernel.
+``rebuild`` makes the worker's exception again, with its original type. Traceback objects can't be pickled, so a worker
+sends file, line and function of each frame, and ``make_traceback`` compiles functions that raise at these lines. Then
+IPython, pdb and ``traceback`` show the worker's frames with the source of the cell. Renderings hide frames of nblaunch.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _MAX_NOTES_LINES = 4
 _MAX_LINES = 25
 _SHOWN_CHARACTERS = 4000
 _FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2, 6))
-"""(source lines of each frame, lines of the message), tried one after the other until all is short enough."""
+"""(source lines of each frame, lines of the message), tried in order until the display is short enough."""
 
 
 class _Made(Exception):
-    """Raised by functions that are made only for their place in a traceback."""
+    """Raised by functions that exist only for their frame in a traceback."""
 
 
 def render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
-    """Have IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as ipyparallel uses it)."""
+    """Make IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as used by ipyparallel)."""
     set_attribute(error, "_render_traceback_", rendering)
 
 
 def hide_launcher(error: BaseException) -> None:
-    """Show ``error``, raised by the launcher itself, at the line of the cell that called it."""
+    """Show ``error`` at the calling line of the cell, if the launcher itself raised it."""
     if _is_raised_here(error) and not hasattr(error, "_render_traceback_"):
         render_as(error, LocalRendering())
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether the launcher itself raised ``error``, rather than code of the user's or of a library."""
+    """Return whether the launcher itself raised ``error``, rather than the user's code or a library."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
@@ -51,9 +51,10 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 class ShownAtCall:
-    """Context manager: what the block raises is shown at the line that called the launcher, without the launcher.
+    """Context manager that hides frames of nblaunch from exceptions of its block.
 
-    The launcher's own errors keep its frames in their traceback, for a report; IPython shows the line of the cell.
+    Errors of the launcher itself keep these frames in their traceback, for bug reports, but IPython shows only the line
+    of the cell.
     """
 
     def __enter__(self) -> None:
@@ -68,15 +69,14 @@ class ShownAtCall:
 
 
 def rebuild(failed: Failed, notes: Sequence[str], *, is_remote: bool = False) -> BaseException:
-    """The exception that the kernel raises for ``failed``: its traceback goes on into the worker's frames.
+    """Return the worker's exception for the kernel to raise, with the worker's frames in its traceback.
 
-    Causes, and the members of a group, have theirs as well.
+    Causes and exceptions of a group have their frames as well.
 
     Args:
-        failed: what the worker reported.
+        failed: report of the worker.
         notes: lines added to the exception: rank, process, host, log, other ranks.
-        is_remote: it happened on another machine: only its text has come, and the class is the one that this
-            process knows by that name.
+        is_remote: the failure is on another machine, which sends text only; the class is looked up by its name.
     """
     error = _from_text(failed.info) if is_remote else _load(failed)
     if error is None:
@@ -103,7 +103,7 @@ def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """What the user's code has noted; anything may stand in that attribute, and asking for it may fail."""
+    """Return the notes of the user's code. The attribute may hold any object, and access to it may raise."""
     try:
         notes = error.__notes__  # type: ignore[attr-defined]
         return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]
@@ -112,7 +112,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def _load(failed: Failed) -> BaseException:
-    """The original, or a :class:`WorkerFailed` with its text where it can't be had here."""
+    """Unpickle the exception; return a :class:`WorkerFailed` with its text if that fails."""
     why = "its class or contents can't be pickled, or are too large"
     if failed.exception is not None:
         try:
@@ -125,7 +125,7 @@ def _load(failed: Failed) -> BaseException:
 def _failure(failed: Failed, why: str) -> WorkerFailed:
     return WorkerFailed(
         f"rank {failed.rank} raised {failed.info.type_name}: {failed.info.message}\n"
-        f"({failed.info.type_name} itself did not come through, because {why})",
+        f"({failed.info.type_name} itself can't be raised here, because {why})",
         rank=failed.rank,
     )
 
@@ -136,10 +136,10 @@ def _from_text(info: ExceptionInfo) -> BaseException | None:
 
 
 def _with_text(error: BaseException, message: str) -> BaseException:
-    """``error``, with ``message`` for its text where its own can't be made, or is too long to be read.
+    """Return ``error``, with ``message`` as its text if ``str(error)`` raises or is too long.
 
-    ipykernel calls ``str``: it fails if that raises, and puts all that comes into the notebook. The exception becomes
-    one of a class that differs from its own in nothing else; its ``args`` stay whole.
+    ipykernel calls ``str``, fails if that raises, and writes the whole text into the notebook. Only the class is
+    replaced by a subclass with another ``__str__``; ``args`` stay unchanged.
     """
     try:
         is_good = len(str(error)) <= MAX_CHARACTERS
@@ -149,7 +149,7 @@ def _with_text(error: BaseException, message: str) -> BaseException:
 
 
 def cell_name(filename: str) -> str:
-    """``Cell In[5]`` for the file name that a notebook cell was compiled under; other names as they are."""
+    """Return ``Cell In[5]`` for the file name of a compiled notebook cell; other names unchanged."""
     shell = _shell()
     format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)
     parts = format_name(filename) if format_name is not None else None
@@ -157,14 +157,14 @@ def cell_name(filename: str) -> str:
 
 
 def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
-    """The user's frames, and the innermost one of all others but ourselves; of many the first and the last few."""
+    """Return the user's frames and the innermost library frame; of many, the first and the last few."""
     frames = [frame for frame in frames if not is_own_file(frame.filename)]
     kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
     return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
 
 
 def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
-    """A traceback object through ``frames``, outermost first."""
+    """Return a traceback object with ``frames``, outermost first."""
     result: TracebackType | None = None
     for frame in reversed(frames):
         made = _one_frame(frame)
@@ -174,9 +174,9 @@ def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
 
 
 def _one_frame(frame: FrameInfo) -> TracebackType | None:
-    """The traceback entry of a function that does nothing but raise, compiled to look as if it stood at that line.
+    """Return the traceback entry of a function that raises at the line of ``frame``.
 
-    The technique is known from template engines, which map errors back to template lines (Jinja2's debug module).
+    Template engines map errors to template lines in the same way (Jinja2's debug module).
     """
     function = FunctionType(_raising_code(frame), {"error": _Made()})
     try:
@@ -187,7 +187,7 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
 
 
 def _raising_code(frame: FrameInfo) -> CodeType:
-    """``def name(): raise error``, its ``def`` and its ``raise`` at the lines of the original."""
+    """Compile ``def name(): raise error`` with the file and line numbers of ``frame``."""
     line = {"lineno": frame.lineno, "end_lineno": frame.lineno, "end_col_offset": max(1, len(frame.line))}
     body = ast.Raise(
         exc=ast.Name("error", ast.Load(), col_offset=0, **line), cause=None, col_offset=0, **line
@@ -207,7 +207,7 @@ def _raising_code(frame: FrameInfo) -> CodeType:
 
 @dataclass(frozen=True)
 class RemoteRendering:
-    """The worker's frames with their source, then the notes."""
+    """Rendering of a worker's exception: its frames with their source, then the notes."""
 
     info: ExceptionInfo
     notes: tuple[str, ...]
@@ -220,7 +220,7 @@ class RemoteRendering:
         return _fitting(shell, self._shown, tb, self.notes)
 
     def _shown(self, max_lines: int) -> BaseException:
-        """What is shown for the exception, its message and its cause's in as many lines together."""
+        """Return the exception to display, with at most ``max_lines`` lines of its message and that of its cause."""
         cause = self.info.cause
         if cause is None:
             return stand_in(self.info.type_name, self.info.message, max_lines)
@@ -233,7 +233,7 @@ class RemoteRendering:
 
 @dataclass(frozen=True)
 class LocalRendering:
-    """The frames of the kernel up to the call of the launcher."""
+    """Rendering of the launcher's own exception: the frames up to the call of the launcher."""
 
     def __call__(self) -> list[str]:
         error, tb = sys.exc_info()[1], sys.exc_info()[2]
@@ -250,7 +250,7 @@ def _fitting(
     tb: TracebackType | None,
     notes: Sequence[str],
 ) -> list[str]:
-    """IPython's lines and the notes, with as much of each source and of the message as there is room for."""
+    """Return IPython's lines and the notes, with as much source and message as fit into :data:`_MAX_LINES`."""
     lines: list[str] = []
     for context, max_lines in _FITS:
         lines = [*_structured(shell, shown(max_lines), tb, context), *notes]
@@ -260,20 +260,20 @@ def _fitting(
 
 
 def _structured(shell: Any, error: BaseException, tb: TracebackType | None, context: int) -> list[str]:
-    # By position: the last parameter has another name in each major version of IPython.
+    # Positional, because the last parameter has different names in versions of IPython.
     lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, tb, 0, context)
     return lines
 
 
 def stand_in(type_name: str, message: str, max_lines: int | None = None) -> BaseException:
-    """An exception with a name and a text, and nothing of the original that IPython would show besides."""
+    """Return an exception with this type name and message, and no other attributes that IPython would show."""
     if max_lines is not None:
         message = shortened(fewer_lines(message, max_lines), _SHOWN_CHARACTERS)
     return type(type_name.rpartition(".")[2], (Exception,), {"__module__": "builtins"})(message)
 
 
 def put_before(error: BaseException, cause: BaseException, info: ExceptionInfo) -> None:
-    """Make ``cause`` what ``error`` was raised from, or while handling which it was raised, as ``info`` says."""
+    """Set ``cause`` as ``__cause__`` or ``__context__`` of ``error``, according to ``info``."""
     if info.is_raised_from:
         error.__cause__ = cause
     else:
@@ -281,7 +281,7 @@ def put_before(error: BaseException, cause: BaseException, info: ExceptionInfo) 
 
 
 def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback's entries outside nblaunch and IPython, as new entries on the same frames."""
+    """Return the traceback without entries of nblaunch and IPython."""
     return _without(tb, lambda entry: _is_own(entry) or _is_ipython(entry))
 
 
@@ -303,7 +303,7 @@ def _is_ipython(tb: TracebackType) -> bool:
 
 
 def _is_own(tb: TracebackType) -> bool:
-    # Code generated for our dataclasses has no file.
+    # Generated code of dataclasses has no file.
     module = str(tb.tb_frame.f_globals.get("__name__", ""))
     return is_own_file(tb.tb_frame.f_code.co_filename) or module.startswith("nblaunch.")
 

@@ -1,4 +1,4 @@
-"""How one attempt of a job went: the plain facts, written by the supervisor and read by everyone else."""
+"""The facts about one attempt of a job: plain data, written by the supervisor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nblaunch.wire.modules import Place
 
 @dataclass
 class RemoteFailures:
-    """How the workers of other nodes ended, apart from consequences of other failures.
+    """Failures of workers on other nodes, without those that other failures caused.
 
     Args:
-        labels: rank -> its node in words, for all ranks of other nodes.
+        labels: rank -> label of its node, for all ranks of other nodes.
         failed: ranks whose function raised.
-        exits: ranks whose process ended without raising, and when.
+        exits: ranks whose process ended without an exception, and when.
         finished: ranks whose function returned.
-        lost: rank -> why its node takes no further part, as a sentence. One rank for each such node.
-        wants_restart: the set of nodes changes: nothing failed, but all workers start again.
+        lost: rank -> why its node was lost, as a sentence. One rank for each such node.
+        wants_restart: the set of nodes changes, so that all workers restart without a failure.
     """
 
     labels: Mapping[int, str] = field(default_factory=dict)
@@ -33,27 +33,27 @@ class RemoteFailures:
 
     @property
     def has_cause(self) -> bool:
-        """Whether something went wrong there that explains why workers here had to stop."""
+        """Return whether a failure on another node explains why workers of this node stopped."""
         return bool(self.failed or self.exits or self.lost)
 
 
 @dataclass
 class AttemptReport:
-    """How one attempt went, rank by rank. Each rank of this node is in ``exits``; times are wall clock seconds.
+    """The facts about one attempt, by rank. Times are wall clock seconds.
 
     Args:
         finished: ranks whose function returned.
-        weights: rank -> place in the arguments -> the weights that it has sent of the module there.
+        weights: rank -> argument path of a module -> the weights that the rank has sent.
         failed: ranks whose function raised, in order of arrival.
-        exits: how each process ended, and when that was seen.
-        signalled: rank -> when it was first sent a signal by the launcher, for those that were.
+        exits: exit status of each process of this node, and when it was seen.
+        signalled: rank -> time of the launcher's first signal to it.
         interrupted: the job was interrupted.
-        cancelled: it was cancelled.
-        stopped_early: all ranks were asked, at the same step, to leave their loops.
-        last_samples: the last sample of the board.
-        memory: of host and workers while it ran.
-        unkillable: rank -> a sentence about its process, which SIGKILL did not end and which was left behind.
-        hang: where every rank was when the job was stopped because it hung; empty otherwise.
+        cancelled: the job was cancelled.
+        stopped_early: all ranks left their loops at the same step, on request.
+        last_samples: last samples of the board.
+        memory: of host and workers during the attempt.
+        unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
+        hang: positions of the ranks when a hang was stopped; empty otherwise.
         remote: failures of ranks on other nodes.
     """
 
@@ -73,12 +73,12 @@ class AttemptReport:
 
     @property
     def is_success(self) -> bool:
-        """Whether the function returned on every rank, and the job was not stopped."""
+        """Return whether the function returned on every rank and the job was not stopped."""
         return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
 
     @property
     def delivered(self) -> set[int]:
-        """Ranks whose function returned and who have nothing more to send."""
+        """Return the ranks whose function returned and whose weights have all arrived."""
         return {
             rank
             for rank, event in self.finished.items()

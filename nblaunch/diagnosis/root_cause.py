@@ -1,4 +1,4 @@
-"""What went wrong first, and what it means. Pure functions over a report; they send no signal and print nothing."""
+"""The root cause of a failed attempt: pure functions over an :class:`AttemptReport`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Failed
 
 _MEANINGS = {
-    "SIGKILL": "Somebody killed it, most often the system because memory ran out",
-    "SIGSEGV": "Native code touched memory that is not its own; on small hosts also the sign of memory running out",
+    "SIGKILL": "Another process killed it, most often the system because memory ran out",
+    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out",
     "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full",
-    "SIGABRT": "Native code gave up; its message is among the last lines",
-    "SIGTERM": "Somebody asked it to end",
+    "SIGABRT": "Native code aborted; its message is among the last lines",
+    "SIGTERM": "Another process terminated it",
     "SIGFPE": "Native code divided by zero",
     "SIGILL": "Native code was built for another processor",
 }
@@ -23,19 +23,19 @@ SAME_COLLECTIVES = (
     "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
     "the rank."
 )
-"""What to do where a rank returned, on any node, while others still needed it."""
+"""What to do if a rank returned while others still needed it."""
 
 
 @dataclass(frozen=True)
 class RootCause:
-    """The failure that came first.
+    """The failure that explains the others.
 
     Args:
-        rank: where it happened.
+        rank: of the failure.
         failed: the exception, if there was one.
-        status: how the process ended, if it ended without one.
-        left_early: the rank had returned or left by ``sys.exit(0)`` while others still needed it.
-        time_s: when, by the wall clock.
+        status: exit status of the process, if it ended without an exception.
+        left_early: the rank had returned or called ``sys.exit(0)`` while others still needed it.
+        time_s: wall clock time.
     """
 
     rank: int
@@ -46,9 +46,10 @@ class RootCause:
 
 
 def find_root_cause(report: AttemptReport) -> RootCause | None:
-    """The earliest failure by the worker's own clock; what followed from another rank's failure comes last.
+    """Return the earliest failure that no other failure explains, else the earliest of all.
 
-    None where nothing failed by itself: every rank finished, or those that did not were ended by the launcher.
+    Returns:
+        None if every rank finished or was stopped by the launcher.
     """
     own = own_failures(report)
     if own:
@@ -64,11 +65,13 @@ def find_root_cause(report: AttemptReport) -> RootCause | None:
 
 
 def own_failures(report: AttemptReport) -> list[RootCause]:
-    """What failed by itself, rather than because of another rank or of the launcher."""
+    """Return the failures that were not caused by another rank or by the launcher."""
     deaths = [
         RootCause(rank, status=status, time_s=time_s)
         for rank, (status, time_s) in report.exits.items()
-        if rank not in report.finished and rank not in report.failed and not _was_ended_by_us(report, rank)
+        if rank not in report.finished
+        and rank not in report.failed
+        and not _was_stopped_by_launcher(report, rank)
     ]
     return deaths + [error for error in _errors(report) if not _is_consequence(report, error)]
 
@@ -77,20 +80,20 @@ def _errors(report: AttemptReport) -> list[RootCause]:
     return [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
 
 
-def _was_ended_by_us(report: AttemptReport, rank: int) -> bool:
-    """A rank that we had signalled and that then ended without a word did so because of that."""
+def _was_stopped_by_launcher(report: AttemptReport, rank: int) -> bool:
+    """Return whether a rank ended without an exception after a signal of the launcher."""
     return rank in report.signalled and report.signalled[rank] <= report.exits[rank][1]
 
 
 def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
-    """A collective error, or what our own SIGINT made of a rank that was well."""
+    """Return whether a failure is a collective error, or follows a signal of the launcher."""
     signalled_s = report.signalled.get(cause.rank)
     was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
 
 
 def what_happened(cause: RootCause, report: AttemptReport) -> str:
-    """How a rank ended, as the rest of a sentence that begins with it: ``was killed by SIGSEGV``."""
+    """Return how a rank ended, as the end of a sentence: ``was killed by SIGSEGV``."""
     if cause.left_early:
         left = (
             "left by sys.exit(0)"
@@ -104,14 +107,14 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
 
 
 def how_ended(status: ExitStatus) -> str:
-    """How a process ended, likewise: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
+    """Return how a process ended: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
     return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
 
 
 def early_leavers(report: AttemptReport) -> str:
-    """A sentence about ranks that left by ``sys.exit(0)`` where others returned; empty where none or all did.
+    """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did.
 
-    All ranks of a script that ends in ``sys.exit(main())`` do.
+    All ranks do in a script that ends with ``sys.exit(main())``.
     """
     leavers = [rank for rank, event in report.finished.items() if event.left_by_exit]
     if len(leavers) in (0, len(report.finished)):
@@ -121,7 +124,7 @@ def early_leavers(report: AttemptReport) -> str:
 
 
 def what_it_means(cause: RootCause) -> str:
-    """A sentence of explanation, without evidence."""
+    """Return a sentence that explains the cause."""
     status = cause.status or ExitStatus(0)
     if cause.left_early:
         return SAME_COLLECTIVES
@@ -131,19 +134,19 @@ def what_it_means(cause: RootCause) -> str:
 
 
 def _signal_text(status: ExitStatus) -> str:
-    return signal.strsignal(-status.code) or "an unusual signal"
+    return signal.strsignal(-status.code) or "an unknown signal"
 
 
 def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
-    """What became of the ranks without the root cause, folded: ``ranks 0, 2: ...; rank 3: ...``; empty if alone."""
+    """Return how the other ranks ended, in one line: ``ranks 0, 2: ...; rank 3: ...``; empty if there are none."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(report.exits):
         if rank != root.rank:
-            groups.setdefault(_fate(report, rank), []).append(rank)
-    return "; ".join(f"{formatting.ranks(ranks)}: {fate}" for fate, ranks in groups.items())
+            groups.setdefault(_outcome(report, rank), []).append(rank)
+    return "; ".join(f"{formatting.ranks(ranks)}: {outcome}" for outcome, ranks in groups.items())
 
 
-def _fate(report: AttemptReport, rank: int) -> str:
+def _outcome(report: AttemptReport, rank: int) -> str:
     if rank in report.finished:
         return "finished"
     if rank in report.failed and not (

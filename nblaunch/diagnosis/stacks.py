@@ -1,4 +1,4 @@
-"""Python stacks of running workers: collect them, parse them, and read from each where its rank is.
+"""Python stacks of running workers: collecting and parsing them, and the position of a rank in its code.
 
 StackDump: signal -> faulthandler appends to a file of the rank -> position_of(text) -> Position
 """
@@ -21,10 +21,10 @@ from nblaunch.wire.exceptions import is_own_file, is_user_file
 
 _DEADLINE_S = 0.8
 _QUIET_S = 0.03
-"""faulthandler writes line by line; a file that has not grown for this long is complete."""
+"""Seconds without growth after which a file is complete; faulthandler writes line by line."""
 
 _STACK_BYTES = 1 << 14
-"""What the stacks of a rank's threads may take."""
+"""Largest size of the stacks of a rank."""
 
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -43,14 +43,14 @@ _LONG_WORK_FILES = (
     "/safetensors/",
     "/nblaunch/training/checkpoints/",
 )
-"""Compiling, writing and reading: one call of these may take any time, and says nothing meanwhile."""
+"""Files of compilation and checkpoints, where one call may take long without any sign of progress."""
 
 _BOOTSTRAP = "nblaunch/worker/bootstrap.py"
 _STAGES = (
     ("nblaunch/wire/outbox.py", "put_value", "what it returned is being pickled"),
     ("nblaunch/worker/delivery.py", "_put_weights", "trained weights are being sent"),
 )
-"""What a worker is at once the user's function has returned, after the function of ours that does it."""
+"""(file, function, description) of what a worker does after the user's function has returned."""
 
 _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 
@@ -62,7 +62,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One frame: ``line`` is 0 where faulthandler did not know it."""
+    """One frame; ``line`` is 0 if faulthandler did not know it."""
 
     filename: str
     line: int
@@ -71,7 +71,7 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """One thread's frames, innermost first. ``is_current`` marks the thread that the signal interrupted."""
+    """Frames of one thread, innermost first. ``is_current`` marks the thread that the signal interrupted."""
 
     is_current: bool
     frames: tuple[StackFrame, ...]
@@ -79,11 +79,11 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is.
+    """The position of a rank in its code.
 
     Args:
         where: the user's innermost line, as ``Cell In[5], line 9 in train: while not ready``.
-        waiting_in: the collective that it has entered, as ``all_reduce``; empty where it is in none.
+        waiting_in: the collective that it has entered, as ``all_reduce``; empty if none.
         is_long_work: it compiles, or writes or reads a checkpoint.
         stack: of the thread that runs the function, innermost first.
     """
@@ -95,23 +95,22 @@ class Position:
 
     @property
     def waits_for_ranks(self) -> bool:
-        """Whether it is other ranks that it waits for."""
+        """Return whether it waits for other ranks."""
         return self.waiting_in not in ("", _DATA_LOADER)
 
     def __str__(self) -> str:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where
 
 
-NO_ANSWER = Position("no answer: it is stopped, or blocked inside the system")
+NO_ANSWER = Position("no answer: it is stopped, or blocked in a system call")
 
 
 class StackDump:
-    """One collection. ``poll`` it until :attr:`is_done`; it never waits.
+    """One collection of the stacks of all ranks. Call :meth:`poll` until :attr:`is_done`; it never blocks.
 
     Args:
-        pids: rank -> process; only ranks that have sent ``Started``, whose handler is in place. (To any other
-            process the signal would be deadly.)
-        paths: rank -> the file that its faulthandler writes to.
+        pids: rank -> process, of ranks that have sent ``Started``. The signal kills processes without the handler.
+        paths: rank -> file that its faulthandler writes to.
     """
 
     def __init__(self, pids: Mapping[int, int], paths: Mapping[int, Path]) -> None:
@@ -122,11 +121,11 @@ class StackDump:
         self._changed_s = self._began_s = time.monotonic()
         self.is_done = not pids
         for pid in pids.values():
-            with suppress(ProcessLookupError):  # a forkserver's worker may have ended without our knowing yet
+            with suppress(ProcessLookupError):  # a worker of the forkserver may have ended unnoticed
                 os.kill(pid, STACKS_SIGNAL)
 
     def poll(self) -> None:
-        """Look whether all have answered and finished writing, or the time is over."""
+        """Check whether all ranks have finished writing, or the deadline has passed."""
         now = time.monotonic()
         sizes = {rank: _size(self._paths[rank]) for rank in self._pids}
         if sizes != self._sizes:
@@ -135,7 +134,7 @@ class StackDump:
         self.is_done = (have_all and now - self._changed_s > _QUIET_S) or now - self._began_s > _DEADLINE_S
 
     def positions(self) -> dict[int, Position]:
-        """Where each rank is, by what it wrote."""
+        """Return the position of each rank."""
         return {rank: self._position(rank) for rank in self._pids}
 
     def _position(self, rank: int) -> Position:
@@ -147,7 +146,7 @@ class StackDump:
             with path.open("rb") as file:
                 file.seek(self._offsets[rank])
                 position = position_of(file.read().decode(errors="replace"))
-        except OSError as error:  # the folder of logs may be deleted while the job runs
+        except OSError as error:  # the log folder may be deleted while the job runs
             return Position(f"no answer: {path} can't be read: {error.strerror}")
         if position is None:
             refusal = disk.refuses_growth(path, _STACK_BYTES)
@@ -163,7 +162,7 @@ def _size(path: Path) -> int:
 
 
 def position_of(text: str) -> Position | None:
-    """Where a rank is, from what faulthandler wrote for it; None where the function's thread is not in it."""
+    """Return the position of a rank by the output of faulthandler; None if the function's thread is missing."""
     thread = _main_thread(parse(text))
     if thread is None:
         return None
@@ -184,7 +183,7 @@ def _stage(frames: Sequence[StackFrame]) -> str:
 
 
 def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
-    """The thread that runs the user's function: the one that came through the worker's bootstrap."""
+    """Return the thread that runs the user's function, which has frames of the worker's bootstrap."""
     for thread in threads:
         if any(frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames):
             return thread
@@ -192,7 +191,7 @@ def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], Sequence[StackFrame]]:
-    """Frames inside of the user's innermost one, and the frames from that one outwards."""
+    """Return the frames inside the user's innermost frame, and the others."""
     for i, frame in enumerate(frames):
         if is_user_frame(frame):
             return frames[:i], frames[i:]
@@ -200,9 +199,9 @@ def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], 
 
 
 def _collective_in(inner: Sequence[StackFrame]) -> str:
-    """The name of the collective among library frames: the outermost one, which is what the user called."""
+    """Return the name of the outermost collective among library frames, which the user called."""
     if any(frame.filename.endswith(_RENDEZVOUS) for frame in inner):
-        return inner[-1].name  # save_state, or what waits for an asynchronous one
+        return inner[-1].name  # save_state, or the wait for an asynchronous save
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):
             return _DATA_LOADER
@@ -214,7 +213,7 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
 
 
 def parse(text: str) -> list[ThreadStack]:
-    """The threads of one dump. Lines of any other form are passed over."""
+    """Parse the threads of a dump; other lines are ignored."""
     threads: list[ThreadStack] = []
     for line in text.splitlines():
         header, frame = _THREAD.match(line), _FRAME.match(line)
@@ -230,12 +229,12 @@ def parse(text: str) -> list[ThreadStack]:
 
 
 def is_user_frame(frame: StackFrame) -> bool:
-    """Whether the frame is of a notebook cell or a file of the user's own."""
+    """Return whether the frame is in a notebook cell or a file of the user."""
     return is_user_file(frame.filename)
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:
-    """One line a frame, as ``Cell In[5], line 9 in train: while not ready``; the launcher's own frames left out."""
+    """Return frames as lines, ``Cell In[5], line 9 in train: while not ready``, without frames of nblaunch."""
     lines = []
     for frame in frames:
         if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):
@@ -247,7 +246,7 @@ def describe(frames: Sequence[StackFrame]) -> list[str]:
 
 
 def merge(stacks: Mapping[int, str]) -> dict[str, list[int]]:
-    """Equal texts together: text -> the ranks that have it, in order of their first rank."""
+    """Return text -> the ranks with this text, in the order of their first rank."""
     merged: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         merged.setdefault(stacks[rank], []).append(rank)

@@ -127,7 +127,7 @@ class _State:
 
     @classmethod
     def of(cls, state: _RendezvousState) -> _State:
-        """Copy ``state``."""
+        """Return a copy of ``state``."""
         return cls(
             state.round,
             state.complete,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.hang import Finding, Look, Progress, Watchdog
+from nblaunch.diagnosis.hang import Check, Finding, Progress, Watchdog
 from nblaunch.diagnosis.stacks import Position, StackFrame
 
 T = 10.0
@@ -40,10 +40,10 @@ class Is:
     outputs: int = 0
 
     @property
-    def look(self) -> Look:
+    def look(self) -> Check:
         stack = (StackFrame("train.py", self.line, "train"),)
         position = Position(f"line {self.line}", self.waiting_in, self.is_long_work, stack)
-        return Look(position, self.cpu, None if self.cpu is None else self.cpu + self.others_cpu)
+        return Check(position, self.cpu, None if self.cpu is None else self.cpu + self.others_cpu)
 
 
 Rank = Callable[[float], Is]
