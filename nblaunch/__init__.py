@@ -27,11 +27,11 @@ _PUBLIC = {
     "CheckpointError": "nblaunch.errors",
     "DDPCommunicationHookType": "nblaunch.training.options",
     "DataLoaderConfiguration": "nblaunch.training.options",
-    "DeepSpeedPlugin": "nblaunch.training.deepspeed_options",
+    "DeepSpeedPlugin": "nblaunch.training.strategies.deepspeed.plugin",
     "DistributedDataParallelKwargs": "nblaunch.training.options",
     "DistributedOperationException": "nblaunch.errors",
     "DistributedType": "nblaunch.training.state",
-    "FullyShardedDataParallelPlugin": "nblaunch.training.fsdp_options",
+    "FullyShardedDataParallelPlugin": "nblaunch.training.strategies.fsdp2.plugin",
     "GradScalerKwargs": "nblaunch.training.options",
     "GradientAccumulationPlugin": "nblaunch.training.options",
     "GradientState": "nblaunch.training.state",
@@ -138,8 +138,6 @@ if TYPE_CHECKING:
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
     from nblaunch.training.data.resuming import skip_first_batches
-    from nblaunch.training.deepspeed_options import DeepSpeedPlugin
-    from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -152,6 +150,8 @@ if TYPE_CHECKING:
         ProjectConfiguration,
     )
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
+    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
     from nblaunch.training.utilities.local_sgd import LocalSGD
     from nblaunch.training.utilities.memory import (
         find_executable_batch_size,

@@ -352,7 +352,7 @@ def parse_strategy(strategy: Any) -> bool:
     if strategy not in _STRATEGIES_IN_CALLS:
         raise ValueError(
             f"strategy={strategy!r} is unknown; valid are {_listed(_STRATEGIES_IN_CALLS)}. How a model is spread over "
-            "processes, the Accelerator is told: Accelerator(fsdp_plugin=...), Accelerator(deepspeed_plugin=...)"
+            "processes is an argument of the Accelerator: fsdp_plugin=..., deepspeed_plugin=..., strategy=plugin"
         )
     return bool(strategy == "spmd")
 

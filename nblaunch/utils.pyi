@@ -57,15 +57,6 @@ from nblaunch.training.collectives.rng import (
     synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
-from nblaunch.training.deepspeed_options import (
-    DeepSpeedPlugin as DeepSpeedPlugin,
-    DummyOptim as DummyOptim,
-    DummyScheduler as DummyScheduler,
-    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
-)
-from nblaunch.training.fsdp_options import (
-    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
-)
 from nblaunch.training.models import (
     is_compiled_module as is_compiled_module,
 )
@@ -95,6 +86,17 @@ from nblaunch.training.prepare import (
 from nblaunch.training.state import (
     DistributedType as DistributedType,
     wait_for_everyone as wait_for_everyone,
+)
+from nblaunch.training.strategies.deepspeed.config import (
+    DummyOptim as DummyOptim,
+    DummyScheduler as DummyScheduler,
+)
+from nblaunch.training.strategies.deepspeed.plugin import (
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+)
+from nblaunch.training.strategies.fsdp2.plugin import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from nblaunch.training.tracking.hub import (
     LoggerType as LoggerType,

@@ -76,7 +76,7 @@ def measure(model: nn.Module) -> ModelSize:
     """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
     # Not before, since they import torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
-    options: Any = importlib.import_module("nblaunch.training.fsdp_options")
+    options: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.plugin")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}
     total, blocks = sum(left.values()), []
     for _, unit in units.choose(model, options.FullyShardedDataParallelPlugin()):  # innermost first

@@ -70,8 +70,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "pad_across_processes reduce"
         ),
         "training.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states",
-        "training.deepspeed_options": "DeepSpeedPlugin DummyOptim DummyScheduler get_active_deepspeed_plugin",
-        "training.fsdp_options": "FullyShardedDataParallelPlugin",
         "training.models": "is_compiled_module",
         "training.options": (
             "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
@@ -81,6 +79,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.precision": "convert_outputs_to_fp32",
         "training.prepare": "extract_model_from_parallel is_peft_model",
         "training.state": "DistributedType wait_for_everyone",
+        "training.strategies.deepspeed.config": "DummyOptim DummyScheduler",
+        "training.strategies.deepspeed.plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
+        "training.strategies.fsdp2.plugin": "FullyShardedDataParallelPlugin",
         "training.tracking.hub": "LoggerType",
         "training.utilities.environment": (
             "clear_environment compare_versions get_int_from_env is_4bit_bnb_available is_8bit_bnb_available "

@@ -29,15 +29,13 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch import context
 from nblaunch.events import WorkerState
-from nblaunch.training import settings, strategies
+from nblaunch.training import gradients, settings
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
-from nblaunch.training.deepspeed_options import DeepSpeedPlugin
-from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -59,6 +57,9 @@ from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
+from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
 from nblaunch.training.tracking.trackers import GeneralTracker
 
@@ -103,7 +104,8 @@ class Accelerator(PreparationProperties):
         dynamo_plugin: compilation in full, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
-            None: as in ``notebook_launcher``, else one device per process.
+            None: as in ``notebook_launcher``, else one device per process. Or a ``StrategyPlugin`` of your own, which
+            spreads models; see ``nblaunch.training.strategies``.
         fsdp_plugin: shard models over ranks, for those that don't fit one device; see its class.
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
             goes on with the plugins of the first.
@@ -135,7 +137,7 @@ class Accelerator(PreparationProperties):
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         downcast_bf16: bool = False,
-        strategy: str | None = None,
+        strategy: StrategyPlugin | str | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
@@ -148,18 +150,19 @@ class Accelerator(PreparationProperties):
         generators = settings.rng_types(rng_types)
         settings.prepare_device(strategy, downcast_bf16)
         self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
-        fsdp_plugin, plugins = settings.sharding(
-            self._session, fsdp_plugin, deepspeed_plugin, deepspeed_plugins
-        )
-        asked = settings.deepspeed_precision(plugins, mixed_precision, self._member.backend)
+        plugins = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+            "fsdp_plugin": fsdp_plugin,
+            "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
+        }
+        plugin = settings.strategy_plugin(self._session, plugins, handlers)
+        asked = plugin.precision(mixed_precision, self._member.backend)
         self._precision = settings.precision_of(self._session, asked, handlers)
-        self._session.gradients.configure(settings.deepspeed_accumulation(plugins, accumulation))
+        self._session.gradients.configure(plugin.accumulation(accumulation))
         self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._handlers = handlers
-        self._strategy = self._choose_strategy(
-            handlers.get(DistributedDataParallelKwargs), fsdp_plugin, data.split_batches
-        )
-        self._precision = self._strategy.precision(self._precision)
+        self._strategy = self._build_strategy(plugin, data.split_batches)
         self._preparer = Preparer(
             self._session,
             self._precision,
@@ -176,24 +179,15 @@ class Accelerator(PreparationProperties):
         self._trackers = TrackerHub(log_with, project, self._member)
         self.flag_tensor: torch.Tensor | None = None
 
-    def _choose_strategy(
-        self,
-        ddp: DistributedDataParallelKwargs | None,
-        fsdp: FullyShardedDataParallelPlugin | None,
-        splits_batches: bool,
-    ) -> strategies.Strategy:
-        is_trained_by_deepspeed = self._session.deepspeed is not None and fsdp is None
-        chosen = strategies.choose(
-            self._member,
-            ddp,
-            fsdp=settings.fsdp(fsdp),
-            dtype=self._precision.dtype,
-            deepspeed=self._session if is_trained_by_deepspeed else None,
-            splits_batches=splits_batches,
-        )
-        self._session.strategy = chosen.name if chosen.holds_parts else ""
-        self.state.fsdp_plugin = fsdp
-        return chosen
+    def _build_strategy(self, plugin: StrategyPlugin, splits_batches: bool) -> Strategy:
+        session, own = self._session, self._precision
+        built = plugin.build(TrainingSetup(session.member, own, session.gradients, splits_batches))
+        session.label = built.label if built.holds_shards else ""
+        session.strategies[id(built)] = built
+        self._precision = built.precision(own)
+        if session.precision is own:
+            session.precision = self._precision
+        return built
 
     @property
     def _member(self) -> Member:
@@ -404,7 +398,7 @@ class Accelerator(PreparationProperties):
 
         For several forwards and one backward. Does nothing for a model that is not spread over processes.
         """
-        return strategies.sync_in_backward(model)
+        return gradients.sync_in_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None

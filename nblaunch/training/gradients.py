@@ -19,7 +19,7 @@ from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.session import Session
+from nblaunch.training.session import Session, open_session
 from nblaunch.training.strategies import Strategy
 
 
@@ -99,6 +99,15 @@ class Gradients:
             for optimizer in self._preparer.optimizers:
                 optimizer.reduce_gradients(wanted)
         return listed
+
+
+@contextmanager
+def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+    """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
+    with ExitStack() as stack:
+        for strategy in list(open_session().strategies.values()):
+            stack.enter_context(strategy.sync_in_backward(model))
+        yield
 
 
 @contextmanager

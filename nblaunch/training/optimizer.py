@@ -225,3 +225,17 @@ def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _do_nothing() -> None:
     """For optimizers without modes."""
+
+
+class OptimizerPlaceholder:
+    """Stand for an optimizer that the strategy makes: ``prepare`` takes it and returns the real one."""
+
+    needs: str
+    """What makes the real one; the end of the error where there is no such thing."""
+
+
+class SchedulerPlaceholder:
+    """Stand for a learning rate scheduler that the strategy makes."""
+
+    needs: str
+    """As in :class:`OptimizerPlaceholder`."""

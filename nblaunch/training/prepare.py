@@ -18,16 +18,20 @@ from nblaunch.events import Note
 from nblaunch.training import models, precision
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import Share, share_loader
-from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
 from nblaunch.training.models import Replacements, memory_line, place
-from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.optimizer import (
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    OptimizerPlaceholder,
+    SchedulerPlaceholder,
+)
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
 
-OPTIMIZERS = (torch.optim.Optimizer, DummyOptim)
-SCHEDULERS = (LRScheduler, DummyScheduler)
+OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
+SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 
 class Preparer:
@@ -71,7 +75,7 @@ class Preparer:
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
-        self.strategy.begin(objects)
+        self.strategy.on_prepare(objects)
         prepared = list(objects)
         # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
         for kinds in ((DataLoader, torch.nn.Module), OPTIMIZERS, SCHEDULERS):
@@ -105,11 +109,12 @@ class Preparer:
         self._check_new(inner)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
-            self.strategy.agree(inner)
+            self.strategy.sync_initial_weights(inner)
         if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
             self._place(inner)
         prepared: Any = model if evaluation_mode else self._spread(model, inner)
-        prepared = self.strategy.compile(prepared, self.dynamo)
+        compiled = self.strategy.compile(prepared, self.dynamo)
+        prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
         prepared._is_accelerate_prepared = True
         self.models.append(prepared)
         self.session.models.add(prepared)
@@ -117,7 +122,7 @@ class Preparer:
 
     def _spread(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         with self._replacements.noted(inner):
-            prepared = self.strategy.wrap(model, self.session.member)
+            prepared = self.strategy.setup_module(model, self.session.member)
         self._hand_over()
         return prepared
 
@@ -144,7 +149,7 @@ class Preparer:
                 )
 
     def optimizer(
-        self, optimizer: torch.optim.Optimizer | DummyOptim, placement: bool | None = None
+        self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
@@ -153,14 +158,8 @@ class Preparer:
             self.optimizers.append(optimizer)
         return optimizer
 
-    def _wrap_optimizer(
-        self, optimizer: torch.optim.Optimizer | DummyOptim, placement: bool | None
-    ) -> AcceleratedOptimizer:
-        if isinstance(optimizer, DummyOptim):
-            raise ValueError(
-                "DummyOptim stands for an optimizer that DeepSpeed's configuration describes; it needs "
-                "Accelerator(deepspeed_plugin=...)"
-            )
+    def _wrap_optimizer(self, optimizer: Any, placement: bool | None) -> AcceleratedOptimizer:
+        _check_real(optimizer, OptimizerPlaceholder)
         self._replacements.hand_to(optimizer)
         return AcceleratedOptimizer(
             optimizer,
@@ -179,11 +178,7 @@ class Preparer:
         return scheduler
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        if isinstance(scheduler, DummyScheduler):
-            raise ValueError(
-                "DummyScheduler stands for a scheduler that DeepSpeed's configuration describes; it needs "
-                "Accelerator(deepspeed_plugin=...)"
-            )
+        _check_real(scheduler, SchedulerPlaceholder)
         own = [
             optimizer
             for optimizer in self.optimizers
@@ -221,7 +216,13 @@ class Preparer:
         """Forget everything that was prepared."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
             prepared.clear()
-        self.strategy.forget()
+        self.strategy.clear()
+
+
+def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:
+    """Raise ValueError for a placeholder that the strategy has not taken."""
+    if isinstance(obj, kind):
+        raise ValueError(f"a {type(obj).__name__} needs {obj.needs}")
 
 
 def extract_model_from_parallel(

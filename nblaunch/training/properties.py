@@ -13,11 +13,12 @@ import torch
 
 from nblaunch.training import settings
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.deepspeed_options import DeepSpeedPlugin
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process import ProcessControl
+from nblaunch.training.state import AcceleratorState
+from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 
 class PreparationProperties(ProcessControl):
@@ -153,7 +154,7 @@ class PreparationProperties(ProcessControl):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded over ranks."""
-        return self._preparer.strategy.name == "fsdp2"
+        return self._preparer.strategy.label == "FSDP"
 
     should_save_model = True
     """Every process holds the whole model, or a part of it, and takes part in saving."""
@@ -161,8 +162,7 @@ class PreparationProperties(ProcessControl):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The plugin that DeepSpeed trains by; None where it does not."""
-        plugins = self._preparer.session.deepspeed
-        return None if plugins is None else plugins.active
+        return AcceleratorState().deepspeed_plugin
 
     fp8_backend = parallelism_config = torch_device_mesh = None
     """There is none."""

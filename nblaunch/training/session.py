@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,11 +13,13 @@ from nblaunch.context import WorkerContext
 from nblaunch.errors import warn
 from nblaunch.training import joining
 from nblaunch.training.accumulation import GradientSync
-from nblaunch.training.deepspeed_options import DeepSpeedPlugins
 from nblaunch.training.joining import Member
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
 from nblaunch.training.tracking.progress import DeviceMemoryReport, LossReport, OwnTime, PassStack
+
+if TYPE_CHECKING:
+    from nblaunch.training.strategies import Strategy, StrategyPlugin
 
 
 @dataclass
@@ -32,8 +34,9 @@ class Session:
         own_time: the part of its steps that it does not wait for others, likewise.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the first Accelerator; None before there is one.
-        deepspeed: how DeepSpeed trains; None: it does not.
-        strategy: how its models lie in parts on the ranks, as ``"fsdp2"``; empty where every rank has whole ones.
+        plugin: how the latest Accelerator spreads models; None before there is one.
+        label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
+        strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         home: the context that it was opened in.
@@ -48,8 +51,11 @@ class Session:
     own_time: OwnTime
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
-    strategy: str = ""
-    deepspeed: DeepSpeedPlugins | None = None
+    plugin: StrategyPlugin | None = None
+    label: str = ""
+    strategies: weakref.WeakValueDictionary[int, Strategy] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     home: WorkerContext | None = field(default=None, compare=False, repr=False)

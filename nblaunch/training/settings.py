@@ -5,16 +5,12 @@ Settings come from arguments, then from the launcher, then from the environment.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch import context, env
-from nblaunch.backends.base import Backend
 from nblaunch.spec import parse_strategy
 from nblaunch.training import precision
-from nblaunch.training.deepspeed_options import AUTO, DeepSpeedPlugin, DeepSpeedPlugins
-from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import (
     RNG_TYPES,
     AutocastKwargs,
@@ -30,6 +26,8 @@ from nblaunch.training.options import (
     check_choice,
 )
 from nblaunch.training.session import Session
+from nblaunch.training.strategies import PLUGINS, StrategyPlugin
+from nblaunch.training.strategies.ddp import DataParallelPlugin
 
 HANDLERS = (
     DistributedDataParallelKwargs,
@@ -40,10 +38,11 @@ HANDLERS = (
     TorchDynamoPlugin,
 )
 
+_SPREAD = f"models are spread with DistributedDataParallel, or by one of the arguments {', '.join(PLUGINS)}, strategy"
 # Arguments of the reference's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
-    "megatron_lm_plugin": "models are spread with DistributedDataParallel, FSDP2 or DeepSpeed",
-    "parallelism_config": "models are spread with DistributedDataParallel, FSDP2 or DeepSpeed",
+    "megatron_lm_plugin": _SPREAD,
+    "parallelism_config": _SPREAD,
 }
 
 
@@ -58,10 +57,14 @@ def refuse(unsupported: dict[str, Any]) -> None:
             )
 
 
-def prepare_device(strategy: str | None, downcast_bf16: bool) -> None:
-    """Configure the device before it is first used."""
+def prepare_device(strategy: StrategyPlugin | str | None, downcast_bf16: bool) -> None:
+    """Configure the device before it is first used.
+
+    Raises:
+        ValueError: ``strategy`` is neither a plugin nor a known name.
+    """
     backend = context.current().backend
-    if strategy is not None and parse_strategy(strategy):
+    if strategy is not None and not isinstance(strategy, StrategyPlugin) and parse_strategy(strategy):
         backend.span_devices()
     if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
         backend.downcast_to_bf16()
@@ -146,102 +149,45 @@ def dynamo(
     )
 
 
-def sharding(
-    session: Session,
-    fsdp_plugin: FullyShardedDataParallelPlugin | None,
-    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
-    plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
-) -> tuple[FullyShardedDataParallelPlugin | None, DeepSpeedPlugins | None]:
-    """The plugins of torch and of DeepSpeed: those given, and where none is, that of the launch.
+def strategy_plugin(
+    session: Session, arguments: Mapping[str, Any], handlers: Mapping[type, Any]
+) -> StrategyPlugin:
+    """Return what spreads models: the plugin that was passed, else the one in use or of the launch, else replicas.
+
+    Args:
+        session: keeps the plugin.
+        arguments: those of the Accelerator that may have a plugin, by name; None: not given.
+        handlers: may have settings of replicas.
 
     Raises:
         ValueError: more than one was given.
+        TypeError: one was given something else.
     """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} were both given; models are spread over ranks by one of them"
+        )
+    session.plugin = _given_plugin(given) or _kept_plugin(session)
+    if session.plugin is None:
+        session.plugin = DataParallelPlugin(handlers.get(DistributedDataParallelKwargs))
+    return session.plugin
+
+
+def _given_plugin(given: dict[str, Any]) -> StrategyPlugin | None:
+    for name, value in given.items():
+        return PLUGINS.get(name, type(value)).from_argument(name, value)
+    return None
+
+
+def _kept_plugin(session: Session) -> StrategyPlugin | None:
+    if session.plugin is not None and session.plugin.is_kept:
+        return session.plugin
     launched = context.current().defaults
-    is_given = any(one is not None for one in (fsdp_plugin, plugin, plugins, session.deepspeed))
-    if not is_given and "fsdp_plugin" in launched:
-        fsdp_plugin = FullyShardedDataParallelPlugin(**launched["fsdp_plugin"])
-    elif not is_given and "deepspeed_plugin" in launched:
-        plugin = DeepSpeedPlugin(**launched["deepspeed_plugin"])
-    return fsdp_plugin, deepspeed(session, plugin, plugins, fsdp_plugin)
-
-
-def fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
-    """``plugin``, once it is known to be one.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if plugin is None or isinstance(plugin, FullyShardedDataParallelPlugin):
-        return plugin
-    raise TypeError(
-        f"fsdp_plugin={plugin!r:.80} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
-        "nblaunch.FullyShardedDataParallelPlugin, which has the same fields"
-    )
-
-
-def deepspeed(
-    session: Session,
-    plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
-    plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
-    fsdp_plugin: Any,
-) -> DeepSpeedPlugins | None:
-    """DeepSpeed's plugins from the two arguments that may have them, else those that the session has already.
-
-    Raises:
-        ValueError: both have, or models are to be sharded by torch as well.
-        TypeError: what they have is no plugin.
-    """
-    if plugin is not None and plugins is not None:
-        raise ValueError("deepspeed_plugin and deepspeed_plugins were both given; give one of them")
-    given = plugin if plugins is None else plugins
-    if given is None:
-        return session.deepspeed
-    if fsdp_plugin is not None:
-        raise ValueError(
-            "deepspeed_plugin and fsdp_plugin were both given; models are spread over ranks by one of them"
-        )
-    session.deepspeed = DeepSpeedPlugins(dict(given) if isinstance(given, Mapping) else {"default": given})
-    return session.deepspeed
-
-
-def deepspeed_accumulation(
-    plugins: DeepSpeedPlugins | None, accumulation: GradientAccumulationPlugin
-) -> GradientAccumulationPlugin:
-    """Gradient accumulation as DeepSpeed's configuration says where nothing else does.
-
-    Raises:
-        ValueError: both say, and not the same.
-    """
-    key = "gradient_accumulation_steps"
-    steps: Any = AUTO if plugins is None else plugins.active.get_value(key)
-    if steps in (AUTO, accumulation.num_steps):
-        return accumulation
-    if accumulation.num_steps != 1:
-        raise ValueError(
-            f"the DeepSpeed configuration has {key}={steps}, which contradicts Accelerator({key}="
-            f'{accumulation.num_steps}). Say it in one place, or write "auto" in the configuration.'
-        )
-    return dataclasses.replace(accumulation, num_steps=steps)
-
-
-def deepspeed_precision(plugins: DeepSpeedPlugins | None, asked: str | None, backend: Backend) -> str | None:
-    """The precision that was asked for, in the arguments or in DeepSpeed's configuration.
-
-    Raises:
-        ValueError: the configuration says another one than the argument, or one that the device can't do.
-    """
-    for name in ("fp16", "bf16"):
-        if plugins is None or plugins.active.get_value(f"{name}.enabled") is not True:
-            continue
-        given = f"the DeepSpeed configuration has {name}.enabled=True, which"
-        reason = backend.supports_precision(name)
-        if reason is not None:
-            raise ValueError(f"{given} can't be used on {backend.name}: {reason}")
-        if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
-            raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
-        return name
-    return asked
+    for name, kind in PLUGINS.items():
+        if name in launched:
+            return kind.from_argument(name, kind(**launched[name]))
+    return None
 
 
 def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:

@@ -11,11 +11,12 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.training.accumulation import GradientSync
-from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.joining import Member
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
 from nblaunch.training.process import ProcessControl
 from nblaunch.training.session import Session, open_session
+from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
+from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
 
 class DistributedType(str, enum.Enum):
@@ -33,10 +34,14 @@ class DistributedType(str, enum.Enum):
 
 
 def label(member: Member, strategy: str = "") -> DistributedType:
-    """The ``DistributedType`` of a job, whose models lie on the ranks as ``strategy`` puts them."""
-    in_parts = {"fsdp2": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED}
-    if strategy in in_parts:
-        return in_parts[strategy]
+    """Return the ``DistributedType`` of a job.
+
+    Args:
+        member: the place of this process.
+        strategy: the member that the strategy asks for; empty: none.
+    """
+    if strategy:
+        return DistributedType(strategy)
     if member.topology.world_size == 1:
         return DistributedType.NO
     return DistributedType[member.backend.distributed_type]
@@ -164,7 +169,7 @@ class AcceleratorState(View, ProcessControl):
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._member, self._session.strategy)
+        return label(self._member, self._session.label)
 
     @property
     def mixed_precision(self) -> str:
@@ -179,19 +184,25 @@ class AcceleratorState(View, ProcessControl):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded over ranks."""
-        return self._session.strategy == "fsdp2"
+        return self._session.label == "FSDP"
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The plugin by which models are sharded; None where they are not."""
+        plugin = self._session.plugin
+        return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
-        plugins = self._session.deepspeed
-        return None if plugins is None else plugins.by_name
+        plugins = self._session.plugin
+        return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
-        plugins = self._session.deepspeed
-        return None if plugins is None else plugins.active
+        plugins = self._session.plugin
+        return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
     device_mesh = parallelism_config = torch_tp_plugin = megatron_lm_plugin = None
     """There is none: such forms of parallelism are refused by name."""
@@ -206,17 +217,18 @@ class AcceleratorState(View, ProcessControl):
 
     @property
     def _named_plugins(self) -> DeepSpeedPlugins:
-        if self._session.deepspeed is None:
+        plugins = self._session.plugin
+        if not isinstance(plugins, DeepSpeedPlugins):
             raise ValueError(
                 "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
             )
-        return self._session.deepspeed
+        return plugins
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         session: Session | None = context.current().training
         if session is not None:
-            session.precision = session.deepspeed = None
+            session.precision = session.plugin = None
             session.attributes.pop(AcceleratorState, None)
         if reset_partial_state:
             PartialState._reset_state()

@@ -41,6 +41,14 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
         "nblaunch.dashboard.widgets",
         "nblaunch.dashboard.widget_panel",
     ): "needs ipywidgets, which may be missing",
+    (
+        "nblaunch.training.strategies.deepspeed.plugin",
+        "nblaunch.training.strategies.deepspeed.strategy",
+    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
+    (
+        "nblaunch.training.strategies.fsdp2.plugin",
+        "nblaunch.training.strategies.fsdp2.strategy",
+    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
 }
 
 

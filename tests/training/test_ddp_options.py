@@ -182,7 +182,7 @@ def test_bf16_hooks_are_registered_where_there_is_nccl(
             registered.append((state, hook))
 
     monkeypatch.setattr("nblaunch.training.strategies.ddp.DistributedDataParallel", Recorded)
-    DdpStrategy(DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))).wrap(
+    DdpStrategy(DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))).setup_module(
         nn.Linear(1, 1), _member(torch.device("cuda", 0))
     )
     ((state, called),) = registered
@@ -242,7 +242,9 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4)))
     parameters = list(model.parameters())
     member = _member(torch.device("cuda", 1))
-    DdpStrategy(DistributedDataParallelKwargs(sync_batchnorm=True, static_graph=True)).wrap(model, member)
+    DdpStrategy(DistributedDataParallelKwargs(sync_batchnorm=True, static_graph=True)).setup_module(
+        model, member
+    )
     ((module, device_ids, options),) = spread
     assert module is model
     assert device_ids == [torch.device("cuda", 1)]

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, context
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training.collectives.rng import synchronize_rng_states
-from nblaunch.training.deepspeed_options import get_active_deepspeed_plugin
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
 from nblaunch.training.state import AcceleratorState, GradientState, PartialState
+from nblaunch.training.strategies.deepspeed.plugin import get_active_deepspeed_plugin
 from nblaunch.training.utilities.environment import (
     clear_environment,
     patch_environment,

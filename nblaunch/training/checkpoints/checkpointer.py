@@ -56,7 +56,7 @@ class Checkpointer:
     @property
     def collects_weights(self) -> bool:
         """Whether this process takes part in collecting the whole weights of a model that is to be saved."""
-        return self.writes or self.state.strategy.holds_parts
+        return self.writes or self.state.strategy.holds_shards
 
     def register(self, objects: Sequence[Any]) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""

@@ -15,7 +15,7 @@ from nblaunch.training.checkpoints.files import Contents
 from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
-from nblaunch.training.strategies import PLUGINS
+from nblaunch.training.strategies import argument_of
 
 _PLACES = (None, "cpu", "on_device")
 
@@ -123,7 +123,7 @@ class Restorer:
             raise CheckpointError(
                 f"checkpoint {folder} was saved in parts, by the ranks of strategy {contents.in_parts!r}, and this "
                 f"job's is {self._state.strategy.name!r}; build the Accelerator as then: "
-                f"Accelerator({PLUGINS.get(contents.in_parts, '...')}=...)"
+                f"Accelerator({argument_of(contents.in_parts)}=...)"
             )
         for kind in ("optimizers", "schedulers"):
             saved, here = getattr(contents, kind), len(getattr(self._state.preparer, kind))
@@ -137,7 +137,7 @@ class Restorer:
         models = list(self._state.preparer.models)
         for hook in list(self._state.load_hooks.values()):
             hook(models, str(folder))
-        if self._state.strategy.load_parts(folder, models, self._state.preparer.optimizers):
+        if self._state.strategy.load_shards(folder, models, self._state.preparer.optimizers):
             return True
         for index, model in enumerate(models):
             path = files.weights_file(folder, index)

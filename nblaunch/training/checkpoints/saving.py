@@ -114,7 +114,7 @@ class Saver:
 
     def _refuse_to_save_alone(self) -> None:
         strategy = self._state.strategy
-        if strategy.holds_parts and self._state.world_size > 1:
+        if strategy.holds_shards and self._state.world_size > 1:
             raise ValueError(
                 f"main_process_only=True, but with {strategy.name} every rank holds a part of the weights; call "
                 "save_state on all ranks, without it"
@@ -185,7 +185,7 @@ class Saver:
             else f"without {formatting.ranks(passed)}"
         )
         strategy = self._state.strategy
-        if strategy.holds_parts:
+        if strategy.holds_shards:
             raise CheckpointError(
                 f"save_state was called {who}, but with {strategy.name} every rank holds a part of the weights; call "
                 "it on all ranks, not under `if accelerator.is_main_process`"

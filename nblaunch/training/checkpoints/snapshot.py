@@ -159,8 +159,8 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
 
 def contribute(state: TrainingState, folder: Path) -> None:
     """Do another rank's part of :func:`collect`: write its parts of models and optimizers, call the hooks."""
-    has_parts = state.strategy.holds_parts
-    _run_hooks(state, folder, _models_and_optimizers(state, folder)[0] if has_parts else None)
+    holds_shards = state.strategy.holds_shards
+    _run_hooks(state, folder, _models_and_optimizers(state, folder)[0] if holds_shards else None)
 
 
 def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
@@ -168,7 +168,7 @@ def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
     strategy = state.strategy
     path = folder / files.random_states(state.rank)
     files.write_object(_random_states(state), path)
-    own = [path, *(strategy.own_files(folder, state.rank) if strategy.holds_parts else ())]
+    own = [path, *(strategy.shard_files(folder, state.rank) if strategy.holds_shards else ())]
     return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
 
 
@@ -177,7 +177,7 @@ def _models_and_optimizers(
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], bool]:
     """Whole weights and optimizer states to be written, or none and True: all ranks have written their parts."""
     prepared, strategy = state.preparer, state.strategy
-    if strategy.save_parts(folder, prepared.models, prepared.optimizers):
+    if strategy.save_shards(folder, prepared.models, prepared.optimizers):
         return [], [], True
     return (
         [strategy.state_dict(bare_module(model)) for model in prepared.models],

@@ -1,7 +1,7 @@
-"""How a model is spread over processes: :class:`Strategy`.
+"""How a model is spread over processes: :class:`Strategy`, and :class:`StrategyPlugin`, by which users choose one.
 
 A strategy knows nothing of devices beyond the one it is given, nothing of precision and nothing of data. A new one is
-one file in this folder.
+one file: its plugin and its strategy. It may lie in this folder or in a user's own code.
 """
 
 from __future__ import annotations
@@ -9,71 +9,173 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from nblaunch.training import models
+from nblaunch.backends.base import Backend
+from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import TorchDynamoPlugin
+from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 
 
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a strategy is built with.
+
+    Args:
+        member: the ranks, the backend and the device of this process.
+        precision: the number format of the process.
+        gradients: when gradients are synchronised and optimizers step.
+        splits_batches: whether a loader's batch is that of all ranks together.
+    """
+
+    member: Member
+    precision: Precision
+    gradients: GradientSync
+    splits_batches: bool = False
+
+
+class StrategyPlugin(ABC):
+    """Choose a strategy and hold its settings: ``Accelerator(strategy=plugin)``.
+
+    A strategy of your own needs no change in nblaunch. Write a plugin that builds it, in any module that the workers
+    can import, and pass an object of it::
+
+        class Whole(StrategyPlugin):
+            name = "whole"
+
+            def build(self, setup):
+                return WholeStrategy()          # a Strategy with setup_module() and no_sync()
+
+        accelerator = Accelerator(strategy=Whole())
+
+    ``Accelerator(fsdp_plugin=...)`` and ``deepspeed_plugin=`` take plugins of this kind as well.
+    """
+
+    name: ClassVar[str] = ""
+    """Name of the strategy that it builds, as checkpoints keep it."""
+
+    is_kept: ClassVar[bool] = False
+    """Whether later Accelerators of the process use it, too, where they are given none."""
+
+    @classmethod
+    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
+        """Return the plugin for what a user passed.
+
+        Args:
+            argument: of the Accelerator.
+            value: what it was given.
+
+        Raises:
+            TypeError: it is no plugin of this class.
+        """
+        if isinstance(value, cls):
+            return value
+        raise TypeError(
+            f"{argument}={value!r:.80} is a {type(value).__module__}.{type(value).__name__}; pass a "
+            f"nblaunch.{cls.__name__}, which has the same fields"
+        )
+
+    def precision(self, asked: str | None, backend: Backend) -> str | None:
+        """Return the name of the precision that models compute in.
+
+        Args:
+            asked: ``mixed_precision`` of the Accelerator; None: the user did not say.
+            backend: the device family, which may not be able to do it.
+
+        Raises:
+            ValueError: the settings contradict ``asked``, or the device can't do it.
+        """
+        return asked
+
+    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """Return how gradients are accumulated, given what the Accelerator was asked for.
+
+        Raises:
+            ValueError: the settings contradict it.
+        """
+        return asked
+
+    @abstractmethod
+    def build(self, setup: TrainingSetup) -> Strategy:
+        """Return the strategy for one Accelerator.
+
+        Raises:
+            ValueError: it can't be used on this device.
+        """
+
+
 class Strategy(ABC):
-    """One way to spread a model."""
+    """One way to spread a model over processes."""
 
     name: str
 
-    moves_models = False
-    """Whether :meth:`wrap` brings a model to its device by itself, part by part."""
+    label = ""
+    """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the label is that of the devices."""
 
-    holds_parts = False
-    """Whether a rank holds but a part of weights or optimizer states, so that all ranks take part in saving them."""
+    moves_models = False
+    """Whether :meth:`setup_module` brings a model to its device by itself, shard by shard."""
+
+    holds_shards = False
+    """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def precision(self, precision: Precision) -> Precision:
-        """How models compute in ``precision`` where the strategy has a say in it."""
+        """Return the precision that models compute in, where the strategy does a part of that itself."""
         return precision
 
-    def begin(self, objects: Sequence[Any]) -> None:
-        """Look at all that one call of ``prepare`` was given, before any of it is prepared."""
+    def on_prepare(self, objects: Sequence[Any]) -> None:
+        """Look at all arguments of one call of ``prepare``, before any of them is prepared."""
 
-    def agree(self, model: torch.nn.Module) -> None:
-        """Make the weights those of rank 0 on every rank, before ``model`` goes to its device; no need if wrap does."""
+    def sync_initial_weights(self, model: torch.nn.Module) -> None:
+        """Give every rank the weights of rank 0, before ``model`` goes to its device.
+
+        Not needed where :meth:`setup_module` does so.
+        """
 
     @abstractmethod
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
-        """``model``, which lies on its device, ready for training on this rank; the very same object if that is all."""
+    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+        """Return ``model``, which lies on its device, ready for training on this rank; wrapped or not."""
 
-    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
-        """What :meth:`wrap` returned, compiled as ``options`` say."""
-        return models.compile_model(model, options)
+    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
+        """Compile what :meth:`setup_module` returned in a way of its own; None: it is compiled as any module is."""
+        return None
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """The prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.
+        """Return the prepared optimizer that stands for ``optimizer``; None: it is prepared as it is, as most are.
 
-        Models are prepared before it is asked.
+        Models are prepared before.
         """
         return None
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
-        """The prepared scheduler that stands for ``scheduler``; None: it is prepared as it is, as most are."""
+        """Return the prepared scheduler that stands for ``scheduler``; None: it is prepared as it is, as most are."""
         return None
 
-    def forget(self) -> None:
-        """Let go of all that was prepared."""
+    def clear(self) -> None:
+        """Drop references to all that was prepared."""
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """While it lasts, ``backward`` through ``model`` leaves gradients unreduced."""
+        """Return a context manager in which ``backward`` through ``model`` leaves gradients unreduced."""
+
+    def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context manager in which ``backward`` reduces gradients though its forwards ran under ``no_sync``.
+
+        ``model`` may be one that another strategy has spread: then this does nothing.
+        """
+        return nullcontext()
 
     def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``, scaled where ``precision`` needs it."""
+        """Call ``loss.backward(**kwargs)``, scaled where ``precision`` needs it."""
         precision.backward(loss, **kwargs)
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
@@ -85,7 +187,7 @@ class Strategy(ABC):
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients by their total norm over all parts of all parameters; returns the norm before."""
+        """Clip gradients by their total norm over all shards of all parameters; return the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
@@ -93,11 +195,11 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """While it lasts, ranks that are through with their data answer for the others' steps."""
+        """Return a context manager in which ranks without data left take part in the steps of the others."""
         return nullcontext()
 
     def gradient_order(self, model: torch.nn.Module) -> list[int]:
-        """In which order gradients are reduced, as positions of parameters; empty where there is no such order, yet.
+        """Return the order in which gradients are reduced, as positions of parameters; empty: there is none (yet).
 
         Sums of floating-point numbers depend on it, from three ranks on.
         """
@@ -106,31 +208,31 @@ class Strategy(ABC):
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         """Reduce gradients in the order that :meth:`gradient_order` returned in another process, from now on."""
 
-    # --- states; where the strategy holds parts, every rank calls these ------------------------------------------
+    # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """The whole weights of a user's own module.
+        """Return the whole weights of a user's own module.
 
-        Where the strategy holds parts: in CPU memory, on the main process of every machine; nothing on the others.
+        Where the strategy holds shards: in CPU memory, on the main process of every machine; nothing on the others.
         """
         return module.state_dict()
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of a prepared optimizer, as torch's optimizers give it. Of parts: see :meth:`state_dict`."""
+        """Return the whole state of a prepared optimizer, as torch's do. Of shards: see :meth:`state_dict`."""
         return dict(optimizer.state_dict())
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load a whole state that :meth:`optimizer_state_dict` gave."""
+        """Load a whole state that :meth:`optimizer_state_dict` returned."""
         optimizer.load_state_dict(state)
 
-    def save_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Write this rank's parts of all models and optimizers to ``folder``; False: they are to be saved whole."""
+    def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        """Write this rank's shards of all models and optimizers to ``folder``; False: save them whole."""
         return False
 
-    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        """The files in ``folder`` that :meth:`save_parts` has written on ``rank``, as far as their names show."""
+    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
+        """Return the files in ``folder`` that :meth:`save_shards` wrote on ``rank``, as far as their names show."""
         return ()
 
-    def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Load what :meth:`save_parts` wrote, over any number of ranks; False: ``folder`` has states as a whole."""
+    def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        """Load what :meth:`save_shards` wrote, over any number of ranks; False: ``folder`` has whole states."""
         return False

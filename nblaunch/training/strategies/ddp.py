@@ -13,11 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.training import advice, models
+from nblaunch.errors import warn
+from nblaunch.training import models
 from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
 from nblaunch.training.waiting import Waiting, waiting
 
 _HOOKS: dict[str, Any] = {
@@ -32,6 +34,22 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 }
 
 
+class DataParallelPlugin(StrategyPlugin):
+    """Give every rank the whole model: what is used where no plugin is passed.
+
+    Args:
+        options: arguments of DistributedDataParallel.
+    """
+
+    def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
+        self.options = options
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        if setup.member.topology.world_size == 1:
+            return SingleStrategy()
+        return ReplicatedStrategy() if setup.member.backend.reduces_gradients else DdpStrategy(self.options)
+
+
 class DdpStrategy(Strategy):
     """:class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
@@ -44,7 +62,7 @@ class DdpStrategy(Strategy):
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options or DistributedDataParallelKwargs()
 
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -66,12 +84,29 @@ class DdpStrategy(Strategy):
             return nullcontext()
         return spread.no_sync()
 
+    @contextmanager
+    def sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
+        # DDP decides at each forward whether the backward that follows reduces; this makes up for a forward that
+        # decided otherwise.
+        spread = _own(model)
+        if not isinstance(spread, DistributedDataParallel):
+            yield
+            return
+        before = spread.require_backward_grad_sync, spread.require_forward_param_sync
+        spread.require_backward_grad_sync = spread.require_forward_param_sync = True
+        # As DDP's forward does with find_unused_parameters=False: every parameter is waited for.
+        spread.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            spread.require_backward_grad_sync, spread.require_forward_param_sync = before
+
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         models = [_own(one) for one in joinables]
         answering = [one for one in models if isinstance(one, Joinable)]
         if not answering:
             given = ", ".join(type(one).__name__ for one in models) or "nothing"
-            advice.warn(
+            warn(
                 "join_uneven_inputs has no effect: none of what it was given communicates, as a model that was "
                 f"prepared for training does. It was given {given}."
             )
@@ -166,27 +201,6 @@ def _mend_orthogonalize() -> None:
 
     orthogonalize.takes_matrices = True  # type: ignore[attr-defined]
     powerSGD_hook._orthogonalize = orthogonalize
-
-
-@contextmanager
-def sync_in_backward(model: Any) -> Iterator[None]:
-    """The next ``backward`` through ``model`` reduces gradients, though its forwards ran under ``no_sync``.
-
-    DDP decides at each forward whether the backward that follows reduces; this makes up for a forward that decided
-    otherwise. Does nothing for other models.
-    """
-    model = _own(model)
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
-    # As DDP's forward does with find_unused_parameters=False: every parameter is waited for.
-    model.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
 def _own(prepared: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import Member
 from nblaunch.training.strategies.base import Strategy
@@ -28,14 +28,14 @@ class ReplicatedStrategy(Strategy):
     def __init__(self) -> None:
         self._sums: list[int | None] = []
 
-    def agree(self, model: torch.nn.Module) -> None:
+    def sync_initial_weights(self, model: torch.nn.Module) -> None:
         """Take checksums while the weights are on the host. They are compared when the model has moved.
 
         Not before: where workers build their models one after the other, the next one waits for this one's to move.
         """
         self._sums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
 
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
         everyones = operations.gather_object([self._sums])
         if len({len(one) for one in everyones}) > 1:
@@ -52,7 +52,7 @@ class ReplicatedStrategy(Strategy):
         return nullcontext()  # nothing is reduced before the step in any case
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        advice.warn(
+        warn(
             "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
         )
         return nullcontext()
@@ -73,7 +73,7 @@ class SingleStrategy(Strategy):
 
     name = "single"
 
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

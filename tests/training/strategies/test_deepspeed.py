@@ -21,9 +21,10 @@ from nblaunch.errors import CheckpointError
 from nblaunch.topology import Topology
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
-from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.options import GradientAccumulationPlugin
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
+from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
+from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 from tests.training import ranks
 
 GLOBAL_BATCH = 8

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.training.deepspeed_options import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
-from nblaunch.training.strategies.deepspeed.config import Prepared, complete
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, Prepared, complete
+from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 from nblaunch.training.strategies.deepspeed.shares import shares_line
 
 MODEL = nn.Linear(3, 2)  # 8 parameters

@@ -266,11 +266,11 @@ def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
 
 def test_settings_may_change_until_they_are_used() -> None:
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.saves_parts
+    assert plugin.saves_shards
     plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert not plugin.saves_parts
+    assert not plugin.saves_shards
     plugin.set_state_dict_type()
-    assert plugin.saves_parts
+    assert plugin.saves_shards
     plugin.set_mixed_precision("bf16")
     plugin.set_mixed_precision("fp32")
     assert plugin.precision_policy(None).param_dtype == torch.bfloat16

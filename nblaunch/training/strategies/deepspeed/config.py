@@ -1,34 +1,82 @@
-"""The configuration that DeepSpeed's engine is built with: "auto" values filled in, contradictions refused.
+"""The configuration that DeepSpeed's engine is built with: read, "auto" values filled in, contradictions refused.
 
 Arithmetic on dicts: nothing here imports DeepSpeed, touches a device or communicates.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
+import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nblaunch.training.deepspeed_options import (
-    AUTO,
-    DeepSpeedPlugin,
-    DummyOptim,
-    DummyScheduler,
-    autos,
-    drop,
-    get,
-    put,
-    settle,
-)
+from nblaunch.training.optimizer import OptimizerPlaceholder, SchedulerPlaceholder
+
+if TYPE_CHECKING:
+    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
+
+AUTO = "auto"
 
 _ZERO = "zero_optimization"
 _ADAMS = ("adam", "adamw")
 _MAX_BUCKET = 500_000_000  # elements; DeepSpeed's own default
+
+
+class DummyOptim(OptimizerPlaceholder):
+    """Stand for the optimizer that DeepSpeed's configuration describes; ``prepare`` returns the real one.
+
+    Args:
+        params: parameters to optimize, or dicts of parameter groups.
+        lr: fills in ``optimizer.params.lr`` where that is "auto".
+        weight_decay: likewise.
+        **kwargs: likewise, by name, as ``betas`` and ``eps``.
+    """
+
+    needs = "Accelerator(deepspeed_plugin=...), whose configuration describes the optimizer"
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+    ) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler(SchedulerPlaceholder):
+    """Stand for the scheduler that DeepSpeed's configuration describes; ``prepare`` returns the real one.
+
+    Args:
+        optimizer: the ``DummyOptim`` or optimizer that it goes with.
+        total_num_steps: steps of one process that trains alone; fills in ``scheduler.params.total_num_steps``.
+        warmup_num_steps: fills in ``scheduler.params.warmup_num_steps``.
+        lr_scheduler_callable: makes a scheduler from the real optimizer, instead of the configuration.
+        **kwargs: fill in ``scheduler.params`` by name.
+    """
+
+    needs = "Accelerator(deepspeed_plugin=...), whose configuration describes the scheduler"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
 
 
 @dataclass(frozen=True)
@@ -242,3 +290,111 @@ def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any])
             put(config, key, given[name])
         else:
             drop(config, key)
+
+
+# --- nested dicts, with keys as "zero_optimization.stage" -------------------------------------------------------------
+
+
+def read_config(source: Any) -> dict[str, Any]:
+    """A configuration as a dict of one's own.
+
+    Args:
+        source: see ``DeepSpeedPlugin(hf_ds_config)``; also JSON text in base64, as launchers pass it.
+
+    Raises:
+        ValueError: there is no such file, or it holds no JSON object.
+        TypeError: it is none of these.
+    """
+    source = getattr(source, "config", source)
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, Path)):
+        raise TypeError(
+            f"a DeepSpeed configuration is a dict, the path of a JSON file or JSON text, not {source!r:.80}"
+        )
+    try:
+        text = _text_of(source)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not text: {error}") from None
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise ValueError(
+            f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: nested too deeply"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"the DeepSpeed configuration {str(source)!r:.200} is a {type(config).__name__}, not an object"
+        )
+    return config
+
+
+def _text_of(source: str | Path) -> str:
+    if str(source).lstrip().startswith("{"):
+        return str(source)
+    path = Path(source)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
+    except (binascii.Error, UnicodeError):
+        text = ""
+    if not text.startswith("{"):
+        raise ValueError(f"there is no DeepSpeed configuration {str(path.absolute())!r}")
+    return text
+
+
+def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a key; ``default`` where it, or anything on the way, is missing."""
+    value: Any = config
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key, with the dicts on the way."""
+    *way, name = key.split(".")
+    for step in way:
+        inner = config.get(step)
+        if not isinstance(inner, dict):
+            inner = config[step] = {}
+        config = inner
+    config[name] = value
+
+
+def drop(config: dict[str, Any], key: str) -> None:
+    """Remove a key, if it is there."""
+    way, _, name = key.rpartition(".")
+    inner = get(config, way) if way else config
+    if isinstance(inner, dict):
+        inner.pop(name, None)
+
+
+def settle(config: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Set a key that is missing or "auto"; what it says otherwise must be the same.
+
+    Raises:
+        ValueError: it says something else; names the key and ``source``, where ``value`` comes from.
+    """
+    there = get(config, key)
+    if there is None or there == AUTO:
+        put(config, key, value)
+    elif value not in (there, AUTO):
+        raise ValueError(
+            f"the DeepSpeed configuration has {key}={there!r}, which contradicts {source}. Say it in one place, or "
+            f'write "auto" for {key} in the configuration.'
+        )
+
+
+def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys that are "auto"."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from autos(value, f"{prefix}{name}.")
+        elif value == AUTO:
+            yield prefix + name

@@ -12,27 +12,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch import context
-from nblaunch.training import advice
-from nblaunch.training.deepspeed_options import DummyOptim, DummyScheduler
+from nblaunch.errors import warn
 from nblaunch.training.joining import Member
-from nblaunch.training.models import place, unwrap
+from nblaunch.training.models import compile_model, place, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.session import Session
-from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.strategies.base import Strategy, TrainingSetup
 from nblaunch.training.strategies.deepspeed import checkpoint, optimizer, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EnginePrecision, EngineScheduler
 from nblaunch.training.waiting import Waiting
+
+if TYPE_CHECKING:
+    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
 
 
 @dataclass(frozen=True)
@@ -50,20 +52,20 @@ class DeepSpeedStrategy(Strategy):
     A model without an optimizer is evaluated only: stage 3 holds it in parts all the same, the others as it is.
 
     Args:
-        session: the process's share of the job, with its plugin.
-        splits_batches: whether a loader's batch is that of all ranks together.
+        plugins: the selected one describes the engine.
+        setup: what it is built with.
     """
 
     name = "deepspeed"
+    label = "DEEPSPEED"
     moves_models = True
-    holds_parts = True
+    holds_shards = True
 
-    def __init__(self, session: Session, splits_batches: bool = False) -> None:
+    def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
-        assert session.deepspeed is not None  # else this strategy would not be chosen
-        self.session = session
-        self.plugins = session.deepspeed
-        self.splits_batches = splits_batches
+        self.plugins = plugins
+        self._setup = setup
+        self._precision = EnginePrecision(setup.precision)
         self.engine: Any = None
         self.config: dict[str, Any] | None = None
         self._given = _Given()
@@ -71,12 +73,11 @@ class DeepSpeedStrategy(Strategy):
         self._is_unsynced = self._is_step_due = False
 
     def precision(self, precision: Precision) -> Precision:
-        self.session.precision = EnginePrecision(precision)
-        return self.session.precision
+        return self._precision
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def begin(self, objects: Sequence[Any]) -> None:
+    def on_prepare(self, objects: Sequence[Any]) -> None:
         models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
         optimizers = [obj for obj in objects if isinstance(obj, (torch.optim.Optimizer, DummyOptim))]
         schedulers = [obj for obj in objects if isinstance(obj, (LRScheduler, DummyScheduler))]
@@ -87,7 +88,7 @@ class DeepSpeedStrategy(Strategy):
                     "each model, with an Accelerator and a plugin of their own: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
-        if self.session.gradients.plugin.average_tail:
+        if self._setup.gradients.plugin.average_tail:
             raise ValueError(
                 "GradientAccumulationPlugin(average_tail=True) can't be used with DeepSpeed, which has put gradients "
                 "away by the time the tail begins"
@@ -99,7 +100,7 @@ class DeepSpeedStrategy(Strategy):
             tuple(_batch_size(loader) for loader in loaders),
         )
 
-    def wrap(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
         plugin = self.plugins.active
@@ -126,19 +127,19 @@ class DeepSpeedStrategy(Strategy):
             self._optimizer = EngineOptimizer(
                 engine,
                 self._step,
-                self.session.gradients,
-                self.session.precision or Precision(member.backend),
+                self._setup.gradients,
+                self._precision,
                 member.backend,
             )
         return engine
 
-    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module:
+    def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
         if not deepspeed_library.is_engine(model) or not options.is_on:
-            return super().compile(model, options)
+            return None
         # The user's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
         module = unwrap(model)
         if options.use_regional_compilation:
-            super().compile(module, options)
+            compile_model(module, options)
         else:
             module.compile(**options.to_compile_kwargs())
         return model
@@ -150,9 +151,9 @@ class DeepSpeedStrategy(Strategy):
             scheduler=self._given.scheduler,
             batch_sizes=self._given.batch_sizes,
             world_size=member.topology.world_size,
-            num_steps=self.session.gradients.num_steps,
-            splits_batches=self.splits_batches,
-            precision=self.session.precision.name if self.session.precision is not None else "no",
+            num_steps=self._setup.gradients.num_steps,
+            splits_batches=self._setup.splits_batches,
+            precision=self._precision.name,
             device_type=member.device.type,
         )
 
@@ -184,9 +185,9 @@ class DeepSpeedStrategy(Strategy):
                 "this DummyScheduler was given to prepare without its model and optimizer; call "
                 "accelerator.prepare(model, optimizer, scheduler, ...) with all of them"
             )
-        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self.session.gradients)
+        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self._setup.gradients)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         if self.engine is not None:
             self.engine.destroy()
         self.engine = self.config = self._optimizer = None
@@ -227,7 +228,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _is_boundary(self) -> bool:
-        return self.session.gradients.sync_gradients and not self._is_unsynced
+        return self._setup.gradients.sync_gradients and not self._is_unsynced
 
     def _step(self) -> bool:
         """Step the engine; whether that was left out because gradients overflowed."""
@@ -238,7 +239,7 @@ class DeepSpeedStrategy(Strategy):
         return not self.engine.was_step_applied()
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
-        raise AssertionError("refused by begin")
+        raise AssertionError("refused by on_prepare")
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
@@ -258,7 +259,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        advice.warn(
+        warn(
             "join_uneven_inputs has no effect with DeepSpeed: all ranks take part in every step; keep even_batches=True"
         )
         return nullcontext()
@@ -266,17 +267,17 @@ class DeepSpeedStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        return weights.whole(module, keep=self.session.member.topology.local_rank == 0)
+        return weights.whole(module, keep=self._setup.member.topology.local_rank == 0)
 
-    def save_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        checkpoint.save(folder, models, self.session.member)
+    def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        checkpoint.save(folder, models, self._setup.member)
         return True
 
-    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
+    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
         return checkpoint.of_rank(folder, rank)
 
-    def load_parts(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        checkpoint.load(folder, models, self.session.member)
+    def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
+        checkpoint.load(folder, models, self._setup.member)
         return True
 
 

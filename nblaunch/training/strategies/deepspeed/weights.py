@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nblaunch import context, formatting
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.wire.modules import Piece
 
@@ -64,7 +64,7 @@ def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: st
         isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
     )
     if num_empty and not _is_asked_by_deepspeed():
-        advice.warn(
+        warn(
             f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
             "rank's part of them elsewhere. Take whole weights from accelerator.get_state_dict(model), called on all "
             "ranks, or save them with accelerator.save_model(model, folder)"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nblaunch import formatting
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.collectives import dtensor
 
 
@@ -26,7 +26,7 @@ def watch() -> None:
     def save(obj: Any, *args: Any, **kwargs: Any) -> None:
         count = dtensor.num_torn(obj)
         if count:
-            advice.warn(
+            warn(
                 f"torch.save writes only this rank's parts of {formatting.count(count, 'tensor')}, from which no model "
                 "can be put together. Save whole weights with accelerator.save_model(model, folder), or take them from "
                 "accelerator.get_state_dict(model), called on all ranks"

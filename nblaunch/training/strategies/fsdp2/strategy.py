@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,20 @@ import torch.distributed.fsdp
 from torch import nn
 
 from nblaunch import context, formatting
+from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.host import memory
-from nblaunch.training import advice, models
+from nblaunch.training import models
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.fsdp_options import FullyShardedDataParallelPlugin
 from nblaunch.training.joining import Member
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import files, own_saves, recomputing
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
+
+if TYPE_CHECKING:
+    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
 
 class Fsdp2Strategy(Strategy):
@@ -46,6 +49,7 @@ class Fsdp2Strategy(Strategy):
     """
 
     name = "fsdp2"
+    label = "FSDP"
 
     def __init__(
         self, member: Member, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None = None
@@ -63,11 +67,11 @@ class Fsdp2Strategy(Strategy):
         self._member = member
         self._dtype = dtype
         plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
-        self.moves_models = self.holds_parts = member.topology.world_size > 1
+        self.moves_models = self.holds_shards = member.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def wrap(self, model: nn.Module, member: Member) -> nn.Module:
+    def setup_module(self, model: nn.Module, member: Member) -> nn.Module:
         inner = bare_module(model)
         if is_sharded(inner):
             return model  # by the user
@@ -75,7 +79,7 @@ class Fsdp2Strategy(Strategy):
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
                 recomputing.apply(unit, bool(self.plugin.activation_checkpointing_offload))
-        if self.holds_parts:
+        if self.holds_shards:
             self._shard(inner, units)
             context.current().trained_weights = _pieces
             own_saves.watch()
@@ -151,6 +155,18 @@ class Fsdp2Strategy(Strategy):
         own = models.inner_of(model)
         return self._unreduced(own) if is_sharded(own) else nullcontext()
 
+    @contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        own: Any = models.inner_of(model)
+        if not is_sharded(own):
+            yield
+            return
+        own.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            own.set_requires_gradient_sync(False)
+
     def multiply_gradients(self, model: nn.Module, factor: float) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -177,7 +193,7 @@ class Fsdp2Strategy(Strategy):
                 dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        advice.warn(
+        warn(
             "join_uneven_inputs has no effect with fsdp_plugin: every rank has a part of every layer, and takes part "
             "in every step; keep even_batches=True"
         )
@@ -205,18 +221,18 @@ class Fsdp2Strategy(Strategy):
         }
         optimizer.load_state_dict({**state, "state": of_each})
 
-    def save_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if self.plugin.saves_parts:
-            files.save(folder, models, optimizers, is_alone=not self.holds_parts)
-        return self.plugin.saves_parts
+    def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+        if self.plugin.saves_shards:
+            files.save(folder, models, optimizers, is_alone=not self.holds_shards)
+        return self.plugin.saves_shards
 
-    def own_files(self, folder: Path, rank: int) -> Sequence[Path]:
+    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
         return files.of_rank(folder, rank)
 
-    def load_parts(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+    def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if not files.are_in(folder):
             return False
-        files.load(folder, models, optimizers, is_alone=not self.holds_parts)
+        files.load(folder, models, optimizers, is_alone=not self.holds_shards)
         return True
 
 
@@ -227,20 +243,6 @@ def is_sharded(module: Any) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
-
-
-@contextmanager
-def sync_in_backward(model: Any) -> Iterator[None]:
-    """The next ``backward`` through a sharded ``model`` reduces gradients, also inside ``no_sync``."""
-    model = models.inner_of(model)
-    if not is_sharded(model):
-        yield
-        return
-    model.set_requires_gradient_sync(True)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(False)
 
 
 def shares_line(
@@ -259,7 +261,7 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        advice.warn(
+        warn(
             f"ignored_modules leaves {', '.join(names[:3])}{more} to each rank alone: their gradients are not "
             "averaged, so that ranks come to differ, and checkpoints have those of rank 0. Freeze them with "
             "requires_grad_(False), or average their gradients before each step"

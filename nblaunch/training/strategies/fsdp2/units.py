@@ -18,14 +18,19 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from nblaunch.training.collectives import nested
-from nblaunch.training.fsdp_options import MIN_NUM_PARAMS, FullyShardedDataParallelPlugin
 from nblaunch.training.models import repeated_blocks
+
+if TYPE_CHECKING:
+    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+
+MIN_NUM_PARAMS = 100_000_000
+"""What torch's own size-based policy takes for a unit of its own."""
 
 # Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)

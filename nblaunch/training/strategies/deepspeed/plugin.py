@@ -1,23 +1,20 @@
-"""Settings of DeepSpeed: :class:`DeepSpeedPlugin`, and stand-ins for what its configuration describes.
+"""Settings of DeepSpeed: :class:`DeepSpeedPlugin`, and several of them by name.
 
-Plain data, as ``options.py``: nothing here imports DeepSpeed or touches a device. How "auto" values are filled in is
-``strategies/deepspeed/config.py``'s business.
+Plain data that checks itself, and builds the strategy from it. Nothing here imports DeepSpeed or touches a device.
+``config`` fills in "auto" values.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from nblaunch.training.options import check_choice
-
-AUTO = "auto"
+from nblaunch.backends.base import Backend
+from nblaunch.training.options import GradientAccumulationPlugin, check_choice
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, settle
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _ZERO = "zero_optimization"
@@ -43,7 +40,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(StrategyPlugin):
     """Train with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
     Needs ``pip install deepspeed``. Either a configuration of DeepSpeed's own is given, or the fields below make one;
@@ -75,6 +72,8 @@ class DeepSpeedPlugin:
         TypeError: the configuration is of none of these kinds.
         NotImplementedError: a field that is not supported was set.
     """
+
+    name = "deepspeed"
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | str | None = None
@@ -145,6 +144,39 @@ class DeepSpeedPlugin:
                 f"{_ZERO}.stage=0"
             )
 
+    @classmethod
+    def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
+        """Return the plugins of the process: those of a mapping by name, or one alone."""
+        return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
+
+    def precision(self, asked: str | None, backend: Backend) -> str | None:
+        for name in ("fp16", "bf16"):
+            if self.get_value(f"{name}.enabled") is not True:
+                continue
+            given = f"the DeepSpeed configuration has {name}.enabled=True, which"
+            reason = backend.supports_precision(name)
+            if reason is not None:
+                raise ValueError(f"{given} can't be used on {backend.name}: {reason}")
+            if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
+                raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
+            return name
+        return asked
+
+    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        key = "gradient_accumulation_steps"
+        steps: Any = self.get_value(key)
+        if steps in (AUTO, asked.num_steps):
+            return asked
+        if asked.num_steps != 1:
+            raise ValueError(
+                f"the DeepSpeed configuration has {key}={steps}, which contradicts Accelerator({key}="
+                f'{asked.num_steps}). Say it in one place, or write "auto" in the configuration.'
+            )
+        return dataclasses.replace(asked, num_steps=steps)
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        return DeepSpeedPlugins({"default": self}).build(setup)
+
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value of a key of the configuration, as ``"zero_optimization.stage"``."""
         return get(self.deepspeed_config, ds_key_long, default)
@@ -159,13 +191,16 @@ class DeepSpeedPlugin:
 
 
 @dataclass
-class DeepSpeedPlugins:
-    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses.
+class DeepSpeedPlugins(StrategyPlugin):
+    """Hold the plugins of a process by name, one of them selected: the one that ``prepare`` uses.
 
     Raises:
         ValueError: there is none.
         TypeError: one of them is no plugin.
     """
+
+    name = DeepSpeedPlugin.name
+    is_kept = True
 
     by_name: dict[str, DeepSpeedPlugin]
 
@@ -179,6 +214,18 @@ class DeepSpeedPlugins:
                     "nblaunch.DeepSpeedPlugin, which has the same fields"
                 )
         self.select(next(iter(self.by_name)))
+
+    def precision(self, asked: str | None, backend: Backend) -> str | None:
+        return self.active.precision(asked, backend)
+
+    def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        return self.active.accumulation(asked)
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        # Not before: plugins are made and read in places that train nothing.
+        from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(self, setup)
 
     @property
     def active(self) -> DeepSpeedPlugin:
@@ -198,159 +245,6 @@ class DeepSpeedPlugins:
         chosen = self.get(name)
         for plugin in self.by_name.values():
             plugin.selected = plugin is chosen
-
-
-class DummyOptim:
-    """Stands for the optimizer that DeepSpeed's configuration describes; ``prepare`` returns the real one.
-
-    Args:
-        params: parameters to optimize, or dicts of parameter groups.
-        lr: fills in ``optimizer.params.lr`` where that is "auto".
-        weight_decay: likewise.
-        **kwargs: likewise, by name, as ``betas`` and ``eps``.
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
-    ) -> None:
-        self.params = params
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-
-class DummyScheduler:
-    """Stands for the scheduler that DeepSpeed's configuration describes; ``prepare`` returns the real one.
-
-    Args:
-        optimizer: the ``DummyOptim`` or optimizer that it goes with.
-        total_num_steps: steps of one process that trains alone; fills in ``scheduler.params.total_num_steps``.
-        warmup_num_steps: fills in ``scheduler.params.warmup_num_steps``.
-        lr_scheduler_callable: makes a scheduler from the real optimizer, instead of the configuration.
-        **kwargs: fill in ``scheduler.params`` by name.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
-
-
-# --- nested dicts, with keys as "zero_optimization.stage" -------------------------------------------------------------
-
-
-def read_config(source: Any) -> dict[str, Any]:
-    """A configuration as a dict of one's own.
-
-    Args:
-        source: see ``DeepSpeedPlugin(hf_ds_config)``; also JSON text in base64, as launchers pass it.
-
-    Raises:
-        ValueError: there is no such file, or it holds no JSON object.
-        TypeError: it is none of these.
-    """
-    source = getattr(source, "config", source)
-    if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
-    if not isinstance(source, (str, Path)):
-        raise TypeError(
-            f"a DeepSpeed configuration is a dict, the path of a JSON file or JSON text, not {source!r:.80}"
-        )
-    try:
-        text = _text_of(source)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not text: {error}") from None
-    try:
-        config = json.loads(text)
-    except RecursionError:
-        raise ValueError(
-            f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: nested too deeply"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"the DeepSpeed configuration {str(source)!r:.200} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(
-            f"the DeepSpeed configuration {str(source)!r:.200} is a {type(config).__name__}, not an object"
-        )
-    return config
-
-
-def _text_of(source: str | Path) -> str:
-    if str(source).lstrip().startswith("{"):
-        return str(source)
-    path = Path(source)
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    try:
-        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")
-    except (binascii.Error, UnicodeError):
-        text = ""
-    if not text.startswith("{"):
-        raise ValueError(f"there is no DeepSpeed configuration {str(path.absolute())!r}")
-    return text
-
-
-def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a key; ``default`` where it, or anything on the way, is missing."""
-    value: Any = config
-    for name in key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return default
-        value = value[name]
-    return value
-
-
-def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key, with the dicts on the way."""
-    *way, name = key.split(".")
-    for step in way:
-        inner = config.get(step)
-        if not isinstance(inner, dict):
-            inner = config[step] = {}
-        config = inner
-    config[name] = value
-
-
-def drop(config: dict[str, Any], key: str) -> None:
-    """Remove a key, if it is there."""
-    way, _, name = key.rpartition(".")
-    inner = get(config, way) if way else config
-    if isinstance(inner, dict):
-        inner.pop(name, None)
-
-
-def settle(config: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set a key that is missing or "auto"; what it says otherwise must be the same.
-
-    Raises:
-        ValueError: it says something else; names the key and ``source``, where ``value`` comes from.
-    """
-    there = get(config, key)
-    if there is None or there == AUTO:
-        put(config, key, value)
-    elif value not in (there, AUTO):
-        raise ValueError(
-            f"the DeepSpeed configuration has {key}={there!r}, which contradicts {source}. Say it in one place, or "
-            f'write "auto" for {key} in the configuration.'
-        )
-
-
-def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys that are "auto"."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from autos(value, f"{prefix}{name}.")
-        elif value == AUTO:
-            yield prefix + name
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

@@ -1,6 +1,6 @@
 """How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with the reference's fields.
 
-Plain data that checks itself. What it means is decided in ``strategies/fsdp2/``; nothing here touches a device.
+Plain data that checks itself, and builds the strategy from it. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from nblaunch.training import advice
+from nblaunch.errors import warn
 from nblaunch.training.options import check_choice
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 
 WRAP_POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 STATE_DICT_TYPES = ("sharded_state_dict", "full_state_dict")
-MIN_NUM_PARAMS = 100_000_000
-"""What torch's own size-based policy takes for a unit of its own."""
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -46,7 +45,7 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
+class FullyShardedDataParallelPlugin(StrategyPlugin):
     """Shard models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     Args:
@@ -84,6 +83,8 @@ class FullyShardedDataParallelPlugin:
     Raises:
         ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.
     """
+
+    name = "fsdp2"
 
     fsdp_version: int = 2
     sharding_strategy: Any = None
@@ -148,9 +149,15 @@ class FullyShardedDataParallelPlugin:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
         for name, why in _WITHOUT_EFFECT.items():
             if getattr(self, name):
-                advice.warn(
+                warn(
                     f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60}) has no effect: {why}"
                 )
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        # Not before: plugins are made and read in places that train nothing.
+        from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
+
+        return Fsdp2Strategy(setup.member, self, setup.precision.dtype)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """From now on, have ``save_state`` write states of this type; None: of the default one."""
@@ -179,7 +186,7 @@ class FullyShardedDataParallelPlugin:
         return str(self.sharding_strategy).startswith("HYBRID")
 
     @property
-    def saves_parts(self) -> bool:
+    def saves_shards(self) -> bool:
         """Whether checkpoints have each rank's parts."""
         return bool(self.state_dict_type == "SHARDED_STATE_DICT")
 
