@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import packages
-from nblaunch.backends import cuda_in_kernel
+from nblaunch.backends import first_use
 from nblaunch.compat import finder
 
 __version__ = "0.1.0"
@@ -164,8 +164,8 @@ if TYPE_CHECKING:
 finder.install()
 
 # So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
-cuda_in_kernel.watch()
-packages.when_imported("torch.cuda", cuda_in_kernel.watch_torch)
+first_use.watch()
+packages.when_imported("torch.cuda", first_use.watch_torch)
 
 
 def __getattr__(name: str) -> Any:

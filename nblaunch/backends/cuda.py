@@ -3,9 +3,8 @@
     kernel      counts GPUs and reads their memory through the driver (host/gpus.py); never makes a CUDA context
     worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
 
-What is not the backend's own is beside it: ``host/gpus.py`` (the machine, and which GPUs a process is
-shown), ``cuda_in_kernel.py`` (whether a fork is possible), ``cuda_memory.py`` (when memory runs out),
-``cuda_faults.py`` (what other errors mean).
+Beside it are ``host/gpus.py`` (the machine, and which GPUs a process is shown), ``first_use.py`` (whether a fork is
+possible) and ``cuda_errors.py`` (what errors mean).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import cuda_faults, cuda_in_kernel, cuda_memory, process_group
+from nblaunch.backends import cuda_errors, first_use, process_group
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.host import gpus
@@ -38,7 +37,7 @@ class CudaBackend(Backend):
     shares_devices = True
 
     def __init__(self) -> None:
-        self._last_step = cuda_memory.NO_STEP
+        self._last_step = cuda_errors.NO_STEP
         self._note: Callable[[str], None] | None = None
 
     # --- launcher's half -----------------------------------------------------------------------------------------
@@ -75,11 +74,11 @@ class CudaBackend(Backend):
         return bool(gpus.physical_gpus() or gpus.uncounted())
 
     def fork_hazard(self) -> str | None:
-        hazard = cuda_in_kernel.hazard()
+        hazard = first_use.cuda_hazard()
         return f"this process {hazard}" if hazard is not None else None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
-        return cuda_in_kernel.first_use()
+        return first_use.cuda_first_use()
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
         notes = []
@@ -174,7 +173,7 @@ class CudaBackend(Backend):
             torch.cuda.empty_cache()
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        self._last_step = cuda_memory.Step(phase, cuda_memory.shapes_of(batch))
+        self._last_step = cuda_errors.Step(phase, cuda_errors.shapes_of(batch))
 
     def own_memory(self) -> tuple[int, int, int] | None:
         import torch
@@ -185,7 +184,7 @@ class CudaBackend(Backend):
         return torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved(), total
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        return cuda_memory.explain(error, self._last_step) or cuda_faults.explain(error)
+        return cuda_errors.explain(error, self._last_step)
 
 
 def _is_cuda_build() -> bool:

@@ -9,8 +9,8 @@ Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks ex
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
-Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compiled), ``xla_in_kernel.py`` (whether a fork
-is possible), ``compile_watch.py`` (why something is compiled), ``host/tpu.py`` (the machine) and ``host/memory.py``.
+Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compiled and why), ``first_use.py`` (whether a
+fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
 will have to say, in its own way: how chips are counted without ``import torch_tpu`` (which aborts the process where
@@ -18,7 +18,7 @@ there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_haza
 ``set_tpu_launch_env`` sets, for ``worker_env`` (TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY); its process
 group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and ``places_ahead``; whether
 a module keeps its parameters when it moves, for ``place``. Topology and chips (``host/tpu.py``), memory
-(``host/memory.py``) and compilations (``compile_watch.py``) can serve both.
+(``host/memory.py``) and compilations (``CompileWatch``) can serve both.
 
 Two modes change that: one process drives all devices of a host (SPMD), with batches cut over them by the compiler; and
 wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
@@ -34,10 +34,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
-from nblaunch.backends import process_group, xla_in_kernel, xla_runtime
+from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import Backend
-from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
+from nblaunch.backends.xla_runtime import CompileWatch
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
@@ -57,7 +57,7 @@ def switch_on() -> None:
     runtime = xla_runtime.package().runtime
     if runtime.is_spmd():
         return
-    if xla_in_kernel.is_initialised():
+    if first_use.is_xla_initialised():
         raise RuntimeError(
             "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
             "notebook_launcher, or build the Accelerator first"
@@ -217,9 +217,9 @@ class XlaBackend(Backend):
                 "this machine is one of several hosts of a TPU slice (TPU_WORKER_HOSTNAMES), and launching on several "
                 "machines is not available in this version"
             )
-        if xla_in_kernel.is_initialised():
+        if first_use.is_xla_initialised():
             return (
-                f"this process has taken the TPU chips itself{xla_in_kernel.who_initialised()}, and gives them back "
+                f"this process has taken the TPU chips itself{first_use.xla_first_use()}, and gives them back "
                 "only when it ends: restart the kernel, and use the device only inside the function that is launched"
             )
         holder = tpu.lock_holder()
@@ -236,13 +236,13 @@ class XlaBackend(Backend):
         return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_runtime.num_chips()}"
 
     def fork_hazard(self) -> str | None:
-        if xla_in_kernel.is_initialised():  # on a TPU, launch_refusal has spoken already
-            who = xla_in_kernel.who_initialised()
+        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has spoken already
+            who = first_use.xla_first_use()
             return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
         if "torch" not in sys.modules:
             return None  # backward() can't have run
         self.prepare_parent()
-        return xla_in_kernel.backward_hazard()
+        return first_use.xla_backward_hazard()
 
     def prepare_parent(self) -> None:
         xla_runtime.package()

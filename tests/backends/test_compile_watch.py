@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nblaunch.backends.compile_watch import CompileWatch, Counters, describe
+from nblaunch.backends.xla_runtime import CompileWatch, Counters, describe
 
 
 class Device:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import backends
-from nblaunch.backends import cuda, cuda_in_kernel
+from nblaunch.backends import cuda, first_use
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
 from tests.host.fake_nvml import FakeGpu, FakeNvml
@@ -67,9 +67,9 @@ def test_gpus_that_wait_to_be_partitioned_are_told_so(
 
 
 def test_a_hazard_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_in_kernel, "hazard", lambda: "has used CUDA")
+    monkeypatch.setattr(first_use, "cuda_hazard", lambda: "has used CUDA")
     assert BACKEND.fork_hazard() == "this process has used CUDA"
-    monkeypatch.setattr(cuda_in_kernel, "hazard", lambda: None)
+    monkeypatch.setattr(first_use, "cuda_hazard", lambda: None)
     assert BACKEND.fork_hazard() is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nblaunch.backends.cuda import CudaBackend
-from nblaunch.backends.cuda_memory import NO_STEP, Step, explain, is_out_of_memory, shapes_of
+from nblaunch.backends.cuda_errors import NO_STEP, Step, explain, is_out_of_memory, shapes_of
 
 GIB = 1 << 30
 OF_TORCH_2_13 = (

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.backends import xla, xla_in_kernel, xla_runtime
+from nblaunch.backends import first_use, xla, xla_runtime
 from nblaunch.backends.xla import BACKEND
 from nblaunch.host import tpu
 from nblaunch.topology import Topology
@@ -28,7 +28,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     monkeypatch.setattr(tpu, "device_files", lambda names_tpu: 0)
     monkeypatch.setattr(tpu, "lock_holder", lambda: None)
-    monkeypatch.setattr(xla_in_kernel, "is_initialised", lambda: False)
+    monkeypatch.setattr(first_use, "is_xla_initialised", lambda: False)
 
 
 def host(monkeypatch: pytest.MonkeyPatch, num_chips: int, kind: str = "v5e") -> None:
@@ -162,7 +162,7 @@ def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    monkeypatch.setattr(xla_in_kernel, "is_initialised", lambda: True)
+    monkeypatch.setattr(first_use, "is_xla_initialised", lambda: True)
     assert "restart the kernel" in (BACKEND.launch_refusal() or "")
 
 

@@ -41,11 +41,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import nblaunch
 from nblaunch import Accelerator, GradScalerKwargs, last_job, notebook_launcher
-from nblaunch.backends import cuda_in_kernel
+from nblaunch.backends import first_use
 from pathlib import Path
 
 def touches_gpu():
-    return torch.cuda.is_initialized() or cuda_in_kernel.has_open_device(Path("/proc/self/fd"))
+    return torch.cuda.is_initialized() or first_use.has_open_device(Path("/proc/self/fd"))
 
 def build():
     torch.manual_seed(0)

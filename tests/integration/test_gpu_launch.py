@@ -14,7 +14,7 @@ from tests.kernels import Kernel
 # with CUDA would ask the device at once is left out; the rest is its own.
 MADE_UP = """
 from nblaunch import backends
-from nblaunch.backends import cuda_in_kernel
+from nblaunch.backends import first_use
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.backends.cuda import BACKEND
 
@@ -33,7 +33,7 @@ class MadeUp(CpuBackend):
         return BACKEND.explain_failure(error)
 
 real = backends.discover()["cpu"]
-backends.discover()["cpu"] = MadeUp()
+backends._built_in()["cpu"] = MadeUp()
 torch._C._cuda_getDeviceCount = lambda: 1
 torch._C._cuda_init = lambda: None
 torch.cuda._cudart = object()
@@ -135,7 +135,7 @@ class Touched(CpuBackend):
     def fork_hazard(self):
         return "this process has used the device, says the module"
 
-backends.discover()["cpu"] = Touched()
+backends._built_in()["cpu"] = Touched()
 """
 
 

@@ -94,14 +94,13 @@ def test_what_initialises_the_runtime_and_what_does_not() -> None:
 
 
 def test_the_history_is_searched_for_what_initialises() -> None:
-    from nblaunch.backends.cell_history import first_match
-    from nblaunch.backends.xla_in_kernel import INITIALISERS
+    from nblaunch.backends.first_use import XLA_INITIALISERS, first_match
 
     for call in INITIALISES:
-        found = first_match(INITIALISERS, ["", "import torch_xla", f"x = 1\nd = {call}"])
+        found = first_match(XLA_INITIALISERS, ["", "import torch_xla", f"x = 1\nd = {call}"])
         assert found.startswith(" (most likely in cell 2, line 2: `d = "), call
     assert (
-        first_match(INITIALISERS, ["", "def train():\n    d = torch_xla.device()\n# torch_xla.device()"])
+        first_match(XLA_INITIALISERS, ["", "def train():\n    d = torch_xla.device()\n# torch_xla.device()"])
         == ""
     )
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from nblaunch.backends import autograd_probe
+from nblaunch.backends import first_use
 
 
 def _raise() -> None:
@@ -21,30 +21,30 @@ def test_a_backward_that_works_is_no_failure() -> None:
     import torch
 
     torch.ones((), requires_grad=True).backward()
-    assert autograd_probe.fork_failure() is None
+    assert first_use.fork_failure() is None
 
 
 def test_the_childs_error_comes_back_as_text(capfd: pytest.CaptureFixture[str]) -> None:
-    failure = autograd_probe.fork_failure(_raise)
+    failure = first_use.fork_failure(_raise)
     assert failure is not None
     assert failure.startswith("RuntimeError: Unable to handle autograd's threading")
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_child_that_dies_is_a_failure() -> None:
-    failure = autograd_probe.fork_failure(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    failure = first_use.fork_failure(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert failure == "a forked process dies in backward()"
 
 
 def test_a_child_that_hangs_is_killed() -> None:
-    failure = autograd_probe.fork_failure(lambda: threading.Event().wait() and None, timeout_s=0.2)
+    failure = first_use.fork_failure(lambda: threading.Event().wait() and None, timeout_s=0.2)
     assert failure == "backward() does not end within 0.2 s in a forked process"
 
 
 def test_nothing_is_forked_where_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    assert autograd_probe.fork_failure() is None
+    assert first_use.fork_failure() is None
 
 
 def test_a_process_with_many_open_files() -> None:
@@ -56,8 +56,8 @@ def test_a_process_with_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
     try:
-        assert autograd_probe.fork_failure(lambda: None) is None
-        assert autograd_probe.fork_failure(_raise) is not None
+        assert first_use.fork_failure(lambda: None) is None
+        assert first_use.fork_failure(_raise) is not None
     finally:
         for fd in held:
             os.close(fd)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.backends import autograd_probe, cuda_in_kernel
+from nblaunch.backends import first_use
 
 
 @pytest.fixture
@@ -23,17 +23,17 @@ def descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "fd"
     folder.mkdir()
     (folder / "0").symlink_to("/dev/null")
-    monkeypatch.setattr(cuda_in_kernel, "Path", lambda path: folder)
+    monkeypatch.setattr(first_use, "Path", lambda path: folder)
     return folder
 
 
 def test_a_process_that_left_cuda_alone_can_be_forked(descriptors: Path) -> None:
-    assert cuda_in_kernel.hazard() is None
+    assert first_use.cuda_hazard() is None
 
 
 def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert str(cuda_in_kernel.hazard()).startswith("has used CUDA through torch, ")
+    assert str(first_use.cuda_hazard()).startswith("has used CUDA through torch, ")
 
 
 def test_a_question_to_the_driver_is_told_from_use(
@@ -43,18 +43,18 @@ def test_a_question_to_the_driver_is_told_from_use(
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     expected = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough)"
-    assert str(cuda_in_kernel.hazard()).startswith(expected)
+    assert str(first_use.cuda_hazard()).startswith(expected)
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    assert str(cuda_in_kernel.hazard()).startswith(expected)
+    assert str(first_use.cuda_hazard()).startswith(expected)
 
 
 def test_a_context_of_another_library(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
     assert "has opened CUDA by another way than torch.cuda (/dev/nvidia-uvm is open)" in str(
-        cuda_in_kernel.hazard()
+        first_use.cuda_hazard()
     )
     monkeypatch.setitem(sys.modules, "cupy", sys)
-    assert "(/dev/nvidia-uvm is open: cupy, perhaps)" in str(cuda_in_kernel.hazard())
+    assert "(/dev/nvidia-uvm is open: cupy, perhaps)" in str(first_use.cuda_hazard())
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "torchao"])
@@ -62,15 +62,15 @@ def test_a_library_that_is_only_imported_is_no_hazard(
     name: str, monkeypatch: pytest.MonkeyPatch, descriptors: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, name, sys)
-    assert cuda_in_kernel.hazard() is None
+    assert first_use.cuda_hazard() is None
 
 
 def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
     def fails(attempt: Callable[[], None] | None = None) -> str:
         return "RuntimeError: Unable to handle autograd\nand more"
 
-    monkeypatch.setattr(autograd_probe, "fork_failure", fails)
-    assert cuda_in_kernel.hazard() == (
+    monkeypatch.setattr(first_use, "fork_failure", fails)
+    assert first_use.cuda_hazard() == (
         "has run backward(), which would fail in every forked worker (RuntimeError: Unable to handle autograd)"
     )
 
@@ -87,16 +87,16 @@ def test_an_earlier_backward_is_named_though_it_has_opened_the_driver(
         )
 
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    monkeypatch.setattr(autograd_probe, "small_backward", refuse)
-    assert str(cuda_in_kernel.hazard()).startswith(
+    monkeypatch.setattr(first_use, "small_backward", refuse)
+    assert str(first_use.cuda_hazard()).startswith(
         "has run backward(), which would fail in every forked worker ("
     )
 
     def fail() -> None:
         raise RuntimeError("CUDA error: initialization error")
 
-    monkeypatch.setattr(autograd_probe, "small_backward", fail)
-    assert str(cuda_in_kernel.hazard()).startswith("has opened CUDA by another way than torch.cuda")
+    monkeypatch.setattr(first_use, "small_backward", fail)
+    assert str(first_use.cuda_hazard()).startswith("has opened CUDA by another way than torch.cuda")
 
 
 def test_the_probe_neither_looks_at_gpus_nor_warns(
@@ -110,8 +110,8 @@ def test_the_probe_neither_looks_at_gpus_nor_warns(
         seen.write_text(repr(os.environ["CUDA_VISIBLE_DEVICES"]))
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(autograd_probe, "small_backward", look)
-    assert cuda_in_kernel.hazard() is None
+    monkeypatch.setattr(first_use, "small_backward", look)
+    assert first_use.cuda_hazard() is None
     assert seen.read_text() == "''"
     assert capfd.readouterr() == ("", "")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
@@ -123,11 +123,11 @@ def test_descriptors(tmp_path: Path) -> None:
     (folder / "0").symlink_to("/dev/null")
     (folder / "1").symlink_to("socket:[123]")
     (folder / "2").write_text("closed meanwhile")
-    assert not cuda_in_kernel.has_open_device(folder)
+    assert not first_use.has_open_device(folder)
     (folder / "3").symlink_to("/dev/nvidia-uvm")
-    assert cuda_in_kernel.has_open_device(folder)
-    assert not cuda_in_kernel.has_open_device(tmp_path / "no-proc")
-    assert not cuda_in_kernel.has_open_device(Path("/proc/self/fd"))
+    assert first_use.has_open_device(folder)
+    assert not first_use.has_open_device(tmp_path / "no-proc")
+    assert not first_use.has_open_device(Path("/proc/self/fd"))
 
 
 # torch without CUDA stops before it initialises anything. These stand in for the two things that it lacks; the rest,
@@ -141,8 +141,8 @@ torch.cuda._cudart = object()
 def build():
     torch.cuda.init()
 build()
-from nblaunch.backends import cuda_in_kernel
-print(json.dumps([cuda_in_kernel.first_use(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
+from nblaunch.backends import first_use
+print(json.dumps([first_use.cuda_first_use(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
 """
 
 

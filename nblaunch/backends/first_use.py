@@ -1,0 +1,270 @@
+"""Whether and where this process first used a device, and so whether a forked copy of it can.
+
+    watch, watch_torch        record the line that initialises CUDA; called when nblaunch is imported
+    cuda_hazard               why forked workers could not use CUDA
+    is_xla_initialised        whether the XLA runtime is up
+    xla_backward_hazard       why forked workers could not run a backward on an XLA device
+    fork_failure              tries a backward in a throw-away fork
+
+There are four ways to have used CUDA. torch has initialised it; torch has only asked the driver (``is_available()``),
+which makes forks useless all the same; a ``backward()`` on the CPU has, as it starts a thread for each GPU; something
+else has opened CUDA, as another library, or ``torch.accelerator``. That a library is *imported* is no evidence.
+
+The first ``backward`` of a process on a machine with accelerators starts one engine thread per device. A fork copies
+the engine's tables but not its threads, and torch then refuses every ``backward`` in the child. No flag of torch
+reports that, and nothing can be undone, so a throw-away child tries. Source: torch/csrc/autograd/engine.cpp
+(``in_bad_autograd_fork``, ``forked_autograd_child``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nblaunch import env
+
+_UVM_DEVICE = "/dev/nvidia-uvm"
+_NUM_FRAMES = 200
+_POISONED = "torch refuses CUDA in a forked copy"
+_EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
+_ASKED = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough), and a forked copy can't use it"
+# Libraries that open CUDA by themselves. Named where one is loaded and CUDA is open, though not through torch.cuda.
+_USERS_OF_CUDA = (
+    "bitsandbytes",
+    "cupy",
+    "jax",
+    "jaxlib",
+    "numba.cuda",
+    "pycuda",
+    "tensorflow",
+    "torchao",
+    "triton",
+)
+# What makes torch initialise CUDA, for cells that ran before this was watched.
+_USES = re.compile(
+    r"\.cuda\(|device(_map)?=.?.?(cuda|auto)|\.to\(.?.?(cuda|device)|torch\.cuda\.(init|synchronize|current_device|"
+    r"set_device|get_device|mem|empty_cache|Stream|Event|is_bf16)|Accelerator\(|pipeline\("
+)
+# What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
+XLA_INITIALISERS = re.compile(
+    r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
+    r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
+    r"torch_xla\.manual_seed|metrics_report|start_server|xla://|device=.?.xla|\.to\(.?.xla|xmp\.spawn|Accelerator\("
+)
+_TIMEOUT_S = 20.0
+_GOOD = b"+"
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+_first_use: tuple[tuple[str, int, str], ...] = ()
+
+
+def watch() -> None:
+    """Have torch's counting of GPUs leave forks possible. Imports nothing."""
+    if env.read("PYTORCH_NVML_BASED_CUDA_CHECK") is None:
+        env.apply({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+
+
+def watch_torch(torch_cuda: Any) -> None:
+    """Record where CUDA is first initialised, with ``torch.cuda`` just imported, or long before.
+
+    torch's queue of calls for that moment runs in the thread that initialises, below the line that caused it.
+    """
+    enqueue = getattr(torch_cuda, "_lazy_call", None)
+    if enqueue is not None and not torch_cuda.is_initialized():
+        enqueue(_record)
+
+
+def cuda_first_use() -> tuple[tuple[str, int, str], ...]:
+    """Return the stack that initialised CUDA: (file name, line, function), innermost first; empty if not recorded."""
+    return _first_use
+
+
+def _record() -> None:
+    global _first_use
+    if _first_use:
+        return
+    frames: list[tuple[str, int, str]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(frames) < _NUM_FRAMES:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    _first_use = tuple(frames)
+
+
+def cuda_hazard() -> str | None:
+    """Return why a forked copy of this process can't use CUDA, as the end of "this process ..."; None where it can."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        where = "" if _first_use else _guess_cell(_USES)
+        return f"has used CUDA through torch{where}, and CUDA can't be used in a forked copy of it"
+    failure = fork_failure(_try_torch) if torch is not None else None
+    if failure is not None and _POISONED in failure:
+        return _ASKED
+    is_open = has_open_device(Path("/proc/self/fd"))
+    # What fails for another reason than an earlier backward fails because CUDA is open.
+    if failure is not None and (not is_open or _EARLIER_BACKWARD in failure):
+        return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
+    if not is_open:
+        return None
+    loaded = [name for name in _USERS_OF_CUDA if name in sys.modules]
+    who = f": {' or '.join(loaded)}, perhaps" if loaded else ""
+    return f"has opened CUDA by another way than torch.cuda ({_UVM_DEVICE} is open{who}), useless in a forked copy"
+
+
+def has_open_device(descriptors: Path) -> bool:
+    """Return whether a descriptor in the folder (``/proc/self/fd``) is that of a CUDA context."""
+    try:
+        entries = list(descriptors.iterdir())
+    except OSError:
+        return False  # no /proc on this system: torch's own flag has to do
+    for entry in entries:
+        try:
+            if os.readlink(entry).startswith(_UVM_DEVICE):
+                return True
+        except OSError:
+            continue  # closed meanwhile: the folder's own descriptor always is
+    return False
+
+
+def _try_torch() -> None:
+    """Do in a probing child what a worker does first. Raises where torch refuses it."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(_POISONED)
+    # Where no backward has run yet, this child's would start the driver with all its GPUs: a second or more on
+    # large machines, at each launch. That of an earlier backward fails without any GPU, too.
+    env.apply({"CUDA_VISIBLE_DEVICES": ""})
+    small_backward()
+
+
+# --- XLA ------------------------------------------------------------------------------------------------------------
+
+
+def is_xla_initialised() -> bool:
+    """Return whether the XLA runtime is up in this process, without starting it."""
+    torch_xla: Any = sys.modules.get("torch_xla")
+    # A private name, and the one that torch_xla's own launcher asks.
+    ask = getattr(getattr(torch_xla, "_XLAC", None), "_xla_runtime_is_initialized", None)
+    return bool(ask()) if ask is not None else False
+
+
+def xla_first_use() -> str:
+    """Name the cell and line that most likely started the XLA runtime; empty where there is none."""
+    return _guess_cell(XLA_INITIALISERS)
+
+
+def xla_backward_hazard() -> str | None:
+    """Return why the first backward of a forked copy fails, because one ran here before; None where it does not.
+
+    torch_xla must have been imported.
+    """
+    failure = fork_failure(_xla_backward)
+    if failure is None:
+        return None
+    first_line = failure.splitlines()[0]
+    return f"backward() ran in this process, and would fail in every forked worker ({first_line:.120})"
+
+
+def _xla_backward() -> None:
+    """Run in a probing child the first backward on an XLA device, which is the CPU whatever this host has."""
+    env.apply({"PJRT_DEVICE": "CPU"})
+    import torch
+
+    leaf = torch.ones(2, device="xla", requires_grad=True)
+    leaf.sum().backward()
+
+
+# --- a backward in a fork -------------------------------------------------------------------------------------------
+
+
+def fork_failure(attempt: Callable[[], None] | None = None, timeout_s: float = _TIMEOUT_S) -> str | None:
+    """Return what fails in a forked child that runs a small ``backward``; None where nothing does.
+
+    Args:
+        attempt: what the child tries; None: a ``backward`` of one number on the CPU.
+        timeout_s: how long it may take until it counts as hanging.
+
+    A process that never imported torch never ran a ``backward``: no child is forked then.
+    """
+    if attempt is None:
+        if "torch" not in sys.modules:
+            return None
+        attempt = small_backward
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns about forking with threads; this child touches nothing that threads may hold, and ends at once.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _run_probe(attempt, writer)
+    os.close(writer)
+    try:
+        return _answer(reader, timeout_s)
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still the child's
+        os.waitpid(pid, 0)
+
+
+def _answer(reader: int, timeout_s: float) -> str | None:
+    """Read what the child reports."""
+    # Not select.select(), which takes no descriptor from 1024 on: a kernel may have many files open.
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    if not poller.poll(timeout_s * 1000):
+        return f"backward() does not end within {timeout_s:g} s in a forked process"
+    message = os.read(reader, 65536)
+    if message == _GOOD:
+        return None
+    return message.decode(errors="replace") or "a forked process dies in backward()"
+
+
+def _run_probe(attempt: Callable[[], None], writer: int) -> None:
+    """Run in the child. Never returns; writes nothing but its answer, runs none of the parent's exit handlers."""
+    try:
+        warnings.simplefilter("ignore")  # a warning would appear in the user's cell
+        attempt()
+        os.write(writer, _GOOD)
+    except BaseException as error:
+        os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode())
+    finally:
+        os._exit(0)
+
+
+def small_backward() -> None:
+    """Run the smallest backward on the CPU; called in a probing child."""
+    import torch
+
+    # One number: too small for OpenMP, whose threads a fork does not copy either.
+    torch.ones((), requires_grad=True).backward()
+
+
+# --- history of the notebook ----------------------------------------------------------------------------------------
+
+
+def _guess_cell(pattern: re.Pattern[str]) -> str:
+    """Return the first match of ``pattern`` in the notebook's cells, as :func:`first_match` has it."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    return first_match(pattern, cells)
+
+
+def first_match(pattern: re.Pattern[str], cells: Sequence[str]) -> str:
+    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does."""
+    for number, source in enumerate(cells):
+        for position, line in enumerate(source.splitlines(), 1):
+            is_inside = line[:1].isspace()  # of a function, most likely one that is launched
+            if pattern.search(line) and not is_inside and not line.startswith("#"):
+                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
+    return ""
