@@ -25,7 +25,7 @@ import warnings
 from types import FrameType
 from typing import Any
 
-_NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging"})
+_NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 """Top-level packages whose frames lie between a user's line and ours."""
 
 
@@ -119,7 +119,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def user_frame() -> FrameType:
-    """Return the innermost frame of code that is not nblaunch's; the outermost frame where all is."""
+    """Return the innermost frame that is neither nblaunch's nor one that it is called through, such as torch's.
+
+    The outermost frame where there is none.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and _top_level_package(frame) in _NOT_USER_CODE:
         frame = frame.f_back

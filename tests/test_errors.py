@@ -7,6 +7,7 @@ import inspect
 import pickle
 
 import pytest
+from torch.utils._pytree import tree_map
 
 import nblaunch
 from nblaunch import errors
@@ -39,3 +40,9 @@ def test_all_are_public() -> None:
     public = {cls.__name__ for cls in ALL}
     assert public <= set(nblaunch.__all__)
     assert all(getattr(nblaunch, name) is getattr(errors, name) for name in public)
+
+
+def test_a_warning_shows_the_line_of_the_user() -> None:
+    with pytest.warns(UserWarning, match="called by torch") as caught:
+        tree_map(errors.warn, ["called by torch"])
+    assert [one.filename for one in caught] == [__file__]
