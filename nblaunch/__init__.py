@@ -60,7 +60,7 @@ _PUBLIC = {
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
-    "one_at_a_time": "nblaunch.training.waiting",
+    "one_at_a_time": "nblaunch.training.process_context",
     "set_seed": "nblaunch.training.collectives.rng",
     "skip_first_batches": "nblaunch.training.data.resuming",
     "synchronize_rng_states": "nblaunch.training.collectives.rng",
@@ -149,6 +149,7 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
+    from nblaunch.training.process_context import one_at_a_time
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -158,7 +159,6 @@ if TYPE_CHECKING:
         init_empty_weights,
         init_on_device,
     )
-    from nblaunch.training.waiting import one_at_a_time
 
 
 finder.install()

@@ -37,7 +37,6 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.gradients import Gradients
-from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -54,6 +53,7 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
@@ -157,7 +157,7 @@ class Accelerator(PreparationProperties):
             "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
         }
         plugin = settings.strategy_plugin(self._session, plugins, handlers)
-        asked = plugin.precision(mixed_precision, self._member.backend)
+        asked = plugin.precision(mixed_precision, self._process.backend)
         self._precision = settings.precision_of(self._session, asked, handlers)
         self._session.gradients.configure(plugin.accumulation(accumulation))
         self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
@@ -176,12 +176,12 @@ class Accelerator(PreparationProperties):
         self._gradients = Gradients(self._session, self._precision, self._strategy, self._preparer)
         project = project_of(project_dir, project_config)
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
-        self._trackers = TrackerHub(log_with, project, self._member)
+        self._trackers = TrackerHub(log_with, project, self._process)
         self.flag_tensor: torch.Tensor | None = None
 
     def _build_strategy(self, plugin: StrategyPlugin, splits_batches: bool) -> Strategy:
         session, own = self._session, self._precision
-        built = plugin.build(TrainingSetup(session.member, own, session.gradients, splits_batches))
+        built = plugin.build(TrainingSetup(session.process, own, session.gradients, splits_batches))
         session.label = built.label if built.holds_shards else ""
         session.strategies[id(built)] = built
         self._precision = built.precision(own)
@@ -190,9 +190,9 @@ class Accelerator(PreparationProperties):
         return built
 
     @property
-    def _member(self) -> Member:
+    def _process(self) -> ProcessContext:
         self._session.check_home()
-        return self._session.member
+        return self._session.process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one process, one place in the job: trainers that copy their settings go on sharing it
@@ -345,7 +345,7 @@ class Accelerator(PreparationProperties):
         count = len(objects)
         del objects
         gc.collect()
-        self._member.backend.empty_cache()
+        self._process.backend.empty_cache()
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
@@ -581,7 +581,7 @@ class Accelerator(PreparationProperties):
 
     def set_trigger(self) -> None:
         """Set a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
-        self.flag_tensor = torch.ones(1, device=self._session.member.device)
+        self.flag_tensor = torch.ones(1, device=self._session.process.device)
 
     def check_trigger(self) -> bool:
         """Return whether any rank set the flag since the last check, and clear it. A collective: call it on all ranks.
@@ -595,7 +595,7 @@ class Accelerator(PreparationProperties):
         """
         mine = self.flag_tensor
         if mine is None:
-            mine = torch.zeros(1, device=self._session.member.device)
+            mine = torch.zeros(1, device=self._session.process.device)
         is_set = bool(operations.reduce(mine, "sum") >= 1)
         if is_set:
             self.flag_tensor = None

@@ -52,7 +52,7 @@ class Gradients:
         session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
         session.own_time.end_backward()
-        session.losses.note(loss, not session.member.backend.is_lazy)
+        session.losses.note(loss, not session.process.backend.is_lazy)
 
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Gradients:
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
         """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
         with ExitStack() as stack:
-            if even_batches is not None and self._session.member.topology.world_size > 1:
+            if even_batches is not None and self._session.process.topology.world_size > 1:
                 stack.enter_context(_even_batches(self._preparer.loaders, even_batches))
             stack.enter_context(self._strategy.join(list(joinables)))
             yield

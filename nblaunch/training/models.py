@@ -21,9 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from nblaunch import context, formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import Member
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.training.waiting import barrier
+from nblaunch.training.process_context import ProcessContext, barrier
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -153,14 +152,14 @@ def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
     return held if dtensor.is_part(held) else held.to(dtensor.local(parameter).device)
 
 
-def place(model: torch.nn.Module, member: Member) -> None:
-    """Move ``model`` to the device of ``member``."""
-    turn = context.current().turn if member.backend.transfers_in_turn else nullcontext
+def place(model: torch.nn.Module, process: ProcessContext) -> None:
+    """Move ``model`` to the device of ``process``."""
+    turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
     with turn():
-        member.backend.place(model, member.device)
+        process.backend.place(model, process.device)
 
 
-def memory_line(model: torch.nn.Module, member: Member) -> str | None:
+def memory_line(model: torch.nn.Module, process: ProcessContext) -> str | None:
     """Return what the job takes of the host's memory once all ranks have placed the model; None: not reported.
 
     All ranks must call it; rank 0 gets the line.
@@ -168,15 +167,15 @@ def memory_line(model: torch.nn.Module, member: Member) -> str | None:
     model_bytes = sum(
         tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
     )
-    device_bytes = member.backend.host_bytes_of_device(model_bytes)
+    device_bytes = process.backend.host_bytes_of_device(model_bytes)
     if device_bytes is None:
         return None
-    barrier(member.device)  # no rank is still moving
+    barrier(process.device)  # no rank is still moving
     own = memory.proportional_bytes()
     sizes = operations.gather_object([own])
-    if member.topology.rank != 0 or None in sizes:
+    if process.topology.rank != 0 or None in sizes:
         return None
-    count = member.topology.world_size
+    count = process.topology.world_size
     kernel = (memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
     total = sum(sizes) + kernel - count * device_bytes
     allocator = memory.other_allocator()

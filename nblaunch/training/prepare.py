@@ -122,7 +122,7 @@ class Preparer:
 
     def _spread(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         with self._replacements.noted(inner):
-            prepared = self.strategy.setup_module(model, self.session.member)
+            prepared = self.strategy.setup_module(model, self.session.process)
         self._hand_over()
         return prepared
 
@@ -133,9 +133,9 @@ class Preparer:
 
     def _place(self, inner: torch.nn.Module) -> None:
         with self._replacements.noted(inner):
-            place(inner, self.session.member)
+            place(inner, self.session.process)
         self._hand_over()
-        line = memory_line(inner, self.session.member)
+        line = memory_line(inner, self.session.process)
         if line is not None:
             ctx = context.current()
             ctx.emit(Note.of_job(line))
@@ -165,7 +165,7 @@ class Preparer:
             optimizer,
             self.session.gradients,
             self.precision,
-            self.session.member.backend,
+            self.session.process.backend,
             self._places(placement),
         )
 
@@ -184,7 +184,7 @@ class Preparer:
             for optimizer in self.optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
-        world_size = self.session.member.topology.world_size
+        world_size = self.session.process.topology.world_size
         return AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
@@ -198,14 +198,14 @@ class Preparer:
     ) -> PreparedLoader:
         """This rank's part of ``loader``."""
         if not isinstance(loader, PreparedLoader):
-            member = self.session.member
+            process = self.session.process
             share = Share(
-                rank=member.topology.rank,
-                world_size=member.topology.world_size,
-                device=member.device if self._places(placement) else None,
+                rank=process.topology.rank,
+                world_size=process.topology.world_size,
+                device=process.device if self._places(placement) else None,
                 rng_types=self.rng_types,
                 slice_fn=slice_fn,
-                is_static=member.backend.needs_static_shapes,
+                is_static=process.backend.needs_static_shapes,
             )
             loader = share_loader(loader, share, self.data)
         if not any(loader is known for known in self.loaders):

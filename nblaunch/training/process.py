@@ -1,7 +1,7 @@
 """A process among the others, as users call it: ranks, barriers, work that only some ranks do.
 
 :class:`ProcessControl` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
-needs nothing but a :class:`Member`, and never looks at models, loaders or precision.
+needs nothing but a :class:`ProcessContext`, and never looks at models, loaders or precision.
 """
 
 from __future__ import annotations
@@ -18,62 +18,61 @@ import torch.distributed as dist
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.training.collectives.operations import compares_shapes
-from nblaunch.training.joining import Member, is_distributed
-from nblaunch.training.waiting import barrier
+from nblaunch.training.process_context import ProcessContext, barrier, is_distributed
 from nblaunch.wire import stop_agreement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessControl(ABC):
-    """Ranks, barriers, and work that only some ranks do. Final classes provide its ``_member``."""
+    """Ranks, barriers, and work that only some ranks do. Final classes provide its ``_process``."""
 
     @property
     @abstractmethod
-    def _member(self) -> Member:
-        """The place of this process."""
+    def _process(self) -> ProcessContext:
+        """The ranks, device and board slot of this process."""
 
     # --- who am I ------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._member.device
+        return self._process.device
 
     @property
     def num_processes(self) -> int:
         """Processes in the job."""
-        return self._member.topology.world_size
+        return self._process.topology.world_size
 
     @property
     def process_index(self) -> int:
         """Rank of this process in the job, from 0."""
-        return self._member.topology.rank
+        return self._process.topology.rank
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine, from 0."""
-        return self._member.topology.local_rank
+        return self._process.topology.local_rank
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0 of the job."""
-        return self._member.topology.rank == 0
+        return self._process.topology.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is rank 0 of its machine."""
-        return self._member.topology.local_rank == 0
+        return self._process.topology.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the highest rank of the job."""
-        return self._member.topology.rank == self._member.topology.world_size - 1
+        return self._process.topology.rank == self._process.topology.world_size - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
-        return self._member.topology.world_size > 1
+        return self._process.topology.world_size > 1
 
     @property
     def backend(self) -> str | None:
@@ -93,17 +92,17 @@ class ProcessControl(ABC):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that this process computes on, without a number."""
-        return torch.device(self._member.device.type)
+        return torch.device(self._process.device.type)
 
     def set_device(self) -> None:
         """Make :attr:`device` the current one again, where the script chose another."""
-        self._member.backend.device(self._member.topology)
+        self._process.backend.device(self._process.topology)
 
     # --- waiting and taking turns --------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""
-        barrier(self._member.device)
+        barrier(self._process.device)
 
     @property
     def should_stop(self) -> bool:
@@ -111,7 +110,7 @@ class ProcessControl(ABC):
 
         Read it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
         """
-        return stop_agreement.should_stop(self._member.slot)
+        return stop_agreement.should_stop(self._process.slot)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -225,7 +224,7 @@ class ProcessControl(ABC):
             with accelerator.split_between_processes(prompts) as mine:
                 outputs = accelerator.gather_object([generate(prompt) for prompt in mine])
         """
-        topology = self._member.topology
+        topology = self._process.topology
         yield split_evenly(inputs, topology.rank, topology.world_size, apply_padding)
 
     def destroy_process_group(self) -> None:

@@ -138,12 +138,12 @@ class PreparationProperties(ProcessControl):
     @property
     def multi_device(self) -> bool:
         """Whether several processes compute on devices other than the CPU."""
-        return self._member.topology.world_size > 1 and self._member.device.type != "cpu"
+        return self._process.topology.world_size > 1 and self._process.device.type != "cpu"
 
     @property
     def data_parallel_rank(self) -> int:
         """The replica of this process: its rank."""
-        return self._member.topology.rank
+        return self._process.topology.rank
 
     data_parallel_shard_rank = tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
     """Part of a replica that this process holds: the only one."""

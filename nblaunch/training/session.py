@@ -11,11 +11,11 @@ import torch
 from nblaunch import context
 from nblaunch.context import WorkerContext
 from nblaunch.errors import warn
-from nblaunch.training import joining
+from nblaunch.training import process_context
 from nblaunch.training.accumulation import GradientSync
-from nblaunch.training.joining import Member
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.tracking.progress import DeviceMemoryReport, LossReport, OwnTime, PassStack
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Session:
     """One process of a training job: what all its Accelerators, loaders and optimizers share.
 
     Args:
-        member: its place in the job.
+        process: its ranks, device and slot.
         gradients: its accumulation window and active loaders.
         passes: what it shows on the board.
         losses: the loss that it shows there.
@@ -44,7 +44,7 @@ class Session:
         rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
     """
 
-    member: Member
+    process: ProcessContext
     gradients: GradientSync
     passes: PassStack
     losses: LossReport
@@ -63,10 +63,8 @@ class Session:
     rendezvous: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            open_session,
-            (),
-        )  # what is pickled with it takes part in the job of the process that it arrives in
+        # What is pickled with it takes part in the job of the process that it arrives in.
+        return open_session, ()
 
     def check_home(self) -> None:
         """Refuse the use of a notebook's own session in a worker: there it would go on alone, unnoticed.
@@ -85,7 +83,7 @@ class Session:
     def begin(self) -> None:
         """The first backward pass: say so once if its gradients will stay on their rank."""
         self.has_begun = True
-        topology = self.member.topology
+        topology = self.process.topology
         if topology.world_size > 1 and topology.rank == 0 and not self.models:
             warn(
                 "no model was prepared, so each rank trains one of its own, by its own gradients. Pass the model to "
@@ -112,19 +110,19 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     """
     ctx = context.current()
     init = init or InitProcessGroupKwargs()
-    if joining.is_distributed() and init.to_kwargs():
+    if process_context.is_distributed() and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         warn(f"{given} has no effect: this process has joined its process group already")
     if ctx.training is None:
-        member = joining.join(cpu, init)
-        losses = LossReport(member.slot, DeviceMemoryReport(member.slot, member.backend))
+        process = process_context.join(cpu, init)
+        losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
         ctx.training = Session(
-            member, GradientSync(), PassStack(member.slot), losses, OwnTime(member.slot), home=ctx
+            process, GradientSync(), PassStack(process.slot), losses, OwnTime(process.slot), home=ctx
         )
     session: Session = ctx.training
-    if cpu and session.member.device.type != "cpu":
+    if cpu and session.process.device.type != "cpu":
         raise ValueError(
-            f"cpu=True, but this process computes on {session.member.device} since its first Accelerator "
+            f"cpu=True, but this process computes on {session.process.device} since its first Accelerator "
             "or PartialState"
         )
     return session

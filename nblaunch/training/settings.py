@@ -193,7 +193,7 @@ def _kept_plugin(session: Session) -> StrategyPlugin | None:
 def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:
     """The precision of this process: the first Accelerator decides, later ones agree or don't care."""
     existing = session.precision
-    backend = session.member.backend
+    backend = session.process.backend
     scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
     if existing is not None and asked is None:
         asked = existing.name

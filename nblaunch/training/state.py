@@ -11,9 +11,9 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.training.accumulation import GradientSync
-from nblaunch.training.joining import Member
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
 from nblaunch.training.process import ProcessControl
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.session import Session, open_session
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -33,18 +33,18 @@ class DistributedType(str, enum.Enum):
         return f"DistributedType.{self.name}"
 
 
-def label(member: Member, strategy: str = "") -> DistributedType:
+def label(process: ProcessContext, strategy: str = "") -> DistributedType:
     """Return the ``DistributedType`` of a job.
 
     Args:
-        member: the place of this process.
+        process: ranks and device of this process.
         strategy: the member that the strategy asks for; empty: none.
     """
     if strategy:
         return DistributedType(strategy)
-    if member.topology.world_size == 1:
+    if process.topology.world_size == 1:
         return DistributedType.NO
-    return DistributedType[member.backend.distributed_type]
+    return DistributedType[process.backend.distributed_type]
 
 
 class _SharedState:
@@ -119,13 +119,13 @@ class PartialState(View, ProcessControl):
         self._share(open_session(cpu, InitProcessGroupKwargs(**kwargs)))
 
     @property
-    def _member(self) -> Member:
-        return self._session.member
+    def _process(self) -> ProcessContext:
+        return self._session.process
 
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._member)
+        return label(self._process)
 
     @staticmethod
     def _reset_state() -> None:
@@ -163,13 +163,13 @@ class AcceleratorState(View, ProcessControl):
         self._share(session)
 
     @property
-    def _member(self) -> Member:
-        return self._session.member
+    def _process(self) -> ProcessContext:
+        return self._session.process
 
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._member, self._session.label)
+        return label(self._process, self._session.label)
 
     @property
     def mixed_precision(self) -> str:

@@ -25,7 +25,7 @@ from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.strategies.ddp import DdpStrategy
 from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
-DdpStrategy.setup_module = Fsdp2Strategy.setup_module = lambda self, model, member: model
+DdpStrategy.setup_module = Fsdp2Strategy.setup_module = lambda self, model, process: model
 Accelerator.reduce = lambda self, tensor, reduction="sum", scale=1.0: tensor
 Accelerator.gather_for_metrics = lambda self, data, **options: self.gather(data)
 Accelerator.load_state = lambda self, folder: None

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.backends.base import Backend
-from nblaunch.training.joining import Member
 from nblaunch.training.options import GradientAccumulationPlugin
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
 from tests.kernels import Kernel
 
@@ -30,11 +30,11 @@ class ToyStrategy(Strategy):
     name = "toy"
     holds_shards = True
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
+    def __init__(self, process: ProcessContext) -> None:
+        self._process = process
         self._is_synced = True
 
-    def setup_module(self, model: nn.Module, member: Member) -> nn.Module:
+    def setup_module(self, model: nn.Module, process: ProcessContext) -> nn.Module:
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
             parameter.register_post_accumulate_grad_hook(self._average)
@@ -44,7 +44,7 @@ class ToyStrategy(Strategy):
         if self._is_synced:
             dist.all_reduce(parameter.grad)
             assert parameter.grad is not None
-            parameter.grad /= self._member.topology.world_size
+            parameter.grad /= self._process.topology.world_size
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -53,7 +53,7 @@ class ToyStrategy(Strategy):
         self._is_synced = True
 
     def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        rank, world_size = self._member.topology.rank, self._member.topology.world_size
+        rank, world_size = self._process.topology.rank, self._process.topology.world_size
         parts = [list(model.state_dict().items())[rank::world_size] for model in models]
         torch.save((parts, [one.state_dict() for one in optimizers]), folder / f"toy_{rank}.pt")
         return True
@@ -85,7 +85,7 @@ class ToyPlugin(StrategyPlugin):
     def build(self, setup: TrainingSetup) -> Strategy:
         assert setup.precision.name == "bf16"
         assert setup.gradients.num_steps == STEPS
-        return ToyStrategy(setup.member)
+        return ToyStrategy(setup.process)
 
 
 def _prepare(accelerator: Accelerator) -> Any:

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
-from nblaunch.training.joining import Member
 from nblaunch.training.options import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     TorchDynamoPlugin,
 )
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.session import open_session
 from nblaunch.training.strategies.ddp import DdpStrategy
 from tests.training import ranks
@@ -183,7 +183,7 @@ def test_bf16_hooks_are_registered_where_there_is_nccl(
 
     monkeypatch.setattr("nblaunch.training.strategies.ddp.DistributedDataParallel", Recorded)
     DdpStrategy(DistributedDataParallelKwargs(comm_hook=Hook(hook), comm_wrapper=Hook(wrapper))).setup_module(
-        nn.Linear(1, 1), _member(torch.device("cuda", 0))
+        nn.Linear(1, 1), _process(torch.device("cuda", 0))
     )
     ((state, called),) = registered
     assert called.__name__ == expected
@@ -241,9 +241,9 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
     monkeypatch.setattr("nblaunch.training.strategies.ddp.DistributedDataParallel", Recorded)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.BatchNorm2d(4)))
     parameters = list(model.parameters())
-    member = _member(torch.device("cuda", 1))
+    process = _process(torch.device("cuda", 1))
     DdpStrategy(DistributedDataParallelKwargs(sync_batchnorm=True, static_graph=True)).setup_module(
-        model, member
+        model, process
     )
     ((module, device_ids, options),) = spread
     assert module is model
@@ -253,5 +253,5 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
     assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
 
 
-def _member(device: torch.device) -> Member:
-    return dataclasses.replace(open_session().member, device=device)
+def _process(device: torch.device) -> ProcessContext:
+    return dataclasses.replace(open_session().process, device=device)

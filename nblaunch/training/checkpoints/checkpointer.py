@@ -49,7 +49,7 @@ class Checkpointer:
     @property
     def writes(self) -> bool:
         """Whether this process writes what is saved once: the main process of the job, or of every machine."""
-        topology = self.state.session.member.topology
+        topology = self.state.session.process.topology
         on_each = self.project.save_on_each_node
         return topology.local_rank == 0 if on_each else topology.rank == 0
 

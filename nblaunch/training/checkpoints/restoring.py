@@ -46,7 +46,7 @@ class Restorer:
             raise TypeError(
                 f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
             )
-        place = self._state.session.member.device if map_location == "on_device" else "cpu"
+        place = self._state.session.process.device if map_location == "on_device" else "cpu"
         reading = {"map_location": place, **(load_kwargs or {})}
         self._settle()
         folder = self._common(self._agree(lambda: self._find(input_dir)))
@@ -184,7 +184,7 @@ class Restorer:
         state = files.read_object(path, **{**reading, "map_location": "cpu"})
         self._state.session.gradients.step = state.get("step", 0)
         if is_same_size and path.name == files.random_states(self._state.rank):
-            restore_random_states(state, self._state.session.member.backend)
+            restore_random_states(state, self._state.session.process.backend)
 
 
 def _check_custom(folder: Path, saved: int, here: int) -> None:

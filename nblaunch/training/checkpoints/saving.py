@@ -34,7 +34,7 @@ from nblaunch.training.checkpoints.snapshot import (
     contribute,
     write_own_files,
 )
-from nblaunch.training.joining import is_distributed
+from nblaunch.training.process_context import is_distributed
 
 
 class Saver:
@@ -104,7 +104,7 @@ class Saver:
         if session.rendezvous is None or not session.rendezvous.is_current():
             # The store has no public name; torch's own modules take it so, since 1.13 at least.
             store = dist.distributed_c10d._get_default_store()
-            collectives = partial(rendezvous.collectives_begun, session.member.backend)
+            collectives = partial(rendezvous.collectives_begun, session.process.backend)
             session.rendezvous = (
                 Coordinator(store, state.world_size, collectives)
                 if state.rank == 0

@@ -59,12 +59,12 @@ class TrainingState:
     @property
     def rank(self) -> int:
         """Of this process."""
-        return self.session.member.topology.rank
+        return self.session.process.topology.rank
 
     @property
     def world_size(self) -> int:
         """Of the job."""
-        return self.session.member.topology.world_size
+        return self.session.process.topology.world_size
 
     @property
     def strategy(self) -> Strategy:
@@ -199,7 +199,7 @@ def _run_hooks(
 
 
 def _random_states(state: TrainingState) -> bytes:
-    generators = capture_random_states(state.session.member.backend)
+    generators = capture_random_states(state.session.process.backend)
     return _as_bytes({**generators, "step": state.session.gradients.step})
 
 

@@ -26,9 +26,8 @@ from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import GradientSync
 from nblaunch.training.collectives import nested
-from nblaunch.training.joining import is_distributed
 from nblaunch.training.options import check_choice
-from nblaunch.training.waiting import waiting
+from nblaunch.training.process_context import is_distributed, waiting
 from nblaunch.wire import sealing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")

@@ -99,7 +99,7 @@ class PreparedLoader(DataLoader):
         one = self._begin_pass(session)
         try:
             yield from self._hand_out(session, one)
-            session.member.backend.end_pass()
+            session.process.backend.end_pass()
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
@@ -125,7 +125,7 @@ class PreparedLoader(DataLoader):
 
     @staticmethod
     def _begin_step(session: Session, one: Pass, batch: Any) -> None:
-        backend = session.member.backend
+        backend = session.process.backend
         backend.begin_step(one.phase, batch)
         if backend.is_lazy:
             session.losses.show_due()
@@ -328,7 +328,7 @@ class DataLoaderShard(PreparedLoader):
     def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
         """Yield all batches, the next one always read before the current one is handed out."""
         nothing = object()
-        batches, backend = self._read(session, self._take_skip()), session.member.backend
+        batches, backend = self._read(session, self._take_skip()), session.process.backend
         is_placed = self.device is None or self.device.type == "cpu"
         if backend.places_ahead:
             batches, is_placed = map(self._place, batches), True

@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.errors import warn
 from nblaunch.training import models
-from nblaunch.training.joining import Member
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
+from nblaunch.training.process_context import ProcessContext, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
-from nblaunch.training.waiting import Waiting, waiting
 
 _HOOKS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_hook,
@@ -45,9 +44,9 @@ class DataParallelPlugin(StrategyPlugin):
         self.options = options
 
     def build(self, setup: TrainingSetup) -> Strategy:
-        if setup.member.topology.world_size == 1:
+        if setup.process.topology.world_size == 1:
             return SingleStrategy()
-        return ReplicatedStrategy() if setup.member.backend.reduces_gradients else DdpStrategy(self.options)
+        return ReplicatedStrategy() if setup.process.backend.reduces_gradients else DdpStrategy(self.options)
 
 
 class DdpStrategy(Strategy):
@@ -62,15 +61,15 @@ class DdpStrategy(Strategy):
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options or DistributedDataParallelKwargs()
 
-    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses such a model
         if self.options.sync_batchnorm:
-            model = _with_common_statistics(model, member.device)
-        devices = None if member.device.type == "cpu" else [member.device]
-        with Waiting(member.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
+            model = _with_common_statistics(model, process.device)
+        devices = None if process.device.type == "cpu" else [process.device]
+        with Waiting(process.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
             # torch 2.13 deprecates the name of an option that users are to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)

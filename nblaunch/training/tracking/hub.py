@@ -19,8 +19,8 @@ from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.events import Metric
 from nblaunch.packages import is_installed
-from nblaunch.training.joining import Member
 from nblaunch.training.options import ProjectConfiguration
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 from nblaunch.wire.plain import plain
 
@@ -69,15 +69,15 @@ class TrackerHub:
         log_with: a name, a ``LoggerType``, a tracker, a list of these; ``"all"``: all that are installed and have what
             they need; None: none.
         project: has the folder of logs.
-        member: this process's place.
+        process: ranks of this process.
 
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
     """
 
-    def __init__(self, log_with: Any, project: ProjectConfiguration, member: Member) -> None:
+    def __init__(self, log_with: Any, project: ProjectConfiguration, process: ProcessContext) -> None:
         self.project = project
-        self.member = member
+        self.process = process
         self.chosen = _chosen(log_with, project.logging_dir)
         self.trackers: list[GeneralTracker] = []
 
@@ -86,7 +86,7 @@ class TrackerHub:
     ) -> None:
         """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
         for one in self.chosen:
-            if one.main_process_only and self.member.topology.rank != 0:
+            if one.main_process_only and self.process.topology.rank != 0:
                 continue
             tracker = one
             if isinstance(one, type):
@@ -103,7 +103,7 @@ class TrackerHub:
         """Pass ``values`` to the trackers, and their plain part to the launcher."""
         for tracker in self.trackers:
             tracker.log(dict(values), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
-        if self.member.topology.rank == 0:
+        if self.process.topology.rank == 0:
             logged = {name: _plain(value) for name, value in flat(values) if isinstance(value, _LOGGED)}
             step = plain(step)
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged))
@@ -122,7 +122,7 @@ class TrackerHub:
             if tracker.name == name:  # type: ignore[attr-defined]
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
         names = [one.name for one in self.chosen]
-        if name in names and self.member.topology.rank != 0:
+        if name in names and self.process.topology.rank != 0:
             return GeneralTracker(_blank=True)
         if name in names:
             raise ValueError(

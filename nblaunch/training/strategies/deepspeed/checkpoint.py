@@ -23,22 +23,21 @@ import torch
 from nblaunch.errors import CheckpointError
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import Member
 from nblaunch.training.models import bare_module
+from nblaunch.training.process_context import ProcessContext, barrier
 from nblaunch.training.strategies.deepspeed import library
-from nblaunch.training.waiting import barrier
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
 
 
-def save(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> None:
+def save(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContext) -> None:
     """Write the engines' parts. All ranks must call it."""
     for index, model in enumerate(models):
         engine = _engine_of(model)
         if engine is not None:
             engine.save_checkpoint(str(folder), tag=_tag(index), save_latest=index == 0)
-        elif member.topology.rank == 0:
+        elif process.topology.rank == 0:
             torch.save(bare_module(model).state_dict(), folder / f"{_tag(index)}.bin")
 
 
@@ -47,7 +46,7 @@ def of_rank(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"{_NAME}*/*zero_pp_rank_{rank}_mp_rank_*.pt"))
 
 
-def load(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> None:
+def load(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContext) -> None:
     """Load what :func:`save` wrote. All ranks must call it.
 
     Raises:
@@ -56,7 +55,7 @@ def load(folder: Path, models: Sequence[torch.nn.Module], member: Member) -> Non
     for index, model in enumerate(models):
         engine = _engine_of(model)
         if engine is not None:
-            _load_engine(engine, folder, _tag(index), member)
+            _load_engine(engine, folder, _tag(index), process)
             continue
         path = folder / f"{_tag(index)}.bin"
         if not path.is_file():
@@ -73,7 +72,7 @@ def _engine_of(model: Any) -> Any:
     return inner if library.is_engine(inner) else None
 
 
-def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:
+def _load_engine(engine: Any, folder: Path, tag: str, process: ProcessContext) -> None:
     if not (folder / tag).is_dir():
         raise CheckpointError(
             f"checkpoint {folder} has no folder {tag}, which DeepSpeed's engine writes; it was saved without "
@@ -82,10 +81,10 @@ def _load_engine(engine: Any, folder: Path, tag: str, member: Member) -> None:
     _check_stage(engine, folder / tag)
     # Each rank has written one file of optimizer states; with stage 0, every rank has them all, and none has.
     world_size = len(list((folder / tag).glob("*_optim_states.pt")))
-    if world_size in (0, member.topology.world_size):
+    if world_size in (0, process.topology.world_size):
         _load_as_it_is(engine, folder, tag)
     else:
-        with _converted(folder, tag, member) as universal:
+        with _converted(folder, tag, process) as universal:
             engine._config.load_universal_checkpoint = True
             try:
                 _load_as_it_is(engine, universal, _UNIVERSAL)
@@ -118,7 +117,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _converted(folder: Path, tag: str, member: Member) -> Iterator[Path]:
+def _converted(folder: Path, tag: str, process: ProcessContext) -> Iterator[Path]:
     """A folder with the checkpoint in the layout that any number of ranks can load; it goes afterwards.
 
     Beside the checkpoint, because all machines have to see it. One rank converts, in its own process.
@@ -126,18 +125,18 @@ def _converted(folder: Path, tag: str, member: Member) -> Iterator[Path]:
     universal = folder.with_name(f".{folder.name}.{tag}.{_UNIVERSAL}")
     problem: str | None = None
     try:
-        if member.topology.rank == 0:
+        if process.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
             problem = _convert(folder / tag, universal / _UNIVERSAL)
         (problem, *_) = operations.gather_object([problem])
         if problem is not None:
             raise CheckpointError(
-                f"checkpoint {folder} can't be brought to {member.topology.world_size} processes. {problem}"
+                f"checkpoint {folder} can't be brought to {process.topology.world_size} processes. {problem}"
             )
         yield universal
-        barrier(member.device)  # it is not read any more; where a rank failed, the others are not waited for
+        barrier(process.device)  # it is not read any more; where a rank failed, the others are not waited for
     finally:
-        if member.topology.rank == 0:
+        if process.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
 
 

@@ -22,8 +22,8 @@ from torch.torch_version import TorchVersion
 
 from nblaunch import env
 from nblaunch.packages import is_installed
-from nblaunch.training.joining import Member, is_distributed
 from nblaunch.training.models import add_wrapper
+from nblaunch.training.process_context import ProcessContext, is_distributed
 
 DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"
@@ -63,7 +63,7 @@ def _check_version() -> None:
         )
 
 
-def load(member: Member) -> Any:
+def load(process: ProcessContext) -> Any:
     """The module ``deepspeed``, computing on this process's kind of device, in this process's group.
 
     Raises:
@@ -72,13 +72,13 @@ def load(member: Member) -> Any:
     """
     check_installed()
     _check_version()
-    kind = member.backend.device_type
+    kind = process.backend.device_type
     if kind not in DEVICES:
         raise ValueError(
-            f"DeepSpeed is used on {' and '.join(DEVICES)} here, and this process computes on {member.backend.name}"
+            f"DeepSpeed is used on {' and '.join(DEVICES)} here, and this process computes on {process.backend.name}"
         )
     # DeepSpeed would take a GPU wherever it sees one. It asks for the rank in the environment, too.
-    env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(member.topology.local_rank)})
+    env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(process.topology.local_rank)})
     quieten()
     library: Any = importlib.import_module("deepspeed")
     chosen: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
@@ -88,7 +88,7 @@ def load(member: Member) -> Any:
     _leave_uncompiled(library)
     _compile_at_first_use()
     add_wrapper(library.DeepSpeedEngine)
-    _join_alone(member)
+    _join_alone(process)
     _take_over_group()
     return library
 
@@ -115,10 +115,10 @@ def _leave_uncompiled(library: Any) -> None:
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
-def _join_alone(member: Member) -> None:
+def _join_alone(process: ProcessContext) -> None:
     """DeepSpeed wants a process group also where a process is alone."""
-    if member.topology.world_size == 1 and not is_distributed():
-        dist.init_process_group(member.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
+    if process.topology.world_size == 1 and not is_distributed():
+        dist.init_process_group(process.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _take_over_group() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from nblaunch import context, formatting
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
-from nblaunch.training.joining import Member
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies.deepspeed import library
 
 _SHARDED = {
@@ -17,19 +17,19 @@ _SHARDED = {
 }
 
 
-def report(engine: Any, name: str, member: Member) -> None:
+def report(engine: Any, name: str, process: ProcessContext) -> None:
     """Report it, where several ranks hold shards. All of them call it.
 
     Args:
         engine: just made.
         name: of the model's class.
-        member: the place of this process.
+        process: ranks of this process.
     """
     stage = int(engine.zero_optimization_stage())
-    if not stage or member.topology.world_size == 1:
+    if not stage or process.topology.world_size == 1:
         return
     sizes = operations.gather_object([_part_bytes(engine, stage)])
-    if member.topology.rank == 0:
+    if process.topology.rank == 0:
         text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
         context.current().emit(Note.of_job(text))
 

@@ -20,18 +20,17 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context
 from nblaunch.errors import warn
-from nblaunch.training.joining import Member
 from nblaunch.training.models import compile_model, place, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
+from nblaunch.training.process_context import ProcessContext, Waiting
 from nblaunch.training.strategies.base import Strategy, TrainingSetup
 from nblaunch.training.strategies.deepspeed import checkpoint, optimizer, shares, weights
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EnginePrecision, EngineScheduler
-from nblaunch.training.waiting import Waiting
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
@@ -100,28 +99,28 @@ class DeepSpeedStrategy(Strategy):
             tuple(_batch_size(loader) for loader in loaders),
         )
 
-    def setup_module(self, model: torch.nn.Module, member: Member) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
         plugin = self.plugins.active
         optimizer = self._given.optimizer
         if optimizer is None and plugin.zero_stage != 3:
-            place(model, member)
+            place(model, process)
             return model
         if optimizer is not None and self.engine is not None:
             raise ValueError(
                 f"this Accelerator trains a {type(unwrap(self.engine)).__name__} with DeepSpeed already; build a "
                 "second Accelerator for the second model, or call free_memory() first"
             )
-        library = deepspeed_library.load(member)
-        config = deepspeed_config.complete(plugin, self._describe(model, member))
+        library = deepspeed_library.load(process)
+        config = deepspeed_config.complete(plugin, self._describe(model, process))
         _keep_whole(library, model, plugin.transformer_moe_cls_names)
-        with Waiting(member.slot):  # it compares and copies weights over ranks
+        with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
         if deepspeed_library.parameters_in_parts(model):
             context.current().trained_weights = weights.pieces
             weights.warn_of_empty(model)
-        shares.report(engine, type(model).__name__, member)
+        shares.report(engine, type(model).__name__, process)
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(
@@ -129,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
                 self._step,
                 self._setup.gradients,
                 self._precision,
-                member.backend,
+                process.backend,
             )
         return engine
 
@@ -144,17 +143,17 @@ class DeepSpeedStrategy(Strategy):
             module.compile(**options.to_compile_kwargs())
         return model
 
-    def _describe(self, model: torch.nn.Module, member: Member) -> deepspeed_config.Prepared:
+    def _describe(self, model: torch.nn.Module, process: ProcessContext) -> deepspeed_config.Prepared:
         return deepspeed_config.Prepared(
             model=model,
             optimizer=self._given.optimizer,
             scheduler=self._given.scheduler,
             batch_sizes=self._given.batch_sizes,
-            world_size=member.topology.world_size,
+            world_size=process.topology.world_size,
             num_steps=self._setup.gradients.num_steps,
             splits_batches=self._setup.splits_batches,
             precision=self._precision.name,
-            device_type=member.device.type,
+            device_type=process.device.type,
         )
 
     def _parts(self) -> dict[str, Any]:
@@ -267,17 +266,17 @@ class DeepSpeedStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        return weights.whole(module, keep=self._setup.member.topology.local_rank == 0)
+        return weights.whole(module, keep=self._setup.process.topology.local_rank == 0)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        checkpoint.save(folder, models, self._setup.member)
+        checkpoint.save(folder, models, self._setup.process)
         return True
 
     def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
         return checkpoint.of_rank(folder, rank)
 
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        checkpoint.load(folder, models, self._setup.member)
+        checkpoint.load(folder, models, self._setup.process)
         return True
 
 

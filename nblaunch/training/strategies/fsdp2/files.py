@@ -19,7 +19,7 @@ from torch import nn
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training.models import bare_module
-from nblaunch.training.waiting import waiting
+from nblaunch.training.process_context import waiting
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"

@@ -157,7 +157,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
         # Not before: plugins are made and read in places that train nothing.
         from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
-        return Fsdp2Strategy(setup.member, self, setup.precision.dtype)
+        return Fsdp2Strategy(setup.process, self, setup.precision.dtype)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """From now on, have ``save_state`` write states of this type; None: of the default one."""

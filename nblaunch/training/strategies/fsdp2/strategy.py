@@ -24,8 +24,8 @@ from nblaunch.events import Note
 from nblaunch.host import memory
 from nblaunch.training import models
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import Member
 from nblaunch.training.models import bare_module
+from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import files, own_saves, recomputing
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
@@ -39,7 +39,7 @@ class Fsdp2Strategy(Strategy):
     """Torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
 
     Args:
-        member: the place of this process.
+        process: ranks and device of this process.
         plugin: what users set.
         dtype: in which weights are gathered; None: their own.
 
@@ -52,26 +52,29 @@ class Fsdp2Strategy(Strategy):
     label = "FSDP"
 
     def __init__(
-        self, member: Member, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None = None
+        self,
+        process: ProcessContext,
+        plugin: FullyShardedDataParallelPlugin,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if not _has_fully_shard():
             raise RuntimeError(
                 f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
             )
-        if member.backend.reduces_gradients:
+        if process.backend.reduces_gradients:
             raise ValueError(
-                f"fsdp_plugin can't be used on {member.backend.name}: torch's fully_shard is for CPUs and GPUs; leave "
+                f"fsdp_plugin can't be used on {process.backend.name}: torch's fully_shard is for CPUs and GPUs; leave "
                 "it out there"
             )
         self.plugin = plugin
-        self._member = member
+        self._process = process
         self._dtype = dtype
         plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
-        self.moves_models = self.holds_shards = member.topology.world_size > 1
+        self.moves_models = self.holds_shards = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def setup_module(self, model: nn.Module, member: Member) -> nn.Module:
+    def setup_module(self, model: nn.Module, process: ProcessContext) -> nn.Module:
         inner = bare_module(model)
         if is_sharded(inner):
             return model  # by the user
@@ -89,9 +92,9 @@ class Fsdp2Strategy(Strategy):
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
-        if self._member.topology.rank == 0:
+        if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        device, mesh = self._member.device, self._mesh()
+        device, mesh = self._process.device, self._mesh()
         offload = self.plugin.offload_policy()
         name = type(model).__name__  # before fully_shard makes another class of it
         sources = Sources(
@@ -121,8 +124,8 @@ class Fsdp2Strategy(Strategy):
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        topology = self._member.topology
-        kind = self._member.device.type
+        topology = self._process.topology
+        kind = self._process.device.type
         if self.plugin.is_hybrid:
             shape = (topology.world_size // topology.local_world_size, topology.local_world_size)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
@@ -137,7 +140,7 @@ class Fsdp2Strategy(Strategy):
             if dtensor.is_part(parameter)
         )
         sizes = operations.gather_object([own])
-        if self._member.topology.rank == 0:
+        if self._process.topology.rank == 0:
             text = shares_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
             context.current().emit(Note.of_job(text))
 
@@ -180,7 +183,7 @@ class Fsdp2Strategy(Strategy):
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = dtensor.total_norm(gradients, norm_type, self._member.device)
+        total = dtensor.total_norm(gradients, norm_type, self._process.device)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in gradients:
             held = dtensor.local(gradient)
@@ -203,7 +206,7 @@ class Fsdp2Strategy(Strategy):
 
     @property
     def _keeps_whole(self) -> bool:
-        return self._member.topology.local_rank == 0
+        return self._process.topology.local_rank == 0
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         whole = dtensor.gather_weights(module, self._keeps_whole)

@@ -19,8 +19,8 @@ from torch import nn
 
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.process_context import waiting
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.training.waiting import waiting
 
 _META = "meta"
 _UNKNOWN = "unknown"

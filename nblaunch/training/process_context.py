@@ -1,7 +1,13 @@
-"""Joining a job: a process takes its place, which is a :class:`Member`."""
+"""This process among those of its job: :class:`ProcessContext`, which :func:`join` makes; waiting for the others.
+
+A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be told from
+those that wait for it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +16,15 @@ import torch.distributed as dist
 
 from nblaunch import backends, context
 from nblaunch.backends.base import Backend
+from nblaunch.events import WorkerState
 from nblaunch.topology import Topology
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.wire.board import Slot
 
 
 @dataclass(frozen=True)
-class Member:
-    """A process that has taken its place in the job.
+class ProcessContext:
+    """A process that has joined its job.
 
     Args:
         topology: its ranks, those of the process group where there is one.
@@ -32,18 +39,19 @@ class Member:
     slot: Slot
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _here, ()  # what is pickled with it takes the place of the process that it arrives in
+        # What is pickled with it gets the context of the process that it arrives in.
+        return _of_this_process, ()
 
 
-def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Member:
-    """Take this process's place: choose its device and join the process group, unless that was done already.
+def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> ProcessContext:
+    """Choose this process's device and join the process group, unless that was done already.
 
     Args:
         cpu: compute on the CPU even where the context has another backend.
         init: how to join the process group.
 
     Raises:
-        RuntimeError: the environment speaks of several processes but not of where they meet.
+        RuntimeError: the environment has several processes but no address where they meet.
     """
     ctx = context.current()
     backend = backends.choose("cpu") if cpu else ctx.backend
@@ -52,11 +60,16 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Membe
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(ctx.topology, backend, init)
     backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    return Member(_agreed_topology(ctx.topology), backend, device, ctx.slot)
+    return ProcessContext(_agreed_topology(ctx.topology), backend, device, ctx.slot)
+
+
+def _of_this_process() -> ProcessContext:
+    session = context.current().training
+    return join() if session is None else session.process
 
 
 def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKwargs) -> None:
-    """Join a group of the kind, or at the place, that the user names; a lone process needs none."""
+    """Join a group of the kind, or at the address, that the user names; a lone process needs none."""
     if is_distributed() or topology.world_size == 1:
         return
     dist.init_process_group(
@@ -66,11 +79,6 @@ def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKw
         rank=topology.rank,
         world_size=topology.world_size,
     )
-
-
-def _here() -> Member:
-    session = context.current().training
-    return join() if session is None else session.member
 
 
 def is_distributed() -> bool:
@@ -91,5 +99,52 @@ def _agreed_topology(topology: Topology) -> Topology:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank, world_size) == (topology.rank, topology.world_size):
         return topology
-    # Without a launcher's word on nodes, all processes are taken to run on this one.
+    # Nothing is known of nodes, so all processes are taken to run on this one.
     return Topology(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
+
+
+class Waiting:
+    """Context manager: show on the board that this rank waits for others, then what it showed before."""
+
+    __slots__ = ("_before", "_slot")
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def __enter__(self) -> None:
+        self._before = self._slot.state
+        self._slot.set_state(WorkerState.WAITING)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._slot.set_state(self._before)
+        self._slot.mark()
+
+
+def waiting() -> Waiting:
+    """Return a :class:`Waiting` on the slot of this process."""
+    return Waiting(context.current().slot)
+
+
+def barrier(device: torch.device) -> None:
+    """Wait until every rank has come here; return at once where there is no process group."""
+    if not is_distributed():
+        return
+    with waiting():
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[device.index or 0])
+        else:
+            dist.barrier()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Run the block in one process of this machine after the other, as to build a model that memory holds but once.
+
+        with nblaunch.one_at_a_time():
+            model = build_model().to(accelerator.device)
+
+    Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
+    does nothing.
+    """
+    with context.current().turn(is_alone=True):
+        yield
