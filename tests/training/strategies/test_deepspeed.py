@@ -553,9 +553,9 @@ def test_what_prepare_is_given_must_make_an_engine() -> None:
 
 
 def test_without_deepspeed_there_is_nothing_to_stand_for() -> None:
-    with pytest.raises(ValueError, match="it needs Accelerator"):
+    with pytest.raises(ValueError, match="needs Accelerator"):
         Accelerator().prepare(DummyOptim(_module().parameters()))
-    with pytest.raises(ValueError, match="it needs Accelerator"):
+    with pytest.raises(ValueError, match="needs Accelerator"):
         Accelerator().prepare(DummyScheduler(None))
     with pytest.raises(ValueError, match="DeepSpeed has no plugins here"):
         Accelerator().state.select_deepspeed_plugin("teacher")
