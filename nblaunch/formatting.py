@@ -9,6 +9,7 @@ from math import isfinite
 _MAX_LENGTH = 400  # characters
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 _BREAKS = re.compile(r"[\n\v\f\r\x85\u2028\u2029]+")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B?|B)\s*", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -21,6 +22,23 @@ def size(num_bytes: float) -> str:
         if num_bytes < 999.5:
             break
     return f"{num_bytes:.{2 if num_bytes < 9.995 else 1 if num_bytes < 99.95 else 0}f} {unit}"
+
+
+def parse_size(size: int | str) -> int:
+    """Return bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30, ``"5G"`` as ``"5GB"``; a number is itself.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(
+            f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'"
+        )
+    base, exponent = 1024 if match[3] else 1000, "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return max(1, int(float(match[1]) * base**exponent))
 
 
 def size_range(sizes: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,3 +78,25 @@ def test_spans_name_every_rank_once(ranks: set[int]) -> None:
         first, _, last = span.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (7, 7),
+        ("5GB", 5 * 10**9),
+        ("5 GiB", 5 * 2**30),
+        ("1.5kb", 1500),
+        ("200MiB", 200 * 2**20),
+        ("3B", 3),
+        ("80G", 80 * 10**9),
+    ],
+)
+def test_sizes_are_read(text: Any, size: int) -> None:
+    assert formatting.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", 0, -5, None, "5PB", "1.2.3GB", 2.5])
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ValueError, match="is not a size; valid are"):
+        formatting.parse_size(text)

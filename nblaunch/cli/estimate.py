@@ -168,9 +168,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-_SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?)?B?", re.IGNORECASE)
-
-
 def add_parser(subparsers: Any) -> None:
     """The command and its options."""
     parser = subparsers.add_parser(
@@ -226,7 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what training takes; returns the exit code."""
     model = model_size(arguments)
     setting = _setting(arguments)
-    capacity = None if arguments.fits is None else _parse_size(arguments.fits)
+    capacity = None if arguments.fits is None else _capacity(arguments.fits)
     rows = [*_training_rows(arguments, model, setting), *_inference_rows(arguments, model, setting)]
     if arguments.json:
         print(json.dumps({"model": dataclasses.asdict(model), "rows": rows}, indent=2))
@@ -289,13 +286,11 @@ def _setting(arguments: argparse.Namespace) -> needs.Setting:
     )
 
 
-def _parse_size(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"--fits {text!r} is not a size of memory; valid are 80GB, 16GiB")
-    unit = (found[2] or "").upper()
-    power = "KMGT".index(unit[0]) + 1 if unit else 0
-    return int(float(found[1]) * (1024 if unit.endswith("I") else 1000) ** power)
+def _capacity(text: str) -> int:
+    try:
+        return formatting.parse_size(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise UsageError(f"--fits: {error}") from None
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from nblaunch import backends
-from nblaunch.engines.boot import Boot
 from nblaunch.engines.saved_call import SavedCall, present_folder
 from nblaunch.errors import LaunchError
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.assignment import Assignment, Boot
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import guard
 
@@ -26,7 +25,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(
 def start_interpreter(
     assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs ``engines/fresh.py`` for the given assignments.
+    """Start a Python process that runs ``engines/child_main.py`` for the given assignments.
 
     Safe in any thread, whatever the others are doing: nothing of this process runs in the new one.
 
@@ -49,7 +48,7 @@ def start_interpreter(
         inherited.add(report_fd)
     try:
         return start_program(
-            "nblaunch.engines.fresh",
+            "nblaunch.engines.child_main",
             boot,
             [call.fd],
             inherited,

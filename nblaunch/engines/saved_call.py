@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nblaunch import env
-from nblaunch.engines.boot import capture_random_states
 from nblaunch.errors import PayloadError
 from nblaunch.spec import name_of
 from nblaunch.wire import descriptors, payload, pickle_errors
-from nblaunch.wire.assignment import Call
+from nblaunch.wire.assignment import Call, capture_random_states
 from nblaunch.wire.board import create_memory_file
 
 

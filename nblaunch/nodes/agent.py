@@ -48,21 +48,21 @@ from nblaunch.nodes.rendezvous import is_connection_error, make_handler, open_st
 from nblaunch.topology import Topology
 from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
-from nblaunch.wire.polling import wait_until_readable
-from nblaunch.worker import stdio
+from nblaunch.wire.descriptors import wait_until_readable
+from nblaunch.worker import output
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run an agent; the argument is the descriptor of a memory file with its pickled :class:`AgentConfig`."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         config: AgentConfig = pickle.load(file)
-    stdio.capture(config.log_path)
+    output.capture(config.log_path)
     exit_code = 1
     try:
         NodeAgent(config).run()
         exit_code = 0
     finally:
-        stdio.flush()
+        output.flush()
         os._exit(exit_code)
 
 
@@ -109,7 +109,7 @@ class NodeAgent:
         """Publish the reason to the other nodes, then exit this process from any thread."""
         self._heartbeats.publish(messages.LEFT, reason)
         self._heartbeats.linger()
-        stdio.flush()
+        output.flush()
         os._exit(0)
 
 

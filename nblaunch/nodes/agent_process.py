@@ -32,7 +32,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.wire import descriptors
 from nblaunch.wire.channel import EventReceiver, EventSender
-from nblaunch.wire.polling import is_writable, wait_until_readable
+from nblaunch.wire.descriptors import is_writable, wait_until_readable
 
 LINGER_S = 4.0
 """Longest time in seconds for which an agent waits until the others have received its last heartbeat."""

@@ -35,7 +35,7 @@ from nblaunch.nodes.peers import NodesStopAgreement, PeerStates, answers_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample, Slot
-from nblaunch.wire.polling import wait_until_readable
+from nblaunch.wire.descriptors import wait_until_readable
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4

@@ -1,7 +1,7 @@
 """The life of one worker, from its first instruction to its last.
 
     guard     own session, dies with its parent, faulthandler on
-    stdio     descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
+    output    descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
     inherited what a fork brought along from the kernel is forgotten
     context   environment, thread counts, ``nblaunch.context``
     ──> Started
@@ -39,7 +39,7 @@ from nblaunch.wire.board import Board, Slot, turn
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import guard, inherited, progress, shell, stdio
+from nblaunch.worker import guard, inherited, output, progress
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import tell_failure
 
@@ -64,7 +64,7 @@ def run(
         exit_code = _Worker(assignment, slot).live(load_call, originals)
     except BaseException:
         # nblaunch's own mistake, a last interrupt, or a function that has closed all descriptors: the log has it.
-        stdio.write_last_words(assignment.log_path, traceback.format_exc())
+        output.write_last_words(assignment.log_path, traceback.format_exc())
     finally:
         os._exit(exit_code)
 
@@ -97,7 +97,7 @@ class _Worker:
             if exit_code != 0:
                 self.interrupts.hold_for_good()
                 return self._farewell(exit_code)
-            shell.show_pending_figures()
+            output.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
             with self.interrupts.held_back():
                 delivery.deliver(value, left_by_exit=value is _LEFT)
@@ -117,7 +117,7 @@ class _Worker:
     def _prepare(self) -> None:
         assignment = self.assignment
         kernel_streams = (sys.stdout, sys.stderr)
-        stdio.capture(assignment.log_path)
+        output.capture(assignment.log_path)
         guard.be_first_to_go()
         guard.watch_faults(assignment.stacks_path)
         inherited.forget(kernel_streams)
@@ -128,7 +128,7 @@ class _Worker:
         if assignment.spans_devices:
             backend.span_devices()
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
-        shell.connect(assignment.rank, self.sender.send)
+        output.connect_displays(assignment.rank, self.sender.send)
         context.install(
             WorkerContext(
                 topology=assignment.topology,
@@ -156,7 +156,7 @@ class _Worker:
         self.sender.become_another()
         self.slot.become_private()
         self.interrupts.belong_to_child()
-        stdio.renew_buffers()
+        output.renew_buffers()
         guard.watch_faults_of_child()
 
     def _turn(self, is_alone: bool = False) -> AbstractContextManager[None]:
@@ -203,7 +203,7 @@ class _Worker:
                 process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
-        lost = stdio.flush()
+        lost = output.flush()
         if lost:
             text = f"{lost} bytes of output are lost: there was no room for {self.assignment.log_path}"
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
@@ -239,7 +239,7 @@ def _end_of_child(exit_code: int) -> int:
         file=sys.stderr,
     )
     threading._shutdown()  # type: ignore[attr-defined]
-    stdio.flush()
+    output.flush()
     return exit_code
 
 

@@ -7,10 +7,10 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
-    "nblaunch.backends": "part of a worker's orders, see nblaunch.engines.fresh",
+    "nblaunch.backends": "part of a worker's orders, see nblaunch.engines.child_main",
     "nblaunch.nodes.agent": "orders in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
-    "nblaunch.engines.fresh": "orders in a memory file that its launcher made and that it inherited",
+    "nblaunch.engines.child_main": "orders in a memory file that its launcher made and that it inherited",
     "nblaunch.training.data.dispatcher": "part of an object that came under the seal of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",

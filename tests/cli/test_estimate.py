@@ -178,6 +178,7 @@ def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
         (["--parameters", "7B", "--num_devices", "12", "--devices_per_host", "8"], "not a multiple"),
         (["--parameters", "7B", "--num_devices", "0"], "--num_devices 0"),
         (["--parameters", "7B", "--fits", "large"], "'large' is not a size"),
+        (["--parameters", "7B", "--fits", "1.2.3GB"], "'1.2.3GB' is not a size"),
         (["models:Tied", "--set", "width"], "'width' is not of the form"),
         (["models:Tied", "--set", "depth=2"], "depth"),
         (["models:Nobody"], "models has no 'Nobody'"),

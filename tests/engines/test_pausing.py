@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.engines import openmp
+from nblaunch.engines import fork
 
 # A parallel operation, a fork, and a parallel operation in the child, which must end by itself.
 FORK = """
 import os, signal, sys, torch
-from nblaunch.engines.openmp import pause_pools
+from nblaunch.engines.fork import pause_pools
 torch.set_num_threads(2)
 big = torch.randn(1500, 1500)
 (big @ big).sum(); torch.empty(1 << 20).normal_()
@@ -39,7 +39,7 @@ def test_children_of_a_paused_process_use_their_threads() -> None:
 
 
 def test_a_process_without_openmp_needs_no_pause() -> None:
-    program = "from nblaunch.engines.openmp import pause_pools; assert pause_pools() is True"
+    program = "from nblaunch.engines.fork import pause_pools; assert pause_pools() is True"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
@@ -55,9 +55,9 @@ def test_a_process_without_openmp_needs_no_pause() -> None:
     ],
 )
 def test_openmp_libraries_are_told_by_their_names(path: str, is_openmp: bool) -> None:
-    assert bool(openmp._LIBRARY.search(path)) is is_openmp
+    assert bool(fork._LIBRARY.search(path)) is is_openmp
 
 
 def test_a_library_without_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
-    assert openmp.pause_pools() is False
+    monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
+    assert fork.pause_pools() is False

@@ -16,7 +16,7 @@ from torch import nn
 
 from nblaunch import Accelerator, CheckpointError
 from nblaunch.training.checkpoints import model_files, safe_save
-from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model, parse_size, save_sharded
+from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model, save_sharded
 
 
 class Tied(nn.Module):
@@ -99,20 +99,6 @@ def test_shards_hold_everything_and_no_more_than_they_may(sizes: list[int], limi
     for shard in shards:
         total = sum(value.numel() * 4 for value in shard.values())
         assert total <= limit or sum(value.numel() > 0 for value in shard.values()) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [(7, 7), ("5GB", 5 * 10**9), ("5 GiB", 5 * 2**30), ("1.5kb", 1500), ("200MiB", 200 * 2**20), ("3B", 3)],
-)
-def test_sizes(text: Any, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", 0, -5, None, "5PB", 2.5])
-def test_what_is_no_size(text: Any) -> None:
-    with pytest.raises(ValueError, match="is not a size; valid are"):
-        parse_size(text)
 
 
 def test_what_can_not_be_saved_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.engines.openmp import pause_pools
+from nblaunch.engines.fork import pause_pools
 from nblaunch.wire import outbox, payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.originals import Originals, Unchanged

@@ -31,8 +31,6 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
-_EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def save_sharded(
         ValueError: ``folder`` is a file, or ``max_shard_size`` is not a size.
         RuntimeError: a tensor is on the meta device: it has no values.
     """
-    limit = parse_size(max_shard_size)
+    limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             raise RuntimeError(f"{name!r} is on the meta device: it has no values that could be saved")
@@ -205,23 +203,6 @@ def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
     total = sum(_num_bytes(value) for shard in shards for value in shard.values())
     files = {name: file for file, shard in zip(names, shards, strict=False) for name in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
-
-
-def parse_size(size: int | str) -> int:
-    """Return bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30; a number is itself.
-
-    Raises:
-        ValueError: it is neither, or not positive.
-    """
-    if isinstance(size, int) and size > 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(
-            f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'"
-        )
-    base = 1024 if match[3] else 1000
-    return max(1, int(float(match[1]) * base ** _EXPONENTS[match[2].upper()]))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

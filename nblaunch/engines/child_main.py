@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from nblaunch import backends, env
-from nblaunch.engines.boot import Boot, restore_random_states
 from nblaunch.engines.children import Children
 from nblaunch.engines.fork import fork_workers
 from nblaunch.engines.saved_call import SavedCall
@@ -27,12 +26,12 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import Call
+from nblaunch.wire.assignment import Boot, Call, restore_random_states
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.descriptors import wait_until_readable
 from nblaunch.wire.originals import Originals
-from nblaunch.wire.polling import wait_until_readable
-from nblaunch.worker import bootstrap, guard, shell, stdio
+from nblaunch.worker import bootstrap, guard, output
 from nblaunch.worker.failure import describe_failure
 
 REPORT = struct.Struct("<iii")
@@ -66,7 +65,7 @@ def _be_worker(boot: Boot, call_fd: int) -> NoReturn:
 
 def _ensure_shell(boot: Boot) -> None:
     if boot.has_shell:
-        shell.ensure_shell()
+        output.ensure_shell()
 
 
 def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
@@ -75,7 +74,7 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
     guard.die_with(first.parent_pid)
     descendants.carry(first.mark)
     try:
-        stdio.capture(boot.log_path)
+        output.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
         guard.let_signals_in()
         _ensure_shell(boot)
@@ -85,7 +84,7 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
     except BaseException as error:
         # No worker runs yet that could report it: the zygote does for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
-        stdio.flush()
+        output.flush()
         os._exit(1)
     _report_until_all_ended(boot, pids)
     os._exit(0)
