@@ -9,9 +9,9 @@ Nothing passes through a pipe, so that no process waits for another. What is rea
 mapped privately (:func:`load`), or moved into memory of its own (:func:`take`). Tensors arrive on the CPU.
 
 Objects of the notebook itself: to a fresh interpreter, functions and classes of ``__main__`` go by value, since it has
-no such cells. Back to the kernel they go by *reference*: an exception class or a result class defined in a cell must
-arrive as that very class, or ``except MyError`` would not catch it. (For workers that got the class by value,
-cloudpickle's own tracking gives back the kernel's class.)
+no such cells; they become members of its own ``__main__``, so that what it pickles by name itself (checkpoints, tasks
+of a process pool) is found. Back to the kernel they go by *reference*: an exception class or a result class defined in
+a cell must arrive as that very class, or ``except MyError`` would not catch it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,34 @@ class NotebookPickler(cloudpickle.CloudPickler):
 
     Args:
         stream: where to write.
-        main_by_reference: name functions and classes that this process's ``__main__`` holds, rather than copying them.
+        main_by_reference: name functions and classes that this process's ``__main__`` holds; False = copy them into the
+            ``__main__`` of the process that reads.
         options: for the pickler.
     """
 
     def __init__(self, stream: io.BytesIO, *, main_by_reference: bool, **options: Any) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL, **options)
-        self._main = sys.modules.get("__main__") if main_by_reference else None
+        self._main_by_reference = main_by_reference
+        self._main = sys.modules.get("__main__")
+        if not main_by_reference:
+            # The global names of a function, by the id of what it has here.
+            self.globals_ref[id(vars(self._main))] = _NAMES_OF_MAIN
 
     def reducer_override(self, obj: Any) -> Any:
-        if self._main is not None and isinstance(obj, (type, types.FunctionType)) and self._is_of_main(obj):
-            return obj.__qualname__
+        if obj is _NAMES_OF_MAIN:
+            return _names_of_main, ()
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
-        return super().reducer_override(obj)
+        if not isinstance(obj, (type, types.FunctionType)) or not self._is_of_main(obj):
+            return super().reducer_override(obj)
+        if self._main_by_reference:
+            return obj.__qualname__
+        reduced = super().reducer_override(obj)
+        if "." in obj.__qualname__ or not isinstance(reduced, tuple):
+            return reduced
+        make, args, state, _, _, set_state = reduced
+        return make, args, (set_state, state), None, None, _set_state_in_main
 
     def _is_of_main(self, obj: Any) -> bool:
         if obj.__module__ != "__main__":
@@ -68,6 +81,24 @@ class NotebookPickler(cloudpickle.CloudPickler):
         for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
             found = getattr(found, name, None)
         return found is obj
+
+
+class _NamesOfMain:
+    """Stands for the names of ``__main__`` of the process that reads."""
+
+
+_NAMES_OF_MAIN = _NamesOfMain()
+
+
+def _names_of_main() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
+
+
+def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -> None:
+    """Complete a function or class as cloudpickle does, and make it a member of ``__main__``."""
+    set_state, own = state
+    set_state(obj, own)
+    setattr(sys.modules["__main__"], obj.__name__, obj)
 
 
 def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:

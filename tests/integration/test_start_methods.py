@@ -283,3 +283,36 @@ drawn, draw()
     )
     drawn, own = cell.value
     assert drawn == {method: [own, own] for method in START_METHODS}
+
+
+def test_fresh_workers_pickle_what_cells_defined_by_name(shared: Kernel) -> None:
+    """Checkpoints with a class of the notebook in them, and tasks of a process pool."""
+    shared.run(
+        """
+import io, multiprocessing, pickle
+class Config:
+    def __init__(self, lr): self.lr = lr
+class Net(nn.Linear):
+    pass
+def double(value):
+    return 2 * value
+def train(config):
+    file = io.BytesIO()
+    torch.save({"config": config, "model": Net(2, 2)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        doubled = pool.map(double, [loaded["config"].lr])
+    is_same = type(loaded["config"]) is Config, type(loaded["model"]) is Net
+    return *is_same, doubled, pickle.loads(pickle.dumps(train)) is train
+"""
+    )
+    for method in ("forkserver", "spawn"):
+        cell = shared.run(
+            f"notebook_launcher(train, (Config(3),), num_processes=2, backend='cpu', start_method={method!r})"
+        )
+        assert cell.value == (True, True, [6], True), method
+    own = shared.run(
+        "type(notebook_launcher(Config, (4,), num_processes=1, backend='cpu', start_method='spawn')) is Config"
+    )
+    assert own.value is True
