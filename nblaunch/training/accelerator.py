@@ -57,7 +57,7 @@ from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
-from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies import StrategyPlugin
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
@@ -158,11 +158,13 @@ class Accelerator(PreparationProperties):
         }
         plugin = settings.strategy_plugin(self._session, plugins, handlers)
         asked = plugin.precision(mixed_precision, self._process.backend)
-        self._precision = settings.precision_of(self._session, asked, handlers)
+        precision = settings.precision_of(self._session, asked, handlers)
         self._session.gradients.configure(plugin.accumulation(accumulation))
         self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._handlers = handlers
-        self._strategy = self._build_strategy(plugin, data.split_batches)
+        self._strategy, self._precision = settings.build_strategy(
+            self._session, plugin, precision, data.split_batches
+        )
         self._preparer = Preparer(
             self._session,
             self._precision,
@@ -178,16 +180,6 @@ class Accelerator(PreparationProperties):
         self._checkpoints = Checkpointer(self._session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, self._process)
         self.flag_tensor: torch.Tensor | None = None
-
-    def _build_strategy(self, plugin: StrategyPlugin, splits_batches: bool) -> Strategy:
-        session, own = self._session, self._precision
-        built = plugin.build(TrainingSetup(session.process, own, session.gradients, splits_batches))
-        session.label = built.label if built.holds_shards else ""
-        session.strategies[id(built)] = built
-        self._precision = built.precision(own)
-        if session.precision is own:
-            session.precision = self._precision
-        return built
 
     @property
     def _process(self) -> ProcessContext:

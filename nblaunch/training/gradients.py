@@ -46,8 +46,8 @@ class Gradients:
         session = self._session
         if context.current() is not session.home:
             session.check_home()
-        if not session.has_begun:
-            session.begin()
+        if not session.has_checked_models:
+            session.check_models()
         divisor = session.gradients.divisor
         session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)

@@ -81,15 +81,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in :class:`torch.optim.Optimizer`."""
+        """Add a group of parameters, as :class:`torch.optim.Optimizer` does."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in :class:`torch.optim.Optimizer`."""
+        """Return the state, as :class:`torch.optim.Optimizer` does."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in :class:`torch.optim.Optimizer`."""
+        """Load a state, as :class:`torch.optim.Optimizer` does."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -106,7 +106,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step; nothing in the middle of an accumulation window."""
+        """Step; do nothing in the middle of an accumulation window."""
         if self._gradients.sync_gradients:
             self.reduce_gradients()
             self._is_reduced = False
@@ -195,23 +195,23 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def get_last_lr(self) -> list[float]:
-        """As in torch's schedulers."""
+        """Return the learning rates of the last step, one per parameter group."""
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> list[float]:
-        """As in torch's schedulers."""
+        """Return the learning rates as torch's schedulers compute them."""
         return list(self.scheduler.get_lr())
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """As in torch's schedulers, those of them that have it."""
+        """Print the learning rate, where the scheduler can."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch's schedulers."""
+        """Return the state."""
         return dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch's schedulers."""
+        """Load a state."""
         self.scheduler.load_state_dict(state_dict)
 
 

@@ -48,11 +48,11 @@ class KwargsHandler:
     """Base of the classes that may be given in ``Accelerator(kwargs_handlers=[...])``."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -118,7 +118,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
+        """Return what differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
         own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option", "sync_batchnorm")
         return {name: value for name, value in super().to_kwargs().items() if name not in own}
 
@@ -192,7 +192,7 @@ class ProfileKwargs(KwargsHandler):
             check_choice("activities item", activity, ("cpu", "cuda", "xpu", "mtia"))
 
     def build(self) -> Any:
-        """The :class:`torch.profiler.profile` that these settings describe."""
+        """Return the :class:`torch.profiler.profile` that these settings describe."""
         from torch import profiler
 
         kinds = None
@@ -271,7 +271,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return str(getattr(self.backend, "value", self.backend)).lower()
 
     def to_compile_kwargs(self) -> dict[str, Any]:
-        """What differs from torch's defaults, for :func:`torch.compile`."""
+        """Return what differs from torch's defaults, for :func:`torch.compile`."""
         kwargs = self.to_kwargs() | {"backend": self._name}
         kwargs.pop("use_regional_compilation", None)
         return kwargs
@@ -412,7 +412,7 @@ class ProjectConfiguration:
 def project_of(
     project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """The project that an Accelerator's two arguments describe.
+    """Return the project that an Accelerator's two arguments describe.
 
     Raises:
         ValueError: they name different folders.

@@ -74,7 +74,7 @@ class Preparer:
         self._replacements = Replacements()
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
+        """Return prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
@@ -99,7 +99,7 @@ class Preparer:
     def model(
         self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """``model`` on the device, in the chosen precision, spread over ranks unless it is only evaluated.
+        """Return ``model`` on the device, in the chosen precision, spread over ranks unless it is only evaluated.
 
         The given module itself is moved and keeps the trained weights: what is returned may be a wrapper around it.
         """
@@ -151,7 +151,7 @@ class Preparer:
     def optimizer(
         self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """``optimizer``, stepping where the accumulation window ends."""
+        """Return ``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
         if not any(optimizer is known for known in self.optimizers):
@@ -170,7 +170,7 @@ class Preparer:
         )
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """``scheduler``, stepping with its prepared optimizer; with all of them where its own was not prepared."""
+        """Return ``scheduler``, stepping with its prepared optimizer, or with all where its own was not prepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
         if not any(scheduler is known for known in self.schedulers):
@@ -196,7 +196,7 @@ class Preparer:
     def loader(
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
-        """This rank's part of ``loader``."""
+        """Return this rank's part of ``loader``."""
         if not isinstance(loader, PreparedLoader):
             process = self.session.process
             share = Share(
@@ -228,7 +228,7 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """The user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
+    """Return the user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
 
     Args:
         recursive: also take submodules out of their wrappers, in place.
@@ -245,7 +245,7 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether the user's own module inside ``model`` is one of the ``peft`` library."""
+    """Return whether the user's own module inside ``model`` is one of the ``peft`` library."""
     peft = sys.modules.get("peft")  # where it was not imported, nothing can be one
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel

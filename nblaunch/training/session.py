@@ -40,7 +40,7 @@ class Session:
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
         home: the context that it was opened in.
-        has_begun: a backward pass was asked for.
+        has_checked_models: there was a backward pass, see :meth:`check_models`.
         rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
     """
 
@@ -59,7 +59,7 @@ class Session:
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     home: WorkerContext | None = field(default=None, compare=False, repr=False)
-    has_begun: bool = False
+    has_checked_models: bool = False
     rendezvous: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -80,9 +80,9 @@ class Session:
                 "accelerator = Accelerator()"
             )
 
-    def begin(self) -> None:
-        """The first backward pass: say so once if its gradients will stay on their rank."""
-        self.has_begun = True
+    def check_models(self) -> None:
+        """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""
+        self.has_checked_models = True
         topology = self.process.topology
         if topology.world_size > 1 and topology.rank == 0 and not self.models:
             warn(
@@ -92,7 +92,7 @@ class Session:
             )
 
     def take_resuming(self) -> bool:
-        """Whether the middle of an epoch was loaded that now begins to be read; True once."""
+        """Return whether the middle of an epoch was loaded that now begins to be read; True once."""
         is_resuming, self.is_resuming = self.is_resuming, False
         return is_resuming
 
@@ -103,7 +103,7 @@ class Session:
 
 
 def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Session:
-    """The session of this process; the first call joins the job.
+    """Return the session of this process; the first call joins the job.
 
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.

@@ -26,7 +26,7 @@ from nblaunch.training.options import (
     check_choice,
 )
 from nblaunch.training.session import Session
-from nblaunch.training.strategies import PLUGINS, StrategyPlugin
+from nblaunch.training.strategies import PLUGINS, Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.ddp import DataParallelPlugin
 
 HANDLERS = (
@@ -71,7 +71,7 @@ def prepare_device(strategy: StrategyPlugin | str | None, downcast_bf16: bool) -
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """``kwargs_handlers`` by their type, at most one of each.
+    """Return ``kwargs_handlers`` by their type, at most one of each.
 
     Raises:
         ValueError: one is of no known type, or there are two of the same.
@@ -88,7 +88,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 
 
 def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """Gradient accumulation from the two arguments that may set it; ValueError where both do."""
+    """Return gradient accumulation from the two arguments that may set it; ValueError where both do."""
     if plugin is None:
         if num_steps == 1:
             launched = context.current().defaults.get("gradient_accumulation_steps")
@@ -103,7 +103,7 @@ def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> G
 
 
 def rng_types(asked: Sequence[str] | None) -> list[str]:
-    """The generators that loaders make equal over ranks; ValueError for an unknown one."""
+    """Return the generators that loaders make equal over ranks; ValueError for an unknown one."""
     kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
     for kind in kinds:
         check_choice("rng_types item", kind, RNG_TYPES)
@@ -111,7 +111,7 @@ def rng_types(asked: Sequence[str] | None) -> list[str]:
 
 
 def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    """How loaders share data, from the two arguments that may say so; ValueError where they differ."""
+    """Return how loaders share data, from the two arguments that set it; ValueError where they differ."""
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
     if split_batches is not None and split_batches != config.split_batches:
@@ -125,10 +125,10 @@ def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> 
 def dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """How models are compiled, from the two arguments that may say so, else from the launcher or the environment.
+    """Return how models are compiled: from either of two arguments, else from the launcher or the environment.
 
     Raises:
-        ValueError: both say so.
+        ValueError: both were given.
     """
     if backend is not None and plugin is not None:
         raise ValueError(
@@ -191,7 +191,7 @@ def _kept_plugin(session: Session) -> StrategyPlugin | None:
 
 
 def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:
-    """The precision of this process: the first Accelerator decides, later ones agree or don't care."""
+    """Return the precision of this process: the first Accelerator decides, later ones agree or don't care."""
     existing = session.precision
     backend = session.process.backend
     scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
@@ -208,3 +208,23 @@ def precision_of(session: Session, asked: str | None, handlers: dict[type, Any])
             "precision per process, or AcceleratorState._reset_state() in between."
         )
     return precision.make(name, backend, autocast, scaling) if autocast or scaling else existing
+
+
+def build_strategy(
+    session: Session, plugin: StrategyPlugin, own: precision.Precision, splits_batches: bool
+) -> tuple[Strategy, precision.Precision]:
+    """Build what spreads models, and resolve how they compute where it has a say in that.
+
+    Args:
+        session: keeps the strategy, its label and its precision.
+        plugin: builds the strategy.
+        own: the precision that was asked for.
+        splits_batches: a loader's ``batch_size`` is that of all ranks together.
+    """
+    built = plugin.build(TrainingSetup(session.process, own, session.gradients, splits_batches))
+    session.label = built.label if built.holds_shards else ""
+    session.strategies[id(built)] = built
+    resolved = built.precision(own)
+    if session.precision is own:
+        session.precision = resolved
+    return built, resolved

@@ -56,7 +56,7 @@ class _SharedState:
 
 
 def _live(cls: type[View]) -> Session:
-    """The session, where the process still has the state that ``cls`` shows; AttributeError where it was reset."""
+    """Return the session where it still has the state that ``cls`` shows; AttributeError where it was reset."""
     session: Session | None = context.current().training
     if session is None or cls not in session.attributes:
         name = cls.__name__
@@ -264,7 +264,7 @@ class GradientState(View):
         self._gradients.sync_gradients = sync_gradients
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """As trainers of other libraries call it, that count micro-steps by themselves."""
+        """Do what the setter does, for trainers of other libraries that count micro-steps by themselves."""
         self._gradients.sync_gradients = sync_gradients
 
     @property
@@ -336,7 +336,7 @@ class GradientState(View):
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator was built in this process, so that there is an ``AcceleratorState``."""
+    """Return whether an Accelerator was built in this process, so that there is an ``AcceleratorState``."""
     return bool(AcceleratorState._shared_state)
 
 

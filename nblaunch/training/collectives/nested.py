@@ -246,7 +246,7 @@ class TensorInformation:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInformation:
-        """That of ``tensor``."""
+        """Return the information of ``tensor``."""
         return cls(tensor.shape, tensor.dtype)
 
     def empty(self, device: torch.device | None = None) -> torch.Tensor:

@@ -77,7 +77,7 @@ class DataLoaderDispatcher(PreparedLoader):
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
     def _send(self, session: Session, skipped: int) -> Iterator[tuple[Any, int, bool]]:
-        """Joined rounds, with the number of real rows and whether it is the last one; each once it was sent."""
+        """Yield joined rounds, with the number of real rows and whether each is the last one; once it was sent."""
         structure = b""
         rounds = self._rounds(session, skipped)
         while True:
