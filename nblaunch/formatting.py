@@ -1,4 +1,4 @@
-"""Text of sizes, counts, ranks, durations, rates and losses: the same in messages, notes and dashboards."""
+"""Sizes, counts, ranks, durations, rates and losses as text, the same in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def size(num_bytes: float) -> str:
 
 
 def parse_size(size: int | str) -> int:
-    """Return bytes: ``"5GB"`` is 5 * 10**9, ``"5GiB"`` 5 * 2**30, ``"5G"`` as ``"5GB"``; a number is itself.
+    """Return a size in bytes: ``"5GB"`` and ``"5G"`` are 5 * 10**9, ``"5GiB"`` 5 * 2**30; numbers are bytes already.
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: ``size`` is neither a size nor a number, or not positive.
     """
     if isinstance(size, int) and size > 0:
         return size

@@ -1,15 +1,17 @@
 """The command line: ``nblaunch <command>``, also as ``python -m nblaunch``.
 
-Owns the list of commands and how usage errors are shown. A command is one module of this folder with
+:func:`main` imports the module of the command, builds its parser and calls its ``run``. Each command is a module with
 
-    add_parser(subparsers)         its name, options and help, by ``subparsers.add_parser(...)``
-    run(arguments) -> int          does it; the exit code
-    explain_unknown(words) -> str  optional: the message for arguments that the parser does not know
+    add_parser(subparsers)           name, options and help, by ``subparsers.add_parser(...)``
+    run(arguments) -> int            executes the command and returns the exit code
+    explain_unknown(options) -> str  optional: the message for unknown options
 
-Only the module of the command asked for is imported, and none imports torch or anything else that is slow before
-``run``.
+No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and the
+remedy, and exit code 2.
 
-A usage error is one line that says what is wrong and what to do, and exit code 2.
+    config        questions, prompts                 run-notebook  notebook_client, screen
+    launch        script_job                         test          selfcheck, selfcheck_jobs, selfcheck_ranks
+    env           environment                        estimate-memory  estimate, memory_needs
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from nblaunch.wire import descriptors
 
 
 class UsageError(Exception):
-    """The command can't do what it was asked for; nothing was started. The message says why, and what to do."""
+    """The command can't be executed; nothing was started. The message says why, and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage before it; the help is there for who wants it."""
+    """A parser whose errors are one line that refers to the help."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -40,12 +42,12 @@ class Parser(argparse.ArgumentParser):
 COMMANDS = {
     "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
     "launch": ("nblaunch.cli.launch", "run a script on every device"),
-    "env": ("nblaunch.cli.environment", "report versions, devices and what would not work here"),
+    "env": ("nblaunch.cli.environment", "report versions, devices and problems of this machine"),
     "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
     "estimate-memory": ("nblaunch.cli.estimate", "estimate how much memory a model takes, by strategy"),
     "run-notebook": ("nblaunch.cli.run_notebook", "execute a notebook, with progress in the terminal"),
 }
-"""Name of a command -> its module and its line of the help, in the order of the help."""
+"""Command -> its module and its line of the help, in the order of the help."""
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
@@ -54,15 +56,15 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that is go
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for a usage error, which is one line.
+    """Run a command and return its exit code: 2 for a usage error.
 
     Args:
-        argv: without the program's name; None = ``sys.argv``.
+        argv: arguments without the program's name; None = those of ``sys.argv``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    _stand_in_for_closed_streams()
-    asked = next((word for word in argv if not word.startswith("-")), "")
-    command = asked if asked in COMMANDS else ""
+    _open_closed_streams()
+    first = next((argument for argument in argv if not argument.startswith("-")), "")
+    command = first if first in COMMANDS else ""
     try:
         module = importlib.import_module(COMMANDS[command][0]) if command else None
         arguments = _parse(argv, command, module)
@@ -74,30 +76,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): that is no error, and nothing can be reported.
+        # The reader of the output has ended (`| head`), which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.errno not in _OUTPUT_ERRORS:
             raise
-        print(f"nblaunch {command}: error: what there is to say can't be written: {error}", file=sys.stderr)
+        print(f"nblaunch {command}: error: the output can't be written: {error}", file=sys.stderr)
         return 1
 
 
-def _stand_in_for_closed_streams() -> None:
-    """A program may be started with its input or outputs closed (``>&-``); Python then has None for them."""
+def _open_closed_streams() -> None:
+    """Open /dev/null for closed standard streams (``>&-``), which are None in Python."""
     descriptors.occupy_standard_ones()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the program runs
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the program ends
 
 
 def _check_folder() -> None:
-    """Much of Python and of its libraries fails in odd ways in a folder that was removed."""
+    """Raise UsageError if the working folder was removed, where Python and libraries fail with unclear errors."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UsageError("the working folder was removed; go to another one") from None
+        raise UsageError("the working folder was removed; change to another one") from None
 
 
 def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argparse.Namespace:
@@ -115,7 +117,7 @@ def _parse(argv: Sequence[str], command: str, module: ModuleType | None) -> argp
 
 
 def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The parser of one command; of the others it knows the names."""
+    """Return a parser with the options of one command, and the names of the others."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of this machine, or of several.",
@@ -132,10 +134,10 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
 
 
 class _ShowVersion(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Prints the version, looked up only when it is needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
-        import importlib.metadata  # 40 ms
+        import importlib.metadata  # takes 40 ms
 
         print(f"nblaunch {importlib.metadata.version('nblaunch')}")
         parser.exit()

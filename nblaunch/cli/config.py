@@ -1,7 +1,7 @@
-"""``nblaunch config``: a few questions, whose answers are the defaults of later launches.
+"""``nblaunch config``: questions whose answers are the defaults of later launches.
 
-nblaunch config            ask, and write the file
-nblaunch config default    write what would be answered by pressing Enter each time
+nblaunch config            ask questions and write the file
+nblaunch config default    write the default answers
 nblaunch config show       show the file
 """
 
@@ -23,26 +23,26 @@ _ACTIONS = ("default", "show")
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "config",
         help="answer a few questions and write the defaults of `nblaunch launch`",
-        description="Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers may "
+        description="Answer a few questions; the answers are written as defaults of `nblaunch launch`. Answers can "
         "also come through a pipe, one line each, empty for the default.",
     )
     parser.add_argument(
         "action",
         nargs="?",
         choices=_ACTIONS,
-        help="default: write what this machine suggests, without questions; show: show the file",
+        help="default: write the defaults for this machine, without questions; show: show the file",
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="the file, instead of the default one"
+        "--config_file", "--config-file", metavar="FILE", help="another file than the default one"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and write the answers, write the suggestions, or show what is written; returns the exit code."""
+    """Run the action and return the exit code."""
     given = arguments.config_file
     path = files.default_path() if given is None else Path(given).expanduser()
     try:
@@ -56,21 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Write what this machine suggests as the defaults of ``nblaunch launch``, as ``nblaunch config default`` does.
+    """Write defaults of ``nblaunch launch`` for this machine, as ``nblaunch config default`` does.
 
     Args:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        save_location: the file; None = the one that ``nblaunch launch`` reads by itself.
+        save_location: path of the file; None = the default file of ``nblaunch launch``.
 
     Returns:
-        The file; False where it was there already and stays as it is.
+        The path; False if the file exists already, which is then not changed.
 
     Raises:
-        ValueError: the precision is none of those, or can't be had with what this machine suggests.
+        ValueError: the precision is unknown, or not supported by the devices of this machine.
     """
     path = files.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path}: is there already, and is not overwritten")
+        print(f"{path}: exists already, and is not overwritten")
         return False
     _write(path, {**detected(Machine.here()), "mixed_precision": convert("mixed_precision", mixed_precision)})
     return path
@@ -90,7 +90,7 @@ def _show(path: Path) -> int:
 def _write_default(path: Path) -> int:
     if path.exists():
         raise UsageError(
-            f"{path}: is there already, and is not overwritten; remove it or name another --config_file"
+            f"{path}: exists already, and is not overwritten; remove it or name another --config_file"
         )
     return _write(path, detected(Machine.here()))
 
@@ -98,12 +98,12 @@ def _write_default(path: Path) -> int:
 def _ask(path: Path) -> int:
     known = files.read(path).values if path.exists() else {}
     if known:
-        print(f"The defaults are those of {path}; settings that are not asked for stay.")
+        print(f"The defaults are those of {path}; settings without a question are kept.")
     return _write(path, ask_all(asker(), Machine.here(), known))
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:
-    resolve([Layer("the answers", values)])  # never write what could not be launched
+    resolve([Layer("the answers", values)])  # raises if these settings could not be launched
     files.write(path, values)
     print(f"written to {path}; `nblaunch launch script.py` uses it{_how(path)}")
     return 0

@@ -1,8 +1,8 @@
-"""``nblaunch env``: what a launch would find on this machine, for bug reports and for a first look.
+"""``nblaunch env``: a report about this machine for bug reports: versions, devices, memory, and possible problems.
 
-Of a fresh kernel, that is; ``%run -m nblaunch env`` in a cell describes the kernel that it runs in, with all that its
-cells have done. Looks at devices without touching them, and starts nothing. Values of environment variables are shown
-only where the variable is one of ours (see ``env.TABLE``): others may hold secrets.
+It describes a launch from a fresh kernel; ``%run -m nblaunch env`` in a cell describes a launch from that kernel.
+Devices are counted without initialising them, and nothing is started. Values of environment variables are shown only
+for variables of nblaunch (``env.TABLE``), since others may hold secrets.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _PACKAGES = (
 )  # fmt: skip
 
 _SMALL_SHM_BYTES = 512 << 20
-_FILES_PER_PROCESS = 64  # descriptors that a launcher holds for a worker, generously
+_FILES_PER_PROCESS = 64  # more descriptors than a launcher needs per worker
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its option."""
+    """Add the command and its option."""
     parser = subparsers.add_parser(
         "env",
-        help="report versions, devices and what would not work here",
+        help="report versions, devices and problems of this machine",
         description="Report versions, devices, memory, the notebook platform, how a launch from a fresh kernel would "
-        "start its workers, and what would not work here. For bug reports; contains no secrets.",
+        "start its workers, and problems of this machine. For bug reports; contains no secrets.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; returns the exit code."""
+    """Print the report and return the exit code."""
     report = collect()
     print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """The report: sections by name, each a mapping of names to values that JSON knows, and ``"findings"``."""
+    """Return the report: sections by name, each a mapping of JSON values, and ``"findings"``."""
     refusal, plan = "", None
     torch_error = _torch_error()
     if torch_error is None:
@@ -95,9 +95,7 @@ def collect() -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     return {
-        "nblaunch": sys.modules[
-            "nblaunch"
-        ].__version__,  # the package itself hands on what is above this file
+        "nblaunch": sys.modules["nblaunch"].__version__,  # this file may not import the package above it
         "python": f"{system_platform.python_version()} ({sys.executable})",
         "system": system_platform.platform(),
         **{name: _version(name) for name in _PACKAGES},
@@ -112,10 +110,10 @@ def _version(name: str) -> str | None:
 
 
 def _torch_error() -> str | None:
-    """Why torch can't be imported; None where it can."""
+    """Return why torch can't be imported; None if it can."""
     try:
         importlib.import_module("torch")
-    except Exception as error:  # a broken installation raises whatever its libraries do
+    except Exception as error:  # a broken installation may raise anything
         return (
             f"torch can't be imported: {type(error).__name__}: {error}. Install it again: https://pytorch.org"
         )
@@ -144,7 +142,7 @@ def _cores() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, dict[str, Any]]:
-    """Every device family but the CPU: how many devices, or why none of them can be used."""
+    """Return the devices of each backend except the CPU, or why they can't be used."""
     found = {}
     for name, backend in backends.discover().items():
         if name == "cpu":
@@ -183,7 +181,7 @@ def _launch(plan: LaunchPlan | None, refusal: str) -> dict[str, Any]:
 
 
 def _config() -> tuple[dict[str, Any], str]:
-    """The file that `nblaunch launch` would read, with what it sets, and why it can't be used."""
+    """Return the configuration file of `nblaunch launch` with its settings, and why it is invalid."""
     path = files.default_path()
     try:
         layers = files.find_layers(None)
@@ -194,9 +192,9 @@ def _config() -> tuple[dict[str, Any], str]:
 
 
 def _variables() -> dict[str, str]:
-    """Those that nblaunch reads; of the others that steer processes, only that they are set."""
+    """Return variables of nblaunch with values, and the names of other variables that affect processes."""
     environ = env.snapshot()
-    steering = (
+    affecting = (
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
@@ -206,7 +204,7 @@ def _variables() -> dict[str, str]:
     )
     return {
         **{name: environ[name] for name in env.TABLE if name in environ},
-        **{name: "(set)" for name in steering if name in environ},
+        **{name: "(set)" for name in affecting if name in environ},
     }
 
 
@@ -215,14 +213,14 @@ def _variables() -> dict[str, str]:
 
 def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
     yield from filter(None, (plan.detour, *plan.warnings))
-    # Asked for fp16 only: whether a GPU has bf16 can't be known without a CUDA context.
+    # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
     refusal = plan.backend.supports_precision("fp16")
     if refusal is not None:
         yield f"mixed_precision='fp16': {refusal}"
 
 
 def _device_findings(devices: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Devices that are here and can't be used. That there are none is no finding."""
+    """Yield a finding for each backend with devices that can't be used."""
     for name, found in devices.items():
         if found["unusable_because"] and backends.discover()[name].is_present():
             yield f"backend={name!r} can't be used: {found['unusable_because']}"
@@ -232,15 +230,15 @@ def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
     facts = memory.read_facts()
     if 0 < facts.shm_size < _SMALL_SHM_BYTES:
         yield (
-            f"/dev/shm has only {formatting.size(facts.shm_size)} (containers: 64 MB unless asked otherwise): data "
-            "loaders with workers put batches there, and die of a bus error when it is full. Start the container with "
+            f"/dev/shm has only {formatting.size(facts.shm_size)} (default of containers: 64 MB): data loaders with "
+            "workers put batches there, and are killed by SIGBUS when it is full. Start the container with "
             "--shm-size=8g, or use num_workers=0"
         )
     if line := memory.shm_line(facts):
         yield line
     if facts.oom_kills:
         killed = formatting.count(facts.oom_kills, "process")
-        yield f"the system has killed {killed} here for want of memory since this container started"
+        yield f"the system has killed {killed} because memory ran out, since this container started"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
     if 0 <= files < needed:
@@ -248,14 +246,14 @@ def _host_findings(plan: LaunchPlan | None) -> Iterator[str]:
 
 
 def _nothing() -> None:
-    """What is planned to be launched."""
+    """Do nothing: the function of the planned launch."""
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report as text, a fact a line."""
+    """Return the report as text."""
     notebook, launch, facts = report["notebook"], report["launch"], report["memory"]
     lines = ["versions"]
     lines += [_line(name, value) for name, value in report["versions"].items() if value]
@@ -282,8 +280,8 @@ def render(report: Mapping[str, Any]) -> str:
     if report["variables"]:
         lines += ["", "environment variables"]
         lines += [_line(name, value) for name, value in report["variables"].items()]
-    lines += ["", "what will not work here, and what to know"]
-    lines += [f"  - {text}" for text in report["findings"]] or ["  nothing was found"]
+    lines += ["", "problems and notes"]
+    lines += [f"  - {text}" for text in report["findings"]] or ["  none"]
     return "\n".join(lines)
 
 

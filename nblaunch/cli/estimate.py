@@ -1,7 +1,7 @@
-"""``nblaunch estimate-memory``: what a model takes on each device and host, by strategy, before anything is launched.
+"""``nblaunch estimate-memory``: memory of a model on each device and host, by strategy, without launching it.
 
-A model's size is given as a count of parameters, or measured on the meta device, where no weights are made. The
-arithmetic with its sources is in ``memory_needs.py``.
+The size of the model is a given number of parameters, or measured on the meta device, which allocates no weights. The
+arithmetic and its sources are in ``memory_needs.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _AMOUNT = re.compile(r"([\d_]+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
 
 
 def model_size(arguments: argparse.Namespace) -> ModelSize:
-    """The size of the model that a command names: by ``model`` and ``set``, or by ``parameters``; and ``trainable``.
+    """Return the size of the model given by the options ``model`` and ``set``, or ``parameters``; and ``trainable``.
 
     Raises:
-        UsageError: it names none, or one that can't be built.
+        UsageError: no model is given, or it can't be built.
     """
     if (arguments.model is None) == (arguments.parameters is None):
-        raise UsageError("name a model (package.module:Class) or give --parameters COUNT, one of the two")
+        raise UsageError("give either a model (package.module:Class) or --parameters COUNT")
     if arguments.parameters is not None:
         count = parse_count("--parameters", arguments.parameters)
         size = ModelSize(parameters=count, trainable=count)
@@ -57,10 +57,10 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def parse_count(option: str, text: str) -> int:
-    """``7e9``, ``7B``, ``350M``, ``125_000_000`` as a number.
+    """Return a number written as ``7e9``, ``7B``, ``350M`` or ``125_000_000``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not such a number.
     """
     found = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
     amount = float(found[1].replace("_", "")) * _MULTIPLES[found[2]] if found else 0.0
@@ -73,8 +73,8 @@ def parse_count(option: str, text: str) -> int:
 
 
 def measure(model: nn.Module) -> ModelSize:
-    """Count parameters and buffers of a model, on whichever device it is; shared ones once."""
-    # Not before, since they import torch.
+    """Count parameters and buffers of a model, shared ones once."""
+    # Imported here, since they import torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
     options: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.plugin")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}
@@ -91,10 +91,10 @@ def measure(model: nn.Module) -> ModelSize:
 
 
 def _load(name: str, settings: Sequence[str]) -> nn.Module:
-    """Build the model that ``name`` stands for on the meta device.
+    """Build the model called ``name`` on the meta device.
 
     Raises:
-        UsageError: there is no such thing, or it can't be built so; says why.
+        UsageError: it does not exist, or can't be built.
     """
     import torch
 
@@ -117,7 +117,7 @@ def _load(name: str, settings: Sequence[str]) -> nn.Module:
 def _from_module(name: str, arguments: dict[str, Any]) -> Any:
     module_name, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
-        # As for `python -m`: the module is mostly a file in the working folder.
+        # As in `python -m`: the module is mostly a file in the working folder.
         sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
@@ -150,7 +150,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     if architecture is not None:
-        return architecture(config)  # with its head, as the checkpoint has it
+        return architecture(config)  # includes the head
     return transformers.AutoModel.from_config(config)
 
 
@@ -169,12 +169,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "estimate-memory",
         help="estimate how much memory a model takes, by strategy",
-        description="Estimate the memory that training and inference of a model take, by device, host, strategy "
-        "and precision, without making a single weight. Not counted: activations, the processes themselves.",
+        description="Estimate the memory for training and inference of a model, by device, host, strategy and "
+        "precision, without allocating weights. Not counted: activations, the processes themselves.",
     )
     parser.add_argument(
         "model", nargs="?",
@@ -182,16 +182,14 @@ def add_parser(subparsers: Any) -> None:
         "transformers model",
     )  # fmt: skip
     parser.add_argument("--parameters", metavar="COUNT", help="instead of a model: 7e9, 7B, 350M")
-    parser.add_argument("--trainable", metavar="COUNT", help="how many of them are trained; default: all")
+    parser.add_argument("--trainable", metavar="COUNT", help="number of trainable parameters; default: all")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="argument for the class or function"
     )
     parser.add_argument(
         "--num_devices", "--num-devices", type=int, default=8, help="of the whole job; default: 8"
     )
-    parser.add_argument(
-        "--devices_per_host", "--devices-per-host", type=int, help="default: up to 8 of them on each"
-    )
+    parser.add_argument("--devices_per_host", "--devices-per-host", type=int, help="default: up to 8")
     parser.add_argument(
         "--device",
         choices=("gpu", "cpu", "tpu"),
@@ -220,7 +218,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what training takes; returns the exit code."""
+    """Print the estimate and return the exit code."""
     model = model_size(arguments)
     setting = _setting(arguments)
     capacity = None if arguments.fits is None else _capacity(arguments.fits)
@@ -240,7 +238,7 @@ def _training_rows(
         chosen = dataclasses.replace(setting, precision=precision)
         for strategy in arguments.strategies:
             if strategy == "xla" and precision == "fp16":
-                continue  # XLA devices have none
+                continue  # not supported by XLA devices
             rows.append(_row("training", precision, strategy, needs.training_need(strategy, model, chosen)))
     return rows
 
@@ -248,7 +246,7 @@ def _training_rows(
 def _inference_rows(
     arguments: argparse.Namespace, model: needs.ModelSize, setting: needs.Setting
 ) -> list[dict[str, Any]]:
-    """Strategies that hold whole copies of the weights are all alike here, and are shown once."""
+    """Return rows for inference, where strategies with whole copies of the weights need equal memory: one row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
     sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
     return [
@@ -266,7 +264,7 @@ def _row(purpose: str, precision: str, strategy: str, need: needs.Need) -> dict[
     }  # fmt: skip
 
 
-# --- the setting -----------------------------------------------------------------------------------------------------
+# --- devices and hosts -----------------------------------------------------------------------------------------------
 
 
 def _setting(arguments: argparse.Namespace) -> needs.Setting:
@@ -313,9 +311,7 @@ def _render(
         "per device, and in the last column per host; without activations and the processes themselves",
     ]
     if not model.block:
-        lines.append(
-            "not known from a count: the largest block, which fsdp2 and sharded inference also hold whole"
-        )
+        lines.append("unknown without a model: the largest block, which fsdp2 and sharded inference gather")
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]
         if chosen:

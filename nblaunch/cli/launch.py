@@ -1,11 +1,11 @@
-"""``nblaunch launch script.py``: a script on every device, supervised like a launch from a notebook.
+"""``nblaunch launch script.py``: run a script on every device, supervised as a launch from a notebook.
 
     options ──┐
     file    ──┼──> settings ──> LaunchSpec ──> Job ──> exit code of the rank that failed first
     defaults ─┘
 
-Owns the options, which are made from the table of settings, and what is refused before anything starts. How settings
-are merged is up to ``nblaunch.config``, how a script's job runs to ``script_job.py``.
+Options are made from the table of settings. ``nblaunch.config`` merges them with the file and the defaults, and
+``script_job.py`` runs the job.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
     "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
     "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
 }
-"""Option -> the setting and value that it stands for, and its help."""
+"""Option -> the setting, its value, and the help."""
 
-WITHOUT_MEANING = {"same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "tee": 1, "role": 1}
-"""Options of the reference that change nothing here, and how many values they take."""
+UNUSED = {"same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "tee": 1, "role": 1}
+"""Options of ``accelerate launch`` without effect -> the number of their values."""
 
 REFUSED = {
     "no_python": "only Python scripts and modules can be launched",
@@ -54,11 +54,11 @@ REFUSED = {
     "deepspeed_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
     "aws_": "launching on Amazon SageMaker is not available in nblaunch",
 }
-"""Options of the reference, or what they begin with, that ask for what is not there."""
+"""Options of ``accelerate launch``, or their prefixes, for features that nblaunch does not have -> the reason."""
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows the form with underscores only; both are understood."""
+    """Shows options with underscores only; hyphens are accepted as well."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=120)
@@ -73,12 +73,12 @@ class Formatter(argparse.HelpFormatter):
 
 
 def spellings(name: str) -> list[str]:
-    """``--a_b`` and ``--a-b``."""
+    """Return ``--a_b`` and ``--a-b``."""
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """An option for every setting and shorthand, in the groups of the table."""
+    """Add an option for every setting and shorthand, in the groups of the table."""
     groups = {group: parser.add_argument_group(title) for group, title in GROUPS.items()}
     for name, (setting, _, text) in SHORTHANDS.items():
         groups[SETTINGS[setting].group].add_argument(
@@ -86,7 +86,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         )
     for setting_ in SETTINGS.values():
         _add_setting(groups[setting_.group], setting_)
-    for name, num_values in WITHOUT_MEANING.items():
+    for name, num_values in UNUSED.items():
         options: dict[str, Any] = {"action": "store_true"} if num_values == 0 else {}
         parser.add_argument(*spellings(name), dest=f"unused_{name}", help=argparse.SUPPRESS, **options)
 
@@ -104,11 +104,11 @@ def _add_setting(group: Any, setting: Setting) -> None:
         )
 
 
-def given_layer(arguments: argparse.Namespace) -> Layer:
-    """What the options say.
+def layer_of(arguments: argparse.Namespace) -> Layer:
+    """Return the options as a layer of settings.
 
     Raises:
-        UsageError: an option has a wrong value, or two of them contradict each other.
+        UsageError: an option has an invalid value, or two options contradict each other.
     """
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -125,14 +125,12 @@ def given_layer(arguments: argparse.Namespace) -> Layer:
         if setting in values and values[setting] != value:
             raise UsageError(f"{given[setting]} and --{name} contradict each other; give one of them")
         values[setting], given[setting] = value, f"--{name}"
-    notes = tuple(
-        f"--{name} changes nothing" for name in WITHOUT_MEANING if getattr(arguments, f"unused_{name}")
-    )
+    notes = tuple(f"--{name} changes nothing" for name in UNUSED if getattr(arguments, f"unused_{name}"))
     return Layer(COMMAND_LINE, values, notes)
 
 
 def explain_unknown(options: Iterable[str]) -> str:
-    """Why options are not understood: a slip, or something that is not there; one line for all."""
+    """Return why options are unknown, in one line: a typing error, or a feature that nblaunch does not have."""
     known = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan"}
     sentences = []
     for option in options:
@@ -148,13 +146,13 @@ def explain_unknown(options: Iterable[str]) -> str:
 
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process each, or on several machines. Options can be written
-with underscores or hyphens. What is not given here comes from the configuration file that `nblaunch config` writes,
-and else is found out. All output has the rank of its process in front; the exit code is that of the rank that failed
-first."""
+with underscores or hyphens. Other settings come from the configuration file that `nblaunch config` writes, or are
+chosen automatically. Each line of output begins with the rank of its process; the exit code is that of the rank that
+failed first."""
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its options, which are the table of settings."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "launch",
         help="run a script on every device",
@@ -165,15 +163,15 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is the name of a module, as for python -m"
+        "-m", "--module", action="store_true", help="the script is the name of a module, as in python -m"
     )
     parser.add_argument(
-        *spellings("config_file"), metavar="FILE", help="settings, instead of the default file"
+        *spellings("config_file"), metavar="FILE", help="another file of settings than the default one"
     )
     parser.add_argument(
         *spellings("print_plan"),
         action="store_true",
-        help="show every setting and where it came from; start nothing",
+        help="show every setting with its source; start nothing",
     )
     add_settings(parser)
     parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
@@ -181,7 +179,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch the script; returns its exit code."""
+    """Launch the script and return its exit code."""
     resolved = _resolve(arguments)
     env.apply(device_choice(resolved))
     if arguments.print_plan:
@@ -198,10 +196,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resolve(arguments: argparse.Namespace) -> Resolved:
-    """The options over the file over the defaults."""
-    given = given_layer(arguments)
+    """Resolve options, file and defaults, in this order of precedence."""
+    options = layer_of(arguments)
     try:
-        return resolve([given, *find_layers(arguments.config_file)])
+        return resolve([options, *find_layers(arguments.config_file)])
     except ConfigError as error:
         raise UsageError(str(error)) from None
 
@@ -218,7 +216,7 @@ def _check_libraries(resolved: Resolved) -> None:
 
 
 def _check_script(script: str | None, is_module: bool) -> None:
-    """Refuse what can't be run, before anything is started."""
+    """Raise UsageError if the script can't be run."""
     if script is None:
         raise UsageError("no script was given: nblaunch launch [options] script.py [arguments]")
     if is_module:
@@ -226,7 +224,7 @@ def _check_script(script: str | None, is_module: bool) -> None:
         return
     path = Path(script)
     if not path.exists():
-        raise UsageError(f"{script}: there is no such file; scripts are looked for in {os.getcwd()}")
+        raise UsageError(f"{script}: there is no such file; the working folder is {os.getcwd()}")
     if not path.is_file():
         raise UsageError(f"{script}: is not a file; a package is launched by its name, with -m")
     if not os.access(path, os.R_OK):
@@ -248,7 +246,7 @@ def _check_module(name: str) -> None:
 
 
 def _is_module(name: str) -> bool:
-    """Whether a module can be found. Unlike importlib's own search for a dotted name, this imports no package."""
+    """Return whether a module exists. Unlike ``importlib.util.find_spec``, this does not import parent packages."""
     outermost, *inner = name.split(".")
     spec = importlib.util.find_spec(outermost)
     for part in inner:

@@ -1,7 +1,7 @@
-"""How much memory training and inference take, by arithmetic: bytes per parameter, times who holds how many of them.
+"""Arithmetic of the memory for training and inference: bytes per parameter times parameters per device.
 
-What a training step holds, of Ψ parameters of which Ψt are trained, on N devices, with k states of the optimizer (2 of
-Adam). Bytes per parameter; ``p`` of a stored weight, ``g`` of a gradient:
+Memory of a training step with Ψ parameters, of which Ψt are trained, on N devices, with k optimizer states for each
+(2 for Adam), where ``p`` are the bytes of a stored weight and ``g`` those of a gradient:
 
     strategy   parameters  gradients  optimizer     buffers                                precision
     single     pΨ          gΨt        4kΨt          -                                      p = g = 4, with autocast too
@@ -12,17 +12,17 @@ Adam). Bytes per parameter; ``p`` of a stored weight, ``g`` of a gradient:
     zero3      pΨ/N        gΨt/N      (4k+4)Ψt/N    p min(Ψ, 1e9) + g min(Ψt, 5e8)         p = g = 2 (fp32: 4)
     xla        pΨ          gΨt        pkΨt          -                                      bf16: p = g = 2 (fp32: 4)
 
-Autocast's 16-bit copies of weights live while their gradients do not exist yet, and so add nothing to the peak. On GPUs
-the optimizer's default implementation (foreach) takes another 4Ψt (fsdp2: 4Ψt/N) while it steps. Activations, the
-Python process and the device's runtime are not counted: they depend on batch, code and driver.
+Autocast's 16-bit copies of weights are freed before gradients are allocated, so they do not add to the peak. On GPUs
+the default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the
+Python process and the runtime of the device are not counted: they depend on batch, code and driver.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
 and figure 1, for the three stages; DeepSpeed's configuration manual for the sizes of its buffers
 (``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's manual of
-DistributedDataParallel (``gradient_as_bucket_view`` saves as much as all gradients take, and is not its default), of
-``fully_shard`` (the unit that computes and the one that is fetched meanwhile are whole, and the root's always) and of
-``torch.optim.Adam`` (``foreach`` takes about as much more as the parameters). What real training takes on CPU
-cores is compared with it, by ``tests/cli/test_estimate.py`` (single, ddp, fsdp2) and ``tests/xla/test_estimate.py``.
+DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, and is not the default), of
+``fully_shard`` (the unit that computes, the one that is prefetched, and the root are gathered) and of
+``torch.optim.Adam`` (``foreach`` needs about as much as the parameters). ``tests/cli/test_estimate.py`` (single, ddp,
+fsdp2) and ``tests/xla/test_estimate.py`` compare it with real training on CPU cores.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _MAX_LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model takes memory, as numbers of elements.
+    """Size of a model in numbers of elements.
 
     Args:
         parameters: shared ones counted once.
-        trainable: those with gradients.
-        buffers: elements of buffers, as running means.
-        block: parameters of the largest repeated block, which sharding makes whole at once.
-        root: parameters outside of all blocks, as embeddings.
+        trainable: parameters with gradients.
+        buffers: such as running means.
+        block: parameters of the largest block, which are gathered together when sharded.
+        root: parameters outside of all blocks, such as embeddings.
     """
 
     parameters: int
@@ -61,7 +61,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one device, part by part, and on one host."""
+    """Bytes on one device, by purpose, and on one host."""
 
     parameters: int
     gradients: int = 0
@@ -71,20 +71,20 @@ class Need:
 
     @property
     def device(self) -> int:
-        """Everything on one device."""
+        """Return all bytes on one device."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how.
+    """Devices and settings of a job.
 
     Args:
         num_devices: of the whole job.
         devices_per_host: on each machine.
         precision: ``mixed_precision`` of training.
-        optimizer_states: numbers that the optimizer keeps of each parameter.
-        device: ``"gpu"``, ``"cpu"`` (devices are cores, whose memory is the host's) or ``"tpu"``.
+        optimizer_states: values per parameter that the optimizer keeps.
+        device: ``"gpu"``, ``"cpu"`` (devices are cores, which use the memory of the host) or ``"tpu"``.
     """
 
     num_devices: int = 1
@@ -128,7 +128,7 @@ def _zero(stage: int) -> Callable[[ModelSize, Setting], Need]:
         return Need(
             parameters=_share(stored * model.parameters, count if stage == 3 else 1) + stored * model.buffers,
             gradients=_share(stored * model.trainable, count if stage >= 2 else 1),
-            # Its own fp32 weights besides the states: what the 16-bit ones are rounded from.
+            # The optimizer also keeps fp32 weights, of which the 16-bit ones are copies.
             optimizer=_share(_FP32 * (setting.optimizer_states + 1) * model.trainable, count),
             buffers=live + stored * min(model.trainable, _REDUCE_BUCKET),
         )
@@ -154,17 +154,17 @@ TRAINING: dict[str, Callable[[ModelSize, Setting], Need]] = {
     "zero3": _zero(3),
     "xla": _xla,
 }
-"""Strategy -> what a training step takes on each device."""
+"""Strategy -> memory of a training step on each device."""
 
 SHARDED = ("fsdp2", "zero3")
-"""Those that spread the weights themselves, and so make a difference to inference."""
+"""Strategies that shard the weights."""
 
 
 def training_need(strategy: str, model: ModelSize, setting: Setting) -> Need:
-    """What training takes, on each device and on each host.
+    """Return the memory of training on each device and each host.
 
-    A host holds the kernel's model once, whatever the number of workers, and rank 0's trained weights on their way
-    back into it; where devices are cores, all that they hold as well.
+    The host holds the model of the kernel once for all workers, and the trained weights that rank 0 sends back. If
+    devices are cores, it holds the memory of these as well.
     """
     need = TRAINING[strategy](model, _one_device(setting) if strategy == "single" else setting)
     kernel = 2 * _FP32 * (model.parameters + model.buffers)
@@ -172,7 +172,7 @@ def training_need(strategy: str, model: ModelSize, setting: Setting) -> Need:
 
 
 def inference_need(strategy: str, model: ModelSize, setting: Setting, dtype: str) -> Need:
-    """What holding the weights takes for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
+    """Return the memory of weights for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
     width = DTYPE_BYTES[dtype]
     weights = int(width * (model.parameters + model.buffers))
     if strategy in SHARDED and setting.num_devices > 1:
@@ -199,5 +199,5 @@ def _foreach(model: ModelSize, setting: Setting) -> int:
 
 
 def _share(num_bytes: int, count: int) -> int:
-    """One of ``count`` parts, rounded up: the last one is padded."""
+    """Return the bytes of one of ``count`` shards, rounded up for padding."""
     return -(-num_bytes // count)

@@ -1,12 +1,10 @@
-"""Executes a notebook in a kernel of its own and shows on a screen what its cells put out.
+"""Execution of a notebook in its own kernel, with the output of its cells on a screen.
 
-    terminal                          kernel
-    Ctrl-C  ──interrupt──>            the cell gets KeyboardInterrupt, a launch in it stops its workers
-    Ctrl-C, again, or a kernel
-    that does not stop ──kill──>      workers follow their kernel's end
-            <──output, updates──      what cells print and display; the table of processes as text
-
-The kernel has a process group of its own, so that the terminal's signals reach this process alone.
+terminal                          kernel
+Ctrl-C  ──interrupt──>            the cell gets KeyboardInterrupt, a launch in it stops its workers
+Ctrl-C, again, or a kernel
+that does not stop ──kill──>      workers end with their kernel
+        <──output, updates──      output of cells; the table of processes as text
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from nblaunch import env
 from nblaunch.cli.screen import Screen
 
 _TABLE_PREFIX = "nblaunch-"
-"""Of the display ids of our dashboards."""
+"""Prefix of the display ids of dashboards."""
 
 
 class NotebookStopped(Exception):
-    """A signal asked for the end; ``signum`` is the first one."""
+    """A signal stopped the notebook; ``signum`` is the first one."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -38,12 +36,12 @@ class NotebookStopped(Exception):
 
 
 class ShowingClient(NotebookClient):
-    """nbclient's client, with a screen and with signals of ours.
+    """nbclient's client, with output on a screen and with its own signal handlers.
 
     Args:
         notebook: executed in place.
-        screen: where output goes.
-        options: further ones of :class:`nbclient.NotebookClient`.
+        screen: receives output.
+        **options: further options of :class:`nbclient.NotebookClient`.
     """
 
     def __init__(self, notebook: Any, screen: Screen, **options: Any) -> None:
@@ -55,14 +53,14 @@ class ShowingClient(NotebookClient):
         self.on_cell_start = self._begin_cell
 
     async def async_start_new_kernel(self, **options: Any) -> None:
-        """Start the kernel, with our handlers in place of those that nbclient has just set."""
+        """Start the kernel, after replacing the signal handlers that nbclient has just set."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
         await super().async_start_new_kernel(**options)
 
     async def _async_handle_timeout(self, timeout: int, cell: Any = None) -> Any:
-        # Where nbclient would end the kernel at once: a launch in the cell gets the chance to stop its workers first.
+        # nbclient would kill the kernel at once; interrupt it first, so that a launch in the cell stops its workers.
         if self.is_late or self.km is None:
             return await super()._async_handle_timeout(timeout, cell)
         self.is_late = True
@@ -70,17 +68,17 @@ class ShowingClient(NotebookClient):
         return None
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
-        """Show an output of the cell, then let nbclient keep it."""
+        """Show an output of the cell, then pass it to nbclient."""
         self._show(msg["msg_type"], msg["content"])
         return super().process_message(msg, cell, cell_index)
 
     def raise_if_stopped(self) -> None:
-        """Raise what a signal asked for, if one came."""
+        """Raise NotebookStopped if a signal was received."""
         if self._signals:
             raise NotebookStopped(self._signals[0])
 
     def _begin_cell(self, cell: Any, cell_index: int) -> None:
-        self.raise_if_stopped()  # also where the cell before took the interrupt for itself
+        self.raise_if_stopped()  # also if the cell before caught KeyboardInterrupt
         if _is_executed(cell):
             first = next((line for line in cell.source.splitlines() if line.strip()), "")
             count = self.code_cells_executed + 1
@@ -112,7 +110,7 @@ async def _ignore_if_gone(request: Any) -> None:
     try:
         await ensure_async(request)
     except RuntimeError:
-        return  # the kernel is not there yet, or not any more: raise_if_stopped raises what was asked for
+        return  # the kernel has not started, or has ended; raise_if_stopped handles the signal
 
 
 def _is_executed(cell: Any) -> bool:
@@ -120,22 +118,22 @@ def _is_executed(cell: Any) -> bool:
 
 
 def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, kernel_name: str) -> None:
-    """Run all cells in a fresh kernel; outputs are then in the notebook, also if a cell raised.
+    """Run all cells in a fresh kernel and store the outputs in the notebook, also if a cell raises.
 
     Args:
         notebook: from nbformat; changed in place.
         folder: working folder of the kernel.
-        screen: where output goes.
-        timeout_s: for each cell; None = as long as it takes.
-        kernel_name: empty = the notebook's own.
+        screen: receives output.
+        timeout_s: for each cell; None = no timeout.
+        kernel_name: empty = the kernel named in the notebook.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
-        nbclient.exceptions.CellTimeoutError: one took too long; it was interrupted.
-        NotebookStopped: a signal asked for the end.
+        nbclient.exceptions.CellTimeoutError: a cell timed out; it was interrupted.
+        NotebookStopped: a signal stopped the notebook.
     """
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
-        # Unix sockets rather than TCP, which others on the machine could connect to.
+        # Unix sockets, since other users of the machine could connect to TCP ports.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
         options: dict[str, Any] = {"kernel_name": kernel_name} if kernel_name else {}
         client = ShowingClient(
@@ -147,8 +145,7 @@ def execute(notebook: Any, folder: Path, screen: Screen, timeout_s: int | None, 
             **options,
         )
         try:
-            # Or the debugger's advice about frozen modules would stand among the output of cells; older packages of
-            # Jupyter load it here as well as in the kernel.
+            # Suppress the debugger's warning about frozen modules, which older Jupyter packages print here as well.
             with env.patched({"PYDEVD_DISABLE_FILE_VALIDATION": "1"}):
                 asyncio.run(client.async_execute())
         except Exception as error:

@@ -1,11 +1,10 @@
-"""Prompts: arrow keys in a terminal, lines where answers come through a pipe.
+"""Prompts for answers: arrow keys in a terminal, lines through a pipe.
 
-    ? What should compute?                       ? What should compute? 1) CPU 2) GPUs [1]: _
-      > CPU (4 cores)
-        GPUs
-      arrow keys or numbers, then Enter
+? What should compute?                       ? What should compute? 1) CPU 2) GPUs [1]: _
+  > CPU (4 cores)
+    GPUs
+  arrow keys or numbers, then Enter
 
-Owns keys and screen; knows nothing of what is asked.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from nblaunch import env
 from nblaunch.cli import UsageError
 
 Convert = Callable[[str], Any]
-"""Makes a value of what was typed; ValueError says what is wrong with it."""
+"""Converts typed text to a value; raises ValueError with the reason if it is invalid."""
 
-_ESCAPE_S = 0.05  # within which the rest of an arrow key's sequence follows its first character
+_ESCAPE_S = 0.05  # seconds in which the rest of an arrow key's escape sequence follows
 
 
 class Asker(ABC):
-    """One way to ask."""
+    """An interface for questions."""
 
     @abstractmethod
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        """Which of several; returns its place."""
+        """Ask for one of several choices; return its index."""
 
     @abstractmethod
     def enter(self, question: str, default: str, convert: Convert) -> Any:
-        """A value that is typed; ``default`` is taken for an empty answer, an empty default makes one necessary."""
+        """Ask for a typed value; an empty answer means ``default``, and is refused if that is empty."""
 
 
 def asker() -> Asker:
-    """The way that suits this process's input and output."""
+    """Return the asker for this process's standard input and output."""
     is_screen = sys.stdin.isatty() and sys.stdout.isatty() and env.read("TERM") not in ("", "dumb")
     return ScreenAsker() if is_screen and sys.platform != "win32" else LineAsker(sys.stdin, sys.stdout)
 
 
 class LineAsker(Asker):
-    """One line per answer: a number or the words of a choice, empty for the default.
+    """Asks for one line per answer: a number or the first word of a choice, empty for the default.
 
-    In a terminal, a wrong answer is asked for again; a pipe can't correct itself, so there it is an error.
+    In a terminal a question is repeated after an invalid answer; from a pipe that is an error.
     """
 
     def __init__(self, source: TextIO, target: TextIO) -> None:
@@ -56,7 +55,7 @@ class LineAsker(Asker):
         self._target = target
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        listed = "\n".join(f"  {place}) {label}" for place, label in enumerate(labels, 1))
+        listed = "\n".join(f"  {number}) {label}" for number, label in enumerate(labels, 1))
 
         def convert(text: str) -> int:
             words = [label.partition(" ")[0].lower() for label in labels]
@@ -92,7 +91,7 @@ class LineAsker(Asker):
 
 
 class ScreenAsker(Asker):
-    """Choices by arrow keys or numbers, confirmed by Enter; values are typed as a line."""
+    """Asks for choices by arrow keys or numbers and Enter; values are typed as a line."""
 
     def __init__(self) -> None:
         self._lines = LineAsker(sys.stdin, sys.stdout)
@@ -101,37 +100,37 @@ class ScreenAsker(Asker):
         return self._lines.enter(f"? {question}", default, convert)
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
-        place = default
-        # First of all: an interrupt while modules are imported can be lost (it is raised in a callback of the import).
+        index = default
+        # First, because an interrupt during the imports in there can be lost (it is raised in a callback).
         with _single_keys():
             print(f"? {question}  (arrow keys or numbers, then Enter)")
-            self._draw(labels, place)
+            self._draw(labels, index)
             for key in _keys():
                 if key == "enter":
                     break
-                place = _moved(place, key, len(labels))
+                index = _moved(index, key, len(labels))
                 print(f"\x1b[{len(labels)}A", end="")  # the cursor back up to the first choice
-                self._draw(labels, place)
-        return place
+                self._draw(labels, index)
+        return index
 
-    def _draw(self, labels: Sequence[str], place: int) -> None:
-        # A line that wraps would be two on the way up. Some terminals do not know their size.
+    def _draw(self, labels: Sequence[str], index: int) -> None:
+        # Lines must not wrap, or the cursor would move up too few. Some terminals do not know their size.
         width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
-        for at, label in enumerate(labels):
-            line = f"  {'>' if at == place else ' '} {label}"
+        for i, label in enumerate(labels):
+            line = f"  {'>' if i == index else ' '} {label}"
             print(f"\r\x1b[2K{line[:width]}")
         sys.stdout.flush()
 
 
-def _moved(place: int, key: str, count: int) -> int:
+def _moved(index: int, key: str, count: int) -> int:
     if key in ("up", "down"):
-        return (place + (1 if key == "down" else -1)) % count
-    return int(key) - 1 if key.isdecimal() and 1 <= int(key) <= count else place
+        return (index + (1 if key == "down" else -1)) % count
+    return int(key) - 1 if key.isdecimal() and 1 <= int(key) <= count else index
 
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys come one by one and are not shown; Ctrl-C still interrupts."""
+    """Read single keys without echo while the block runs; Ctrl-C still interrupts."""
     import termios
     import tty
 
@@ -145,7 +144,7 @@ def _single_keys() -> Iterator[None]:
 
 
 def _keys() -> Iterator[str]:
-    """``"up"``, ``"down"``, ``"enter"`` and single characters, as they are pressed."""
+    """Yield pressed keys: ``"up"``, ``"down"``, ``"enter"`` and single characters."""
     fd = sys.stdin.fileno()
     arrows = {b"A": "up", b"B": "down"}
     while True:

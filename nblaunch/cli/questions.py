@@ -1,6 +1,6 @@
-"""The questions of ``nblaunch config``, each asked only where it matters after the answers before it.
+"""The questions of ``nblaunch config``; which ones are asked depends on earlier answers.
 
-The answers to begin with come from what this machine has, which is read without touching a device.
+Default answers depend on the devices of this machine, which are counted without initialising them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Machine:
     """The devices of a machine.
 
     Args:
-        num_devices: name of a backend that can be used here -> number of its devices.
-        best: the backend that a launch would choose by itself.
+        num_devices: name of a usable backend -> number of its devices.
+        best: name of the backend that a launch chooses by default.
     """
 
     num_devices: Mapping[str, int]
@@ -31,17 +31,17 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine."""
+        """Return the devices of this machine."""
         found = backends.discover()
         usable = {name: backend.device_count() for name, backend in found.items() if backend.affinity() > 0}
         return cls(usable, backends.choose("auto").name)
 
     def count(self, backend: str) -> int:
-        """Devices of a family; 1 where this machine has none and another one must be meant."""
+        """Return the number of devices of a backend; 1 if this machine has none, as the file may be for another one."""
         return max(1, self.num_devices.get(self.best if backend == "auto" else backend, 1))
 
     def precision(self, backend: str) -> str:
-        """The mixed precision that suits a family best; bf16 where its devices can do it."""
+        """Return the default mixed precision of a backend: bf16 if its devices support it."""
         family = backends.discover()[self.best if backend == "auto" else backend]
         if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
@@ -58,11 +58,11 @@ class Question:
     """One question.
 
     Args:
-        setting: that the answer is for.
-        text: the question as it is shown.
-        is_asked: whether it matters, by the answers so far.
-        default: the answer to begin with.
-        choices: makes (value, label) pairs; None: the answer is typed, and read as the setting is.
+        setting: that the answer sets.
+        text: of the question.
+        is_asked: whether to ask it, by the answers so far.
+        default: the default answer.
+        choices: returns (value, label) pairs; None = the answer is typed and converted by the setting.
     """
 
     setting: str
@@ -73,12 +73,12 @@ class Question:
 
 
 def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers:
-    """Ask every question that matters and return the settings that follow.
+    """Ask all questions that apply and return the settings.
 
     Args:
-        asker: how.
-        machine: where the defaults come from.
-        known: settings of an earlier file, which are the defaults instead.
+        asker: asks one question.
+        machine: for default answers.
+        known: settings of an earlier file, which replace the default answers.
     """
     answers: Answers = {}
     known = _implied(known) | dict(known)
@@ -90,7 +90,7 @@ def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers
 
 
 def _implied(known: Mapping[str, Any]) -> Answers:
-    """What an earlier file answers to the questions that no setting is kept of."""
+    """Return default answers by an earlier file for questions that have no setting."""
     return {
         "where": "several" if _num_machines(known) > 1 else "one",
         "has_classes": "fsdp_transformer_layer_cls_to_wrap" in known,
@@ -99,7 +99,7 @@ def _implied(known: Mapping[str, Any]) -> Answers:
 
 
 def _is_kept(name: str, answers: Answers) -> bool:
-    """Return whether a setting of an earlier file stays: no question asks for it, and it goes with the answers."""
+    """Return whether to keep a setting of an earlier file: it has no question, and applies with the answers."""
     if name in {question.setting for question in QUESTIONS}:
         return False
     is_used = {
@@ -111,7 +111,7 @@ def _is_kept(name: str, answers: Answers) -> bool:
 
 
 def detected(machine: Machine) -> Answers:
-    """Return the settings that follow where every default is accepted."""
+    """Return the settings when all defaults are accepted."""
     backend = machine.best
     return {
         "backend": backend,
@@ -131,8 +131,8 @@ def _ask(
         values = [value for value, _ in choices]
         if len(values) == 1:
             return values[0]
-        place = values.index(default) if default in values else 0
-        return values[asker.choose(question.text, [label for _, label in choices], place)]
+        index = values.index(default) if default in values else 0
+        return values[asker.choose(question.text, [label for _, label in choices], index)]
 
     def read(text: str) -> Any:
         try:
@@ -144,7 +144,7 @@ def _ask(
 
 
 def _in_range(setting: str, value: Any, answers: Answers) -> Any:
-    """Check what depends on earlier answers."""
+    """Return ``value`` if it is valid with the earlier answers, else raise ValueError."""
     num_machines = _num_machines(answers)
     if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")
@@ -156,7 +156,7 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
 
 
 def _num_machines(answers: Mapping[str, Any]) -> int:
-    """As many as there may be."""
+    """Return the largest number of machines."""
     return int(str(answers.get("num_machines", 1)).rpartition(":")[2])
 
 
@@ -189,7 +189,7 @@ def _has_own_memory(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    """For what can be moved off the devices: on CPUs it lies in the host's memory anyway."""
+    """Return a condition: the state is sharded from this stage on, and the devices are not CPUs, so it can be moved."""
     return lambda answers: (
         _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )
@@ -239,11 +239,11 @@ def _total(answers: Answers, machine: Machine) -> int:
     return machine.count(answers["backend"]) * _num_machines(answers)
 
 
-def _meetings(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
-    """A number of machines that is open leaves one way only."""
-    fixed = [("static", "static (a fixed set, machine 0 is the meeting point)")]
+def _rendezvous_backends(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
+    """Return the choices of a rendezvous; a range of machines needs c10d."""
+    fixed = [("static", "static (a fixed set of machines, at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
-            ("c10d", "c10d (machines may come late or come back)")]  # fmt: skip
+            ("c10d", "c10d (machines may join late or again)")]  # fmt: skip
 
 
 _YES_NO = _listed((False, "no"), (True, "yes"))
@@ -251,16 +251,17 @@ _YES_NO = _listed((False, "no"), (True, "yes"))
 QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, _fixed("one"),
              _listed(("one", "here (this machine)"), ("several", "several machines together"))),
-    Question("num_machines", "How many machines? (min:max, as 1:4, where fewer will do)", _has_several, _fixed(2)),
+    Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, _fixed(2)),
     Question("machine_rank", "Which of them is this one? (0 is the first)", _has_several, _fixed(0)),
-    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"), _meetings),
+    Question("rdzv_backend", "How do the machines find each other?", _has_several, _fixed("static"),
+             _rendezvous_backends),
     Question("main_process_ip", "Address of machine 0, as the others reach it?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(None)),
-    Question("main_process_port", "Port of machine 0 to meet at?",
+    Question("main_process_port", "Port of the rendezvous at machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", _fixed(DEFAULT_PORTS["static"])),
-    Question("rdzv_endpoint", "Where do they meet, as host:port?",
+    Question("rdzv_endpoint", "Address of the rendezvous, as host:port?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", _fixed(None)),
-    Question("max_restarts", "How often may all start again after a failure?", _has_several, _fixed(0)),
+    Question("max_restarts", "How often may all processes be restarted after a failure?", _has_several, _fixed(0)),
     Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
     Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] == "cuda", _fixed("all")),
     Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
@@ -276,7 +277,7 @@ QUESTIONS = (
              _listed(("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts above a size"),
                      ("NO_WRAP", "none: the model as a whole"))),
     Question("has_classes", "Which classes are the blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), _fixed(False),
-             _listed((False, "automatic (as a model of transformers says itself)"), (True, "named by me"))),
+             _listed((False, "automatic (as a model of transformers defines them)"), (True, "named by me"))),
     Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, with commas?",
              lambda a: a.get("has_classes") is True, _fixed(None)),
     Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), _fixed(100_000_000)),
@@ -285,7 +286,7 @@ QUESTIONS = (
     Question("fsdp_activation_checkpointing", "Compute activations again rather than keep them?", _is_fsdp,
              _fixed(False), _YES_NO),
     Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, _fixed("SHARDED_STATE_DICT"),
-             _listed(("SHARDED_STATE_DICT", "sharded (a part per process: quick)"),
+             _listed(("SHARDED_STATE_DICT", "sharded (a shard per process: quick)"),
                      ("FULL_STATE_DICT", "full (whole, in one file)"))),
     Question("has_file", "Settings of DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", _fixed(False),
              _listed((False, "asked here"), (True, "file: I have a JSON file of DeepSpeed's"))),
@@ -293,11 +294,11 @@ QUESTIONS = (
     Question("zero_stage", "What is sharded (ZeRO stage)?", _has_own_deepspeed, _fixed(2),
              _listed((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
                      (3, "3 (parameters too)"))),
-    Question("offload_optimizer_device", "Where do optimizer states lie?", _from_stage(1), _fixed("none"),
+    Question("offload_optimizer_device", "Where are optimizer states kept?", _from_stage(1), _fixed("none"),
              _listed(("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_optimizer_nvme_path", "Folder on that disk?",
              lambda a: a.get("offload_optimizer_device") == "nvme", _fixed("/nvme")),
-    Question("offload_param_device", "Where do parameters lie?", _from_stage(3), _fixed("none"),
+    Question("offload_param_device", "Where are parameters kept?", _from_stage(3), _fixed("none"),
              _listed(("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
              _fixed("/nvme")),
@@ -308,4 +309,4 @@ QUESTIONS = (
              _listed(("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
                      ("max-autotune", "max-autotune (slow to compile, quick to run)"))),
 )  # fmt: skip
-"""In the order in which they are asked. ``where``, ``has_classes`` and ``has_file`` lead to others and are not kept."""
+"""In the order of asking. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""

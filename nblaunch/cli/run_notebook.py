@@ -1,6 +1,6 @@
-"""``nblaunch run-notebook``: executes a notebook without a browser, with the progress of its processes in the terminal.
+"""``nblaunch run-notebook``: execute a notebook, with the progress of its processes in the terminal.
 
-Owns the notebook's file, its parameters, and how a failure is reported; ``notebook_client.py`` drives the kernel.
+This module reads and writes the notebook, sets its parameters and reports failures; ``notebook_client.py`` executes it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from nblaunch.cli import UsageError
 from nblaunch.cli.screen import Screen, without_colours
 from nblaunch.packages import is_installed
 
-_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_LITERALS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "run-notebook",
         help="execute a notebook, with progress in the terminal",
         description="Execute a notebook from top to bottom in a fresh kernel and show what its cells print, with the "
-        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C interrupts the cell that runs, "
-        "and a second one ends the kernel.",
+        "progress of every process. Exit code 1 if a cell fails, with its error. Ctrl-C interrupts the running cell, a "
+        "second one kills the kernel.",
     )
     parser.add_argument("notebook", type=Path, help="an .ipynb file")
     parser.add_argument(
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Execute the notebook; returns the exit code."""
+    """Execute the notebook and return the exit code."""
     _check_packages()
     notebook = _read(arguments.notebook)
     set_parameters(notebook, dict(_parse(text) for text in arguments.parameters))
@@ -68,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
-    """Exit code, and how it ended in a few words; the failing cell's error goes to stderr."""
-    client: Any = importlib.import_module("nblaunch.cli.notebook_client")  # not before: it needs nbclient
+    """Execute the notebook; return exit code and outcome, and print the error of a failed cell to stderr."""
+    client: Any = importlib.import_module(
+        "nblaunch.cli.notebook_client"
+    )  # imported here, since it needs nbclient
     exceptions: Any = importlib.import_module("nbclient.exceptions")
     kernelspec: Any = importlib.import_module("jupyter_client.kernelspec")
     try:
@@ -83,7 +85,7 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
         print(_error_text(notebook, error), file=sys.stderr, flush=True)
         return 1, f"a cell failed with {error.ename}"
     except exceptions.DeadKernelError:
-        return 1, "the kernel died (its memory may have run out); what the cells printed last is above"
+        return 1, "the kernel died (memory may have run out); the last output is above"
     except kernelspec.NoSuchKernel as error:
         known = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
         raise UsageError(
@@ -93,7 +95,7 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
 
 
 def _error_text(notebook: Any, error: Any) -> str:
-    """Which cell failed, and its error as the notebook shows it."""
+    """Return which cell failed, and its error as the notebook shows it."""
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     failed = [
         number
@@ -125,7 +127,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(notebook: Any, path: Path) -> None:
-    """Through a file beside it, so that a crash leaves the old copy."""
+    """Write the notebook atomically."""
     nbformat: Any = importlib.import_module("nbformat")
     part = path.with_name(f".{path.name}.part")
     nbformat.write(notebook, part)
@@ -136,12 +138,12 @@ def _write(notebook: Any, path: Path) -> None:
 
 
 def _parse(text: str) -> tuple[str, Any]:
-    """``epochs=3`` as name and value: a Python literal, true, false, null, or the text as it is."""
+    """Parse ``epochs=3`` into name and value: a Python literal, true, false, null, or text."""
     name, separator, value = text.partition("=")
     if not separator or not name.isidentifier():
         raise UsageError(f"--parameters {text!r} is not of the form name=value")
-    if value.lower() in _WORDS:
-        return name, _WORDS[value.lower()]
+    if value.lower() in _LITERALS:
+        return name, _LITERALS[value.lower()]
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -149,7 +151,7 @@ def _parse(text: str) -> tuple[str, Any]:
 
 
 def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
-    """Add a cell that assigns ``values`` after the one tagged ``parameters``; as papermill does, and in its tags.
+    """Add a cell that assigns ``values`` after the cell tagged ``parameters``, with the tags of papermill.
 
     Raises:
         UsageError: there is no such cell, or it does not assign one of the names.
@@ -177,7 +179,7 @@ def _has_tag(cell: Any, tag: str) -> bool:
 
 
 def _assigned(source: str) -> list[str] | None:
-    """Names that a cell assigns; None where it is not plain Python."""
+    """Return the names that a cell assigns; None if it is not plain Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:

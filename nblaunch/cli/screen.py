@@ -1,7 +1,7 @@
-"""A running notebook on a terminal: lines as they come, and below them the table of processes, drawn in place.
+"""Output of a running notebook on a terminal: printed lines, and below them the table of processes, drawn in place.
 
-Where the output is no terminal (a file, a batch system's log), the table is written every few seconds instead, ever
-more rarely, and once more when its cell has ended.
+If the output is not a terminal (a file, the log of a batch system), the table is written from time to time, and once
+more when its cell has ended.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from nblaunch.dashboard.text import write
 
 _FIRST_INTERVAL_S = 2.0
 _LAST_INTERVAL_S = 60.0
-_SLOWER = 1.5
+_SLOWDOWN = 1.5
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def without_colours(text: str) -> str:
-    """The text without a terminal's control sequences."""
+    """Return the text without ANSI control sequences."""
     return _ANSI.sub("", text)
 
 
 class Screen:
-    """Where a notebook's output goes.
+    """A display of a notebook's output.
 
     Args:
-        stream: the terminal or file.
-        is_live: whether the table is drawn in place; None = where the stream is a terminal.
-        clock: seconds on a clock that never jumps.
+        stream: terminal or file.
+        is_live: draw the table in place; None = if the stream is a terminal.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Screen:
         self._is_live = stream.isatty() if is_live is None else is_live
         self._clock = clock
         self._tables: dict[str, str] = {}
-        self._num_drawn = 0  # lines of tables at the bottom of the terminal
-        self._started_line = ""  # without its end yet; held back while tables stand below
+        self._num_drawn = 0  # number of lines of tables at the bottom of the terminal
+        self._started_line = ""  # incomplete line, held back while tables are below
         self._is_mid_line = False
         self._written: dict[str, str] = {}
         self._interval_s = _FIRST_INTERVAL_S
         self._next_s = 0.0
 
     def heading(self, text: str) -> None:
-        """A cell begins."""
+        """Show the heading of the next cell."""
         self.end_cell()
         self._end_line()
         self._put(f"{text}\n")
         self._interval_s, self._next_s = _FIRST_INTERVAL_S, self._clock()
 
     def text(self, text: str) -> None:
-        """What the cell printed; it need not be whole lines."""
+        """Show printed text, which may end within a line."""
         if not self._is_live:
             text = without_colours(text)
         if not self._num_drawn:
@@ -70,7 +70,7 @@ class Screen:
             self._draw()
 
     def table(self, name: str, text: str) -> None:
-        """The table called ``name`` is now ``text``."""
+        """Show or update the table called ``name``."""
         if self._tables.get(name) == text:
             return
         self._tables[name] = text
@@ -79,13 +79,13 @@ class Screen:
             self._draw()
         elif self._clock() >= self._next_s:
             self._write_tables()
-            self._interval_s = min(self._interval_s * _SLOWER, _LAST_INTERVAL_S)
+            self._interval_s = min(self._interval_s * _SLOWDOWN, _LAST_INTERVAL_S)
             self._next_s = self._clock() + self._interval_s
 
     def end_cell(self) -> None:
-        """The cell has ended: its tables stay as they are."""
+        """Write the final tables of the cell."""
         if self._is_live:
-            # In full, also what did not fit above the bottom of the terminal.
+            # All lines, including those that did not fit on the terminal.
             self._erase()
             self._put("".join(f"{text}\n" for text in self._tables.values()))
         else:
@@ -106,7 +106,7 @@ class Screen:
         self._end_line()
         size = shutil.get_terminal_size()
         lines = [line for text in self._tables.values() for line in text.splitlines()]
-        # A line that wraps, or one that scrolls, could not be taken back.
+        # Lines that wrap or scroll could not be erased.
         lines = [line[: size.columns - 1] for line in lines][: max(1, size.lines - 2)]
         self._put("".join(f"{line}\n" for line in lines))
         self._num_drawn = len(lines)

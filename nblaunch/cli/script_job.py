@@ -1,10 +1,10 @@
-"""A script's job in a terminal: its output, its signals, its failure and its exit code.
+"""The job of ``nblaunch launch``: output, signals, failures and exit code in a terminal.
 
-SIGINT             interrupt: ``finally`` blocks run; the second kills
-SIGTERM, SIGHUP    an orderly end, see ``launcher/termination.py``
-exit code          0; of the rank that failed first; 128 + N where a signal ended it; 2 where nothing was started
+    SIGINT             interrupt: ``finally`` blocks run; the second one kills
+    SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/termination.py``
+    exit code          0; that of the rank that failed first; 128 + N after signal N; 2 if nothing was started
 
-``--print_plan`` shows every setting, where it came from, and what would be done on this machine.
+``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from nblaunch.worker.script import Script
 
 
 def print_plan(resolved: Resolved, script: str | None) -> int:
-    """Show the plan; starts nothing.
+    """Print the plan; start nothing.
 
     Raises:
-        UsageError: the settings do not make a launch on any machine.
+        UsageError: the settings contradict each other.
     """
     spec = spec_of_script(resolved, script or "script.py", (), is_module=False)
     rows = [
@@ -84,27 +84,27 @@ def _text(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_ENDLESS = sys.maxsize
+_UNLIMITED = sys.maxsize
 
 
 def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool) -> int:
-    """Run a script in all its processes and return the exit code for the shell.
+    """Run a script in all processes and return the exit code for the shell.
 
     Raises:
-        UsageError: the launch is impossible as it was asked for; nothing was started.
+        UsageError: the launch is not possible; nothing was started.
     """
     spec = spec_of_script(resolved, script, arguments, is_module=is_module)
-    plan = _planned(spec)
-    store = _StoreLibrary() if plan.num_processes > 1 and plan.start_method != "fork" else None
+    plan = _plan_or_usage_error(spec)
+    store = _StorePreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
-        runner = make_runner(spec, plan, [*_shown(resolved), failures, *([store] if store else [])])
+        runner = make_runner(spec, plan, [*_dashboards(resolved), failures, *([store] if store else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
     # An interrupt that came when all was done changes nothing.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over but for the last words
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow
     error = runner.outcome.error if runner.outcome is not None else None
     if isinstance(error, LaunchError) and not failures.has_started:
         raise UsageError(_in_one_line(error))
@@ -112,26 +112,26 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     if error is not None:
         failures.report(error)
     if store is not None and store.is_loading:
-        _leave(code)
+        _exit_now(code)
     return code
 
 
-def _shown(resolved: Resolved) -> list[Dashboard]:
-    """All output of all ranks in whole lines, for programs that read it too; unlike in a notebook none is left out."""
+def _dashboards(resolved: Resolved) -> list[Dashboard]:
+    """Return dashboards that print all lines of all ranks, since programs may read them."""
     if resolved["dashboard"] == "none":
-        return [GuardedDashboard(LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS))]
+        return [GuardedDashboard(LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED))]
     live = LiveLine()
-    lines = LinesPrinter(num_head=_ENDLESS, line_length=_ENDLESS, live=live)
+    lines = LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED, live=live)
     return [GuardedDashboard(lines), GuardedDashboard(TextDashboard(live=live))]
 
 
 def spec_of_script(
     resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool
 ) -> LaunchSpec:
-    """The launch of a script; its processes are fresh interpreters unless something else was asked for.
+    """Return the launch of a script, by ``spawn`` unless another start method is set.
 
     Raises:
-        UsageError: the settings do not make a launch.
+        UsageError: the settings contradict each other.
     """
     function = Script(script, tuple(arguments), is_module=is_module, folder=os.getcwd())
     method: dict[str, Any] = {} if resolved.is_set("start_method") else {"start_method": "spawn"}
@@ -141,7 +141,7 @@ def spec_of_script(
         raise UsageError(str(error)) from None
 
 
-def _planned(spec: LaunchSpec) -> LaunchPlan:
+def _plan_or_usage_error(spec: LaunchSpec) -> LaunchPlan:
     try:
         if spec.master_port and not spec.is_elastic:
             rendezvous.RendezvousHost(spec.master_addr, spec.master_port).close()
@@ -152,7 +152,7 @@ def _planned(spec: LaunchSpec) -> LaunchPlan:
 
 @final
 class _Failures(Dashboard):
-    """Keeps what ranks raised, to show the first one's own traceback as Python would have shown it."""
+    """Keeps the failures of ranks, to print the traceback of the root cause."""
 
     def __init__(self) -> None:
         self._failed: dict[int, Failed] = {}
@@ -176,7 +176,7 @@ class _Failures(Dashboard):
         pass
 
     def report(self, error: BaseException) -> None:
-        """Write the root cause to stderr: traceback, then where it was and what became of the others."""
+        """Print the root cause to stderr: traceback, then the notes about its place and the other ranks."""
         root = self._failed.get(self._failed_rank)
         if root is not None and not isinstance(error, (WorkerDied, JobHung)):
             text = f"rank {root.rank} failed:\n{root.info.text.rstrip()}"
@@ -201,14 +201,14 @@ def _exit_code(error: BaseException | None, received: Sequence[int]) -> int:
 
 @contextmanager
 def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
-    """While the block runs, signals that ask to end are the job's; the list gets their numbers."""
+    """Terminate the job on SIGTERM and SIGHUP while the block runs; yield the list of received signals."""
     received: list[int] = []
 
     def on_signal(signum: int, frame: object) -> None:
         received.append(signum)
         runner.requests.terminate(grace_s)
 
-    # nohup has SIGHUP ignored, and means it.
+    # nohup ignores SIGHUP.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
@@ -219,8 +219,8 @@ def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
 
 
 @final
-class _StoreLibrary(Dashboard):
-    """Loads torch beside the workers, which load it too: the store that they will ask for is part of it."""
+class _StorePreloader(Dashboard):
+    """Imports torch in a thread while the workers start, because the store that this process hosts needs it."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -231,7 +231,7 @@ class _StoreLibrary(Dashboard):
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, JobStarted) and self._thread is not None:
-            self._thread.join()  # before another start: who looks for torch's types must not find half of it
+            self._thread.join()  # a restart looks up types of torch, which must not be half imported
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()
@@ -243,8 +243,8 @@ class _StoreLibrary(Dashboard):
         pass
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit at once: a library that is still being loaded is not needed, and can't be unloaded half way."""
+def _exit_now(code: int) -> NoReturn:
+    """Exit without waiting for an import that is still running in a thread."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -255,7 +255,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def plan_of(spec: LaunchSpec) -> LaunchPlan | str:
-    """What would be done on this machine, or why it can't be."""
+    """Return the plan of the launch on this machine, or why it is not possible."""
     try:
         return plan_launch(spec)
     except (LaunchError, ValueError, RuntimeError) as error:

@@ -1,7 +1,7 @@
-"""``nblaunch test``: trains and compares across processes on this machine's own devices, and says what does not work.
+"""``nblaunch test``: checks by small jobs that training works on the devices of this machine.
 
-Owns the order of the checks and what is printed; ``selfcheck_jobs.py`` has the checks, ``selfcheck_ranks.py`` what
-their workers run.
+This module selects the checks and prints their results; ``selfcheck_jobs.py`` has the checks, ``selfcheck_ranks.py``
+the functions of their workers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nblaunch.spec import START_METHODS, LaunchSpec
 if TYPE_CHECKING:
     from nblaunch.cli.selfcheck_jobs import Check, Setup
 
-_CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, and so not before a test is run
-_MANY_CORES = 4  # processes on CPU cores: more of them would try the machine and not nblaunch
+_CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, so it is imported when a check is run
+_MAX_CPU_PROCESSES = 4
 
 
 def add_parser(subparsers: Any) -> None:
-    """The command and its options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "test",
         help="check that training works on this machine's devices",
         description="Train and compare across processes on this machine's own devices: collectives, gradients, "
-        "metrics, checkpoints, weights, errors, interrupts, kills. A line for each; exit code 1 if any fails.",
+        "metrics, checkpoints, weights, errors, interrupts, kills. One line per check; exit code 1 if any fails.",
     )
     parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or xla")
     parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
@@ -46,11 +46,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks and print a line for each; returns 1 if any failed."""
+    """Run the checks and print a line for each; return 1 if any failed."""
     backend = "cpu" if arguments.cpu else arguments.backend
     plan = _plan(backend, arguments.num_processes, arguments.start_method)
     jobs = importlib.import_module(_CHECKS)
-    chosen = arguments.only or jobs.fitting(plan.backend)
+    chosen = arguments.only or jobs.supported(plan.backend)
     unknown = [name for name in chosen if name not in jobs.CHECKS]
     if unknown:
         raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
@@ -77,15 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchPlan:
-    """What a launch would be here.
+    """Return the plan of a launch on this machine.
 
     Raises:
-        UsageError: it was asked for what this machine has not.
+        UsageError: the launch is not possible on this machine.
     """
     try:
         found = backends.choose(backend)
         if num_processes is None and found.is_oversubscribable:
-            num_processes = min(_MANY_CORES, max(2, found.device_count()))
+            num_processes = min(_MAX_CPU_PROCESSES, max(2, found.device_count()))
         spec = LaunchSpec(
             function=_nothing, num_processes=num_processes, backend=backend, start_method=start_method
         )
@@ -95,13 +95,13 @@ def _plan(backend: str, num_processes: int | None, start_method: str) -> LaunchP
 
 
 def _passes(name: str, check: Check, setup: Setup) -> bool:
-    """Run a check and print its line, and where it failed the evidence."""
+    """Run a check; print its line, and the evidence if it failed."""
     began_s = time.monotonic()
     try:
         text, evidence = check(setup), ""
     except Exception as error:
-        # The other checks run all the same; the exception is the evidence of this one.
-        text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "not as it must be:"
+        # The exception is the evidence of this check; the others run anyway.
+        text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "wrong result:"
         evidence = str(error) if text.endswith(":") else traceback.format_exc()
     took_s = time.monotonic() - began_s
     print(f"  {'FAILED' if evidence else 'ok':<7}{name:<13}{took_s:5.1f} s  {text}", flush=True)
@@ -112,9 +112,9 @@ def _passes(name: str, check: Check, setup: Setup) -> bool:
 
 def _verdict(failed: list[str]) -> str:
     if not failed:
-        return "all is well"
+        return "all passed"
     return f"{len(failed)} failed ({', '.join(failed)}). Please report it with this output and that of `nblaunch env`"
 
 
 def _nothing() -> None:
-    """What is planned to be launched."""
+    """Do nothing: the function of the planned launch."""

@@ -1,7 +1,7 @@
-"""The checks of ``nblaunch test``: each launches a job on this machine's devices and judges what comes of it.
+"""The checks of ``nblaunch test``: each launches a job on the devices of this machine and checks its results.
 
-A check returns the evidence that all is well, in a few words, or raises :class:`CheckFailed` with the evidence that it
-is not. Each has a job of its own, so that one that breaks a device or hangs leaves the others to be judged.
+A check returns what it has shown, or raises :class:`CheckFailed` with the evidence. Each has its own job, so that one
+that hangs or breaks a device does not affect the others.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample
 
 _HANG_TIMEOUT_S = 45.0
-_START_TIMEOUT_S = 120.0  # the first use of an accelerator can take a minute
+_START_TIMEOUT_S = 120.0  # the first use of a device can take a minute
 _GONE_TIMEOUT_S = 10.0
 
 
 class CheckFailed(Exception):
-    """What should have been, what was, and on which ranks."""
+    """A wrong result: expected and actual values, and the ranks."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the checks are launched.
+    """Settings of the checks' jobs.
 
     Args:
         backend: name of the device family.
-        num_processes: how many workers.
-        start_method: how they start.
-        log_dir: folder for the jobs' logs.
-        tolerance: relative difference of weights that different orders of summation may make.
+        num_processes: number of workers.
+        start_method: of the workers.
+        log_dir: folder for logs.
+        tolerance: largest relative difference of weights, for other orders of summation.
     """
 
     backend: str
@@ -75,51 +75,51 @@ Check = Callable[[Setup], str]
 
 
 def check_collectives(setup: Setup) -> str:
-    """Every collective operation gives what it must."""
-    _expect_nothing_wrong(setup.run(ranks.collectives))
-    return "gather, reduce, broadcast, pad and objects give what they must on every rank"
+    """Check the results of every collective operation."""
+    _expect_no_errors(setup.run(ranks.collectives))
+    return "gather, reduce, broadcast, pad and gather_object are correct on every rank"
 
 
 def check_gradients(setup: Setup) -> str:
-    """Training on all ranks comes to the weights of training in one process."""
-    _expect_nothing_wrong(setup.run(ranks.gradients, setup.tolerance))
-    return "the weights are those of training in a single process on the same samples"
+    """Check that training on all ranks gives the weights of training in one process."""
+    _expect_no_errors(setup.run(ranks.gradients, setup.tolerance))
+    return "the weights equal those of a single process on the same samples"
 
 
 def check_sharded(setup: Setup) -> str:
-    """The same where every rank holds a part of the weights."""
-    _expect_nothing_wrong(setup.run(ranks.gradients, setup.tolerance, True))
-    return "the same with the weights in parts, one on each rank (FSDP2)"
+    """Check the same with sharded weights."""
+    _expect_no_errors(setup.run(ranks.gradients, setup.tolerance, True))
+    return "the same with sharded weights (FSDP2)"
 
 
 def check_metrics(setup: Setup) -> str:
-    """Metrics are of every sample once, also where ranks have unequal numbers of them."""
-    _expect_nothing_wrong(setup.run(ranks.metrics))
-    return "gather_for_metrics gives every sample of an uneven set once, in order"
+    """Check that metrics count every sample once, also if the ranks have unequal numbers of samples."""
+    _expect_no_errors(setup.run(ranks.metrics))
+    return "gather_for_metrics returns every sample of an uneven set once, in order"
 
 
 def check_checkpoint(setup: Setup) -> str:
-    """Training goes on from a checkpoint as if it had never stopped."""
+    """Check that training continues from a checkpoint as without an interruption."""
     with tempfile.TemporaryDirectory() as folder:
-        _expect_nothing_wrong(setup.run(ranks.checkpoint, str(Path(folder, "state")), setup.tolerance))
-    return "steps after load_state are those after save_state: weights, optimizer, random numbers"
+        _expect_no_errors(setup.run(ranks.checkpoint, str(Path(folder, "state")), setup.tolerance))
+    return "steps after load_state equal those after save_state: weights, optimizer, random numbers"
 
 
 def check_weights_back(setup: Setup) -> str:
-    """The trained weights come back into the module that was passed."""
+    """Check that the trained weights are loaded into the module that was passed."""
     model = ranks.build_model()
     before = ranks.first_weights(model)
     trained = setup.run(ranks.train_passed_model, model)
     after = ranks.first_weights(model)
     if after != trained[0]:
-        raise CheckFailed(f"rank 0's trained model begins with {trained[0]}, and the one here with {after}")
+        raise CheckFailed(f"rank 0's trained model begins with {trained[0]}, but the one here with {after}")
     if after == before:
         raise CheckFailed(f"training did not change the weights: they still begin with {before}")
     return "the model that was passed has rank 0's trained weights"
 
 
 def check_errors(setup: Setup) -> str:
-    """An exception arrives as it was raised, and ends the job."""
+    """Check that an exception of a rank is raised here and ends the job."""
     runner = setup.runner(ranks.raise_in_last_rank)
     runner.run()
     job = Job(runner)
@@ -127,35 +127,35 @@ def check_errors(setup: Setup) -> str:
     _expect_gone(job, [])
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
         raise CheckFailed(
-            f"rank {setup.num_processes - 1} raised ZeroDivisionError, and here arrived: {error!r}"
+            f"rank {setup.num_processes - 1} raised ZeroDivisionError, but the job raised {error!r}"
         )
-    return "an exception of one rank arrives as it is, and ends the others that wait for it"
+    return "an exception of one rank is raised here, and ends the other ranks"
 
 
 def check_interrupt(setup: Setup) -> str:
-    """An interrupt lets every rank clean up, and leaves no process."""
+    """Check that every rank cleans up after an interrupt, and that no process is left."""
     with tempfile.TemporaryDirectory() as folder, _waiting_job(setup, folder) as (job, children):
         job.interrupt()
         error = job.exception(_START_TIMEOUT_S)
         if not isinstance(error, KeyboardInterrupt):
-            raise CheckFailed(f"the job was interrupted, and ended with {error!r}")
+            raise CheckFailed(f"the job was interrupted, but ended with {error!r}")
         _expect_gone(job, children)
         left = [rank for rank in range(setup.num_processes) if not Path(folder, f"{rank}.finally").exists()]
         if left:
             raise CheckFailed(f"`finally` blocks did not run on ranks {left}")
-    return "`finally` blocks ran; no process is left, nor what workers had started"
+    return "`finally` blocks ran; no worker or child process is left"
 
 
 def check_kill(setup: Setup) -> str:
-    """A rank that is killed is named, and leaves no process."""
+    """Check that a killed rank is reported, and that no process is left."""
     victim = setup.num_processes - 1
     with tempfile.TemporaryDirectory() as folder, _waiting_job(setup, folder) as (job, children):
         os.kill(job.pids[victim], signal.SIGKILL)
         error = job.exception(_START_TIMEOUT_S)
         if not isinstance(error, WorkerDied) or error.rank != victim or error.exitcode != -signal.SIGKILL:
-            raise CheckFailed(f"rank {victim} was killed by SIGKILL, and the job ended with {error!r}")
+            raise CheckFailed(f"rank {victim} was killed by SIGKILL, but the job ended with {error!r}")
         _expect_gone(job, children)
-    return f"rank {victim} and SIGKILL are named; no process is left, nor what workers had started"
+    return f"rank {victim} and SIGKILL are reported; no worker or child process is left"
 
 
 CHECKS: dict[str, Check] = {
@@ -171,27 +171,27 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def fitting(backend: Backend) -> list[str]:
-    """The checks that make sense on a backend: FSDP2 came with torch 2.6, and not for XLA devices."""
+def supported(backend: Backend) -> list[str]:
+    """Return the names of the checks for a backend: FSDP2 needs torch 2.6, and is not for XLA devices."""
     can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients
     return [name for name in CHECKS if name != "sharded" or can_shard]
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _expect_nothing_wrong(found: Sequence[Sequence[str]]) -> None:
+def _expect_no_errors(found: Sequence[Sequence[str]]) -> None:
     lines = [f"rank {rank}: {text}" for rank, wrong in enumerate(found) for text in wrong]
     if lines:
         raise CheckFailed("\n".join(lines))
 
 
 class _waiting_job:  # a context manager, named as a function is
-    """A job all of whose ranks wait, each with a child process of its own; what is left of it ends at the end."""
+    """A job whose ranks wait for ever, each with a child process; leaving the context cancels it."""
 
     def __init__(self, setup: Setup, folder: str) -> None:
         self._folder = folder
-        self._ready = _Announcements(setup.num_processes)
+        self._ready = _ReadyListener(setup.num_processes)
         self._runner = setup.runner(ranks.wait_with_child, folder, listeners=[self._ready])
         self._job = Job(self._runner)
 
@@ -200,7 +200,7 @@ class _waiting_job:  # a context manager, named as a function is
         if not self._ready.event.wait(_START_TIMEOUT_S) or not self._job.is_running:
             self._job.cancel()
             error = self._job.exception(_START_TIMEOUT_S)
-            raise CheckFailed(f"the ranks did not get to wait: {error!r}; logs: {self._job.log_dir}")
+            raise CheckFailed(f"the ranks did not start to wait: {error!r}; logs: {self._job.log_dir}")
         children = [int(path.read_text()) for path in Path(self._folder).glob("*.child")]
         return self._job, children
 
@@ -209,8 +209,8 @@ class _waiting_job:  # a context manager, named as a function is
         self._job.wait(_START_TIMEOUT_S)
 
 
-class _Announcements:
-    """A listener that waits for every rank's line, or for the end."""
+class _ReadyListener:
+    """A listener that sets ``event`` when every rank has printed ``waits``, or the job has ended."""
 
     def __init__(self, num_processes: int) -> None:
         self.event = threading.Event()
@@ -230,7 +230,7 @@ class _Announcements:
 
 
 def _expect_gone(job: Job, children: Sequence[int]) -> None:
-    """The workers are gone when the job has ended; what they started may take a moment longer."""
+    """Raise CheckFailed if workers or their child processes are still alive after a timeout."""
     names = {pid: f"rank {rank}" for rank, pid in job.pids.items()} | dict.fromkeys(
         children, "a child of a rank"
     )
@@ -245,7 +245,7 @@ def _expect_gone(job: Job, children: Sequence[int]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether it exists and is no zombie, which only its parent can reap."""
+    """Return whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

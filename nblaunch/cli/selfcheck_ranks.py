@@ -1,6 +1,6 @@
-"""What the workers of ``nblaunch test`` run: the user's half of each check, written as a user would write it.
+"""Functions that the workers of ``nblaunch test`` run, written as a user would write them.
 
-Functions return what is wrong on their rank, as sentences; an empty list means that all is well. They never print.
+Functions return a list of wrong results on their rank, as sentences. They print nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_FEATURES = 12
 
 
 def collectives() -> list[str]:
-    """Gather, reduce, broadcast, pad and gather_object against what they must give, on every rank."""
+    """Compare gather, reduce, broadcast, pad and gather_object with their expected results."""
     accelerator = Accelerator()
     rank, count = accelerator.process_index, accelerator.num_processes
     device = accelerator.device
@@ -34,7 +34,7 @@ def collectives() -> list[str]:
     total = count * (count - 1) / 2
     pairs = [(float(other), 10.0 * other) for other in range(count)]
     padded = [[float(other)] * (other + 1) + [-1.0] * (count - other - 1) for other in range(count)]
-    # By name, so that the message says which one is wrong.
+    # The name is part of the message.
     checks = {
         "gather": (accelerator.gather(own), [number for pair in pairs for number in pair]),
         "reduce(sum)": (accelerator.reduce(own, "sum"), [total, 10 * total]),
@@ -60,11 +60,11 @@ def collectives() -> list[str]:
 
 
 def gradients(tolerance: float, is_sharded: bool = False) -> list[str]:
-    """Training on all ranks against training in this one process on all their batches together.
+    """Compare training on all ranks with training in one process on all batches together.
 
     Args:
-        tolerance: relative difference that is allowed.
-        is_sharded: every rank holds a part of each weight (FSDP2), and not a copy.
+        tolerance: largest relative difference.
+        is_sharded: every rank holds a shard of each weight (FSDP2).
     """
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if is_sharded else None)
     reference = build_model().to(accelerator.device)
@@ -72,13 +72,13 @@ def gradients(tolerance: float, is_sharded: bool = False) -> list[str]:
     data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
     prepared = _train_prepared(accelerator, model, data)
     _train(reference, data, _BATCH_SIZE * accelerator.num_processes, accelerator.device)
-    # Of weights in parts, only the main process gets the whole.
+    # With sharded weights, only the main process has all of them.
     trained = accelerator.get_state_dict(prepared)
     return _differences(dict(reference.named_parameters()), trained, tolerance, "single-process training")
 
 
 def metrics() -> list[str]:
-    """An uneven evaluation set: each sample must be gathered once, in order, whatever its last batch lacks."""
+    """Check on an uneven evaluation set that each sample is gathered once, in order."""
     accelerator = Accelerator()
     length = 2 * _BATCH_SIZE * accelerator.num_processes + 3
     loader = accelerator.prepare(
@@ -94,7 +94,7 @@ def metrics() -> list[str]:
 
 
 def checkpoint(folder: str, tolerance: float) -> list[str]:
-    """Steps after save_state against the same steps after load_state, with dropout and an optimizer with memory."""
+    """Compare steps after save_state with the same steps after load_state, with dropout and a stateful optimizer."""
     accelerator = Accelerator()
     model = nn.Sequential(nn.Dropout(0.3), *build_model())
     data = _dataset(_NUM_STEPS * _BATCH_SIZE * accelerator.num_processes)
@@ -120,7 +120,7 @@ def checkpoint(folder: str, tolerance: float) -> list[str]:
 
 
 def train_passed_model(model: nn.Module) -> list[float]:
-    """Train the model that the launcher passed; returns its first weights, for comparison with what came back."""
+    """Train the model that was passed and return its first weights, for comparison with those in the kernel."""
     accelerator = Accelerator()
     data = _dataset(_BATCH_SIZE * accelerator.num_processes)
     prepared = _train_prepared(accelerator, model, data)
@@ -128,7 +128,7 @@ def train_passed_model(model: nn.Module) -> list[float]:
 
 
 def raise_in_last_rank() -> None:
-    """The last rank fails while the others wait for it."""
+    """Raise in the last rank while the others wait for it."""
     accelerator = Accelerator()
     if accelerator.is_last_process:
         raise ZeroDivisionError(f"raised on purpose in rank {accelerator.process_index}")
@@ -136,7 +136,7 @@ def raise_in_last_rank() -> None:
 
 
 def wait_with_child(folder: str) -> None:
-    """Start a process of its own, as data loaders do, say so, and wait for ever; ``finally`` leaves a file."""
+    """Start a child process, as data loaders do, print ``waits`` and wait for ever; ``finally`` writes a file."""
     accelerator = Accelerator()
     rank = accelerator.process_index
     child = subprocess.Popen(["sleep", "600"])
@@ -150,11 +150,11 @@ def wait_with_child(folder: str) -> None:
         Path(folder, f"{rank}.finally").touch()
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def build_model() -> nn.Sequential:
-    """A small network, the same at every call and on every rank."""
+    """Return a small network with the same weights at every call and on every rank."""
     generator = torch.Generator().manual_seed(7)
     model = nn.Sequential(nn.Linear(_NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
     with torch.no_grad():
@@ -164,7 +164,7 @@ def build_model() -> nn.Sequential:
 
 
 def first_weights(model: nn.Module) -> list[float]:
-    """A few numbers that training changes."""
+    """Return the first weights of a model as numbers."""
     return [float(number) for number in next(model.parameters()).detach().flatten()[:8].cpu()]
 
 
@@ -179,7 +179,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _train_prepared(accelerator: Accelerator, model: nn.Module, data: TensorDataset) -> nn.Module:
-    """Train on all ranks; returns the prepared model."""
+    """Train on all ranks and return the prepared model."""
     prepared, optimizer, loader = accelerator.prepare(
         model, _optimizer(model), DataLoader(data, batch_size=_BATCH_SIZE)
     )
@@ -202,12 +202,12 @@ def _train(model: nn.Module, data: TensorDataset, batch_size: int, device: torch
 def _differences(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], tolerance: float, what: str
 ) -> list[str]:
-    """Weights of ``got`` that differ by more than ``tolerance``, relative to the largest of their tensor."""
+    """Return a sentence for each tensor of ``got`` with a difference over ``tolerance``, relative to its maximum."""
     wrong = []
     for name, weights in got.items():
         wanted = expected[name].detach().cpu()
         difference = float((wanted - weights.detach().cpu()).abs().max())
         allowed = tolerance * max(1e-3, float(wanted.abs().max()))
-        if not difference <= allowed:  # also where it is not a number
+        if not difference <= allowed:  # also true for NaN
             wrong.append(f"{name} differs from {what} by {difference:.3g} (allowed: {allowed:.3g})")
     return wrong

@@ -169,7 +169,7 @@ def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name a model"),
+        ([], "give either a model"),
         (["models:Tied", "--parameters", "7B"], "one of the two"),
         (["--parameters", "seven"], "'seven' is not a number"),
         (["--parameters", "0"], "'0' is not a number"),
