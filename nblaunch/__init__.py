@@ -4,8 +4,8 @@
 
     result = notebook_launcher(training_function, (model,))
 
-The names below are the public ones, and ``nblaunch.utils`` has the smaller helpers. All are loaded when first used, so
-that ``import nblaunch`` costs milliseconds and imports neither torch nor ipywidgets.
+The names in ``__all__`` are public, and so are those of ``nblaunch.utils``. Each is imported at its first use, so that
+``import nblaunch`` takes milliseconds and imports neither torch nor ipywidgets.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _PUBLIC = {
 }
 
 _SUBMODULES = ("errors", *finder.submodules_of("nblaunch"))
-"""Modules that code written for Accelerate uses as attributes: ``nblaunch.utils.set_seed(0)``."""
+"""Submodules that code written for Accelerate uses as attributes: ``nblaunch.utils.set_seed(0)``."""
 
 __all__ = [
     "Accelerator",
@@ -163,7 +163,7 @@ if TYPE_CHECKING:
 
 finder.install()
 
-# So that a launch can fork where GPUs were only counted, and can name the line that rules a fork out.
+# A launch can fork if GPUs were only counted, and names the line of code that initialised CUDA if it can't.
 first_use.watch()
 packages.when_imported("torch.cuda", first_use.watch_torch)
 

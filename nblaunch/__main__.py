@@ -1,4 +1,4 @@
-"""``python -m nblaunch``: the command line."""
+"""Entry point of ``python -m nblaunch``."""
 
 from __future__ import annotations
 

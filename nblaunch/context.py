@@ -1,8 +1,8 @@
-"""The one process-wide slot: what this process knows about its place in a job.
+"""The context of this process: its topology, backend, slot of the board, and connection to the launcher.
 
-``worker/bootstrap.py`` installs a context before it calls the user's function. In a process that no launcher of ours
-launched (``torchrun``, plain ``python``, a notebook cell), :func:`current` makes one from the environment. Training
-code meets the launcher only here, so that the same script runs everywhere.
+``worker/bootstrap.py`` installs a context before it calls the user's function. In other processes (``torchrun``, plain
+``python``, a notebook cell), :func:`current` makes one from the environment. Training code uses the launcher only
+through the context, so that the same script runs everywhere.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from nblaunch.wire.board import Slot, private_slot
 
 
 def _at_once(is_alone: bool = False) -> AbstractContextManager[None]:
-    """Take a turn without a launcher: at once."""
+    """Return a context manager without waiting: there is no launcher."""
     return nullcontext()
 
 
 def _discard(event: Event) -> None:
-    """Emit without a launcher: to nothing."""
+    """Drop an event: there is no launcher."""
 
 
 @dataclass
 class WorkerContext:
-    """Everything a worker knows about its job.
+    """The context of a worker in its job.
 
     Args:
-        topology: its ranks.
-        backend: the device family it computes on.
-        slot: its slot of the progress board.
+        topology: ranks and sizes.
+        backend: device family.
+        slot: of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
         turn: makes a context manager in which only a few workers of this machine are at the same time; only one with
             ``is_alone=True``.
@@ -68,7 +68,7 @@ _current: WorkerContext | None = None
 
 
 def current() -> WorkerContext:
-    """The context of this process, made from the environment at the first call if none was installed."""
+    """Return the context of this process; made from the environment at the first call if none is installed."""
     global _current
     if _current is None:
         _current = WorkerContext(
@@ -79,7 +79,7 @@ def current() -> WorkerContext:
 
 
 def install(context: WorkerContext | None) -> None:
-    """Make ``context`` this process's own; None: as if the process had just started.
+    """Set the context of this process; None removes it.
 
     Called by the worker's bootstrap and by the inline engine.
     """
@@ -88,12 +88,12 @@ def install(context: WorkerContext | None) -> None:
 
 
 def take() -> WorkerContext | None:
-    """Remove the context from this process and return it; None if there was none."""
+    """Remove and return the context of this process; None if there was none."""
     global _current
     taken, _current = _current, None
     return taken
 
 
 def is_worker() -> bool:
-    """True inside a worker that nblaunch launched. Does not create a context."""
+    """Return whether this process is a worker of nblaunch. Creates no context."""
     return _current is not None and _current.is_launched

@@ -1,7 +1,7 @@
-"""The only module that touches ``os.environ``.
+"""Environment variables; no other module uses ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads: settings of a user or a cluster, never messages from one part of
-nblaunch to another (those travel typed, in the payload of a launch).
+``TABLE`` lists every variable that nblaunch reads. These are settings of a user or a cluster; values between parts of
+nblaunch are passed as arguments or in the payload of a launch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """How a text becomes a value.
+    """Conversion of a text to a value.
 
     Args:
-        convert: gives the value; ValueError where the text is none.
-        valid: what the text must be, as the end of a sentence.
+        convert: returns the value; raises ValueError if the text is invalid.
+        valid: description of valid texts, as the end of a sentence.
     """
 
     convert: Callable[[str], Any]
@@ -29,7 +29,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table: ``kind`` turns the text into a value."""
+    """One row of the table."""
 
     name: str
     kind: Kind
@@ -38,11 +38,11 @@ class Variable:
 
 
 def as_flag(text: str) -> bool:
-    """A truth value in the usual words; ValueError for any other."""
-    word = text.strip().lower()
-    if word in ("1", "true", "yes", "y", "t", "on"):
+    """Return a boolean written as 1, true, yes, on, 0, false, no, off, none or empty; raise ValueError otherwise."""
+    flag = text.strip().lower()
+    if flag in ("1", "true", "yes", "y", "t", "on"):
         return True
-    if word in ("", "0", "false", "no", "n", "f", "off", "none"):
+    if flag in ("", "0", "false", "no", "n", "f", "off", "none"):
         return False
     raise ValueError(text)
 
@@ -67,7 +67,7 @@ _TEXT = Kind(str, "a text")
 _FLAG = Kind(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = Kind(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = Kind(partial(_as_whole, least=0), "a whole number of at least 0")
-# Of OpenMP's list of numbers the one for the outermost level.
+# The first number of OpenMP's list is that of the outermost level.
 _LEVELS = Kind(lambda text: int(text.partition(",")[0]), "a whole number, or several as in 4,2")
 _PRECISION = _one_of("no", "fp16", "bf16", "fp8")
 _LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
@@ -77,26 +77,26 @@ TABLE = {
     row.name: row
     for row in (
         Variable("NBLAUNCH_LOG_DIR", _TEXT, "", "folder for jobs' logs; default: nblaunch-<uid> among temporary files"),
-        Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "workers where a launch does not say; default: one per device"),
-        Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "how many jobs' logs to keep"),
+        Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
+        Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "MB that the log of a rank may take; the middle is dropped"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in the platform's folder"),
-        Variable("TERM", _TEXT, "", "kind of terminal; questions are asked line by line on a dumb one"),
+        Variable("TERM", _TEXT, "", "kind of terminal; a dumb one has no arrow keys"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
         Variable("APPDATA", _TEXT, "", "folder of configuration files on Windows"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
-        Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs that may be used, as CUDA reads it"),
-        Variable("PYTORCH_NVML_BASED_CUDA_CHECK", _TEXT, None, "how torch counts GPUs; set to 1 where it is not set"),
-        Variable("NCCL_P2P_DISABLE", _TEXT, None, "whether GPUs talk through memory; set for cards that must"),
-        Variable("PJRT_DEVICE", _TEXT, None, "what torch_xla computes on: TPU or CPU; default: TPU if there is one"),
-        Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, as the host's image says: v5litepod-8"),
-        Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice that this machine belongs to"),
+        Variable("CUDA_VISIBLE_DEVICES", _TEXT, None, "GPUs to use, in CUDA's format"),
+        Variable("PYTORCH_NVML_BASED_CUDA_CHECK", _TEXT, None, "how torch counts GPUs; set to 1 if unset"),
+        Variable("NCCL_P2P_DISABLE", _TEXT, None, "disable peer access between GPUs; set for GPUs without it"),
+        Variable("PJRT_DEVICE", _TEXT, None, "device of torch_xla: TPU or CPU; default: TPU if there is one"),
+        Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
+        Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice of this machine"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
-        Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision where script and launcher set none"),
-        Variable("ACCELERATE_USE_CPU", _FLAG, False, "compute on the CPU, in processes that nblaunch did not launch"),
+        Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),
+        Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU, in processes that nblaunch did not launch"),
         Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
         Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare the shapes of collectives over ranks"),
-        Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger where the script sets none"),
+        Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger if the script sets none"),
         Variable("ACCELERATE_DYNAMO_BACKEND", _TEXT, "no", "compile models with this backend of torch.compile"),
         Variable("ACCELERATE_DYNAMO_MODE", _DYNAMO_MODE, "", "mode of torch.compile"),
         Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", _FLAG, False, "compile models in one piece"),
@@ -107,11 +107,11 @@ TABLE = {
 
 
 def read(name: str) -> Any:
-    """The value of a variable of the table, converted; its default where it is unset or empty.
+    """Return the converted value of a variable of the table; its default if it is unset or empty.
 
     Raises:
         KeyError: the variable is not in the table.
-        ValueError: its text can't be converted; names the variable, the text and what it must be.
+        ValueError: the text is invalid; the message has the variable, the text and a description of valid texts.
     """
     row = TABLE[name]
     text = os.environ.get(name)
@@ -124,10 +124,10 @@ def read(name: str) -> Any:
 
 
 def check() -> None:
-    """Read every variable of the table, before anything is started that would read it later.
+    """Check every variable of the table before anything is started.
 
     Raises:
-        ValueError: some can't be converted; names each with its text and what it must be.
+        ValueError: variables are invalid; the message lists all of them.
     """
     problems = []
     for name in TABLE:
@@ -140,12 +140,12 @@ def check() -> None:
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, for :class:`nblaunch.topology.Topology` and for fresh interpreters."""
+    """Return a copy of the environment, for :class:`nblaunch.topology.Topology` and fresh interpreters."""
     return dict(os.environ)
 
 
 def apply(changes: Mapping[str, str | None]) -> None:
-    """Set variables for the rest of this process; None removes one."""
+    """Set variables of this process; None removes one."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
@@ -155,7 +155,7 @@ def apply(changes: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for a while and put back exactly what was there, also after an error."""
+    """Set variables while the block runs, then restore their values."""
     before = {name: os.environ.get(name) for name in changes}
     apply(changes)
     try:

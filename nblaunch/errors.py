@@ -1,21 +1,21 @@
-"""Every exception that nblaunch raises by its own name, but for wrong settings (``config.ConfigError``); warnings.
+"""The exceptions of nblaunch, except ``config.ConfigError``; and warnings.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function
     │   └── PayloadError      the call can't be sent to workers (names the variable that can't be pickled)
     ├── WorkerError           a worker failed
-    │   ├── WorkerFailed      it raised an exception that can't travel; carries its type, message and traceback as text
-    │   └── WorkerDied        it ended without raising: a signal, os._exit, or leaving while others needed it
-    │       └── NodeLost      it was on another machine, which has gone away or sends no heartbeats any more
-    ├── JobHung               no rank made progress any more, and ``on_hang="stop"`` was asked for
-    ├── ResultError           the function finished, but its return value can't travel; ``partial`` is what could
+    │   ├── WorkerFailed      it raised an exception that can't be pickled; has its type, message and traceback as text
+    │   └── WorkerDied        it ended without an exception: a signal, os._exit, or a return while others needed it
+    │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
+    ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
+    ├── ResultError           the return value can't be pickled; ``partial`` is what can
     ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
-    ├── CheckpointError       a checkpoint can't be written, or one that was read is damaged or does not fit
-    └── DistributedOperationException   ranks called a collective with tensors that don't go together; names each rank's
+    ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
+    └── DistributedOperationException   ranks called a collective with tensors of different shapes
 
-A user's own exception is raised as it is, with its original type; bad arguments are ``ValueError`` or ``TypeError``.
-All of these can be pickled, so that they survive a process pool, a notebook runner or a test under xdist.
-:func:`warn` shows a warning at the user's own line.
+Exceptions of the user's function are raised with their original type; invalid arguments raise ``ValueError`` or
+``TypeError``. All exceptions can be pickled, for process pools and test runners. :func:`warn` shows a warning at the
+user's line.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from types import FrameType
 from typing import Any
 
 _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
-"""Top-level packages whose frames lie between a user's line and ours."""
+"""Top-level packages whose frames are not the user's."""
 
 
 class NblaunchError(Exception):
     """Base of all exceptions defined here.
 
-    Python itself pickles each with its attributes, because each can be made from its message alone.
+    Each can be constructed from its message alone, so that Python can pickle it with its attributes.
     """
 
 
@@ -48,8 +48,8 @@ class WorkerError(NblaunchError, RuntimeError):
     """A worker failed.
 
     Args:
-        message: what happened, where, the evidence and the remedy, ready to be read.
-        rank: the rank of the worker that failed first.
+        message: what happened, where, the evidence and the remedy.
+        rank: of the worker that failed first.
     """
 
     def __init__(self, message: str, *, rank: int = -1) -> None:
@@ -58,7 +58,7 @@ class WorkerError(NblaunchError, RuntimeError):
 
 
 class WorkerFailed(WorkerError):
-    """A worker raised an exception that can't be pickled; the message carries its type, text and traceback."""
+    """A worker raised an exception that can't be pickled; the message has its type, text and traceback."""
 
 
 class WorkerDied(WorkerError):
@@ -73,21 +73,21 @@ class WorkerDied(WorkerError):
 
 
 class NodeLost(WorkerDied):
-    """Another machine of the job has gone away, or has sent no heartbeat for too long.
+    """Another machine of the job has left, or has sent no heartbeat for too long.
 
-    ``rank`` is its first rank; ``exitcode`` says nothing about how its workers ended.
+    ``rank`` is its first rank; ``exitcode`` is unrelated to the exit codes of its workers.
     """
 
 
 class JobHung(NblaunchError, RuntimeError):
-    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; says where every rank was."""
+    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has all positions."""
 
 
 class ResultError(NblaunchError, TypeError):
     """The function finished, but its return value can't be sent to the kernel.
 
-    ``partial`` is the return value with an :class:`nblaunch.wire.pickle_errors.Unpicklable` in place of each part that
-    can't travel.
+    ``partial`` is the return value with an :class:`nblaunch.wire.pickle_errors.Unpicklable` for each part that can't be
+    pickled.
     """
 
     def __init__(self, message: str, *, partial: Any = None) -> None:
@@ -100,18 +100,15 @@ class JobCancelled(NblaunchError):
 
 
 class CheckpointError(NblaunchError, RuntimeError):
-    """A checkpoint could not be written, or one that was read is damaged or does not fit; says what and where."""
+    """A checkpoint can't be written, is damaged, or does not fit the model."""
 
 
 class DistributedOperationException(NblaunchError, ValueError):
-    """Ranks called a collective with tensors that don't go together; names each rank's."""
+    """Ranks called a collective with tensors of different shapes; the message has the shapes of each rank."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Show a warning at the user's own line, however deep in the package it arises.
-
-    ``warnings.warn`` can do that by ``skip_file_prefixes``, from Python 3.12 on.
-    """
+    """Show a warning at the user's line, like ``warnings.warn`` with ``skip_file_prefixes`` of Python 3.12."""
     frame = user_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     module = frame.f_globals.get("__name__", "<string>")

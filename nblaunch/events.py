@@ -1,10 +1,10 @@
-"""What happens in a job, as plain data.
+"""Events of a job, as plain data.
 
-Workers send the first group to their launcher through a channel (``wire/channel.py``). The launcher adds the second
-group and hands everything to its listeners: dashboards, logs, tests. Step counts do not travel as events; each rank
-writes them to its slot of the shared board (``wire/board.py``), which the launcher samples.
+Workers send the first group to the launcher through a channel (``wire/channel.py``). The launcher adds the second group
+and passes all events to its listeners: dashboards, logs, tests. Steps are not events: each rank writes them to its slot
+of the shared board (``wire/board.py``), which the launcher samples.
 
-``time_s`` is the worker's wall clock (``time.time()``) when the thing happened.
+``time_s`` is the wall clock of the worker (``time.time()``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class WorkerState(enum.IntEnum):
-    """What a worker is doing, as shown to users. Values are stored in the board."""
+    """State of a worker, as shown to users. Values are stored in the board."""
 
     STARTING = 0
     RUNNING = 1
@@ -38,13 +38,13 @@ class WorkerState(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number."""
+    """Exit status of a process: ``code`` >= 0 is its exit code, ``code`` < 0 the negated signal number."""
 
     code: int
 
     @property
     def signal_name(self) -> str | None:
-        """``"SIGKILL"`` and the like; None where the process was not killed by a signal."""
+        """Return a name such as ``"SIGKILL"``; None if the process was not killed by a signal."""
         if self.code >= 0:
             return None
         try:
@@ -58,15 +58,15 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class FrameInfo:
-    """One line of a worker's traceback.
+    """One frame of a worker's traceback.
 
     Args:
         filename: of the code.
-        lineno: the line that was executing.
+        lineno: current line.
         name: of the function.
-        line: the source text of that line, known even for notebook cells.
-        is_user: not a library's or Python's own.
-        first_lineno: where the function begins; 0 where unknown.
+        line: source text of the line, also for notebook cells.
+        is_user: the user's code, neither of a library nor of Python.
+        first_lineno: first line of the function; 0 if unknown.
     """
 
     filename: str
@@ -79,16 +79,16 @@ class FrameInfo:
 
 @dataclass(frozen=True)
 class ExceptionInfo:
-    """An exception as text: what is left of it if it can't be pickled.
+    """An exception as text, also for exceptions that can't be pickled.
 
     Args:
-        type_name: qualified name of its class.
+        type_name: qualified name of the class.
         message: ``str(exception)``.
-        frames: its traceback, outermost first, without the launcher's own frames.
-        text: the whole traceback as Python prints it, with causes and contexts, the launcher's frames removed.
-        cause: the exception that it was raised from, or that was being handled; None where there is none.
-        parts: of an exception group, those that it holds.
-        is_raised_from: whether ``cause`` was named by ``raise ... from``, and not only being handled.
+        frames: of the traceback, outermost first, without frames of the launcher.
+        text: the whole traceback as Python prints it, with causes and contexts, without frames of the launcher.
+        cause: ``__cause__`` or ``__context__``; None if there is none.
+        parts: exceptions of an exception group.
+        is_raised_from: ``cause`` is ``__cause__``, set by ``raise ... from``.
     """
 
     type_name: str
@@ -113,14 +113,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """The worker runs, its output is captured; the user's function is called next."""
+    """The worker is about to call the user's function; its output is captured."""
 
     pid: int = 0
 
 
 @dataclass(frozen=True)
 class Displayed(Event):
-    """``display(...)`` or ``plt.show()`` in a worker: a mimebundle for the cell."""
+    """A worker called ``display(...)`` or ``plt.show()``: a MIME bundle for the cell."""
 
     data: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -141,9 +141,9 @@ class Note(Event):
     """One line for the user, from a worker or (``rank`` -1) from the launcher.
 
     Args:
-        text: what there is to say.
-        kind: ``"note"``; ``"warning"``: something may go wrong, and the summary of the job says so too; ``"hang"``: no
-            progress, ``text`` goes on with a line for each place where ranks are.
+        text: of the note.
+        kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
+            line for each position of ranks.
     """
 
     text: str = ""
@@ -151,17 +151,17 @@ class Note(Event):
 
     @classmethod
     def of_job(cls, text: str, kind: str = "note") -> Note:
-        """About the job as a whole rather than about one rank; of now."""
+        """Return a note about the job as a whole, with the current time."""
         return cls(rank=-1, time_s=time.time(), text=text, kind=kind)
 
 
 @dataclass(frozen=True)
 class Fact(Event):
-    """What is known of the whole job only once it runs, for the head of its table; a later one of a name replaces it.
+    """A property of the whole job for the head of its table. A later fact with the same name replaces it.
 
     Args:
         name: ``"precision"``, ``"compilations"``...
-        text: a few words.
+        text: the value.
     """
 
     name: str = ""
@@ -170,12 +170,12 @@ class Fact(Event):
 
 @dataclass(frozen=True)
 class Contents:
-    """What of the return value a rank's outbox holds (``wire/outbox.py``).
+    """The return value in a rank's outbox (``wire/outbox.py``).
 
     Args:
-        value_at: where the return value is; -1 where there is none or it is not wanted.
-        value_end: where it ends.
-        unpicklable: paths of the parts of the return value that could not be written, as in ``result['model'].lock``.
+        value_at: offset of the return value; -1 if there is none or it is not needed.
+        value_end: its end.
+        unpicklable: paths of parts that can't be pickled, as ``result['model'].lock``.
     """
 
     value_at: int = -1
@@ -188,8 +188,8 @@ class Finished(Event):
     """The function returned.
 
     Args:
-        contents: its value.
-        left_by_exit: the function left through ``sys.exit(0)`` rather than by returning.
+        contents: the return value.
+        left_by_exit: the function called ``sys.exit(0)`` instead of returning.
         sends: places in the arguments of the modules whose weights follow, each with a :class:`WeightsSent`.
     """
 
@@ -200,7 +200,7 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class WeightsSent(Event):
-    """A module's trained weights are in the rank's outbox (``wire/outbox.py``), or can't be.
+    """The trained weights of a module are in the rank's outbox (``wire/outbox.py``), or could not be sent.
 
     Args:
         place: of the module in the arguments (``wire/modules.py``).
@@ -223,9 +223,9 @@ class Failed(Event):
 
     Args:
         info: the exception as text.
-        exception: the exception pickled, or None if that is not possible.
+        exception: the pickled exception, or None if it can't be pickled.
         is_consequence: a collective or connection error, most likely caused by another rank's failure.
-        evidence: what the device has to do with it, and what to try; lines.
+        evidence: lines about the state of the device, and what to try.
     """
 
     info: ExceptionInfo = field(default_factory=lambda: ExceptionInfo("Exception", ""))
@@ -239,21 +239,21 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """``rank`` is -1. The plan of the launch, in words for the user.
+    """An attempt of the job starts; ``rank`` is -1.
 
     Args:
-        function_name: what runs.
-        num_processes: on how many workers.
-        backend: computing on what.
-        start_method: started how.
-        reason: why so.
-        detour: a sentence about it where the usual one was not possible; harmless.
+        function_name: of the user's function.
+        num_processes: number of workers.
+        backend: device family.
+        start_method: of the workers.
+        reason: for the start method.
+        detour: a sentence why the usual start method was not possible; empty otherwise.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
-        attempt: its number, from 0.
+        attempt: number of the attempt, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
-        spans_devices: one worker drives all devices, rather than one each.
-        mixed_precision: what accelerators in the workers use by default.
-        first_rank: the lowest of this machine.
+        spans_devices: one worker drives all devices.
+        mixed_precision: default of accelerators in the workers.
+        first_rank: lowest rank of this machine.
     """
 
     function_name: str = ""
@@ -272,26 +272,26 @@ class JobStarted(Event):
 
 @dataclass(frozen=True)
 class LogLines(Event):
-    """Whole lines that a rank printed, without their line ends, in order."""
+    """Complete lines that a rank printed, without line ends, in order."""
 
     lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StatusLine(Event):
-    r"""The text after a rank's last ``\r``: a progress bar, or a line not ended yet."""
+    r"""The text after a rank's last ``\r``: a progress bar, or an incomplete line."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class HostMemory(Event):
-    """What a worker's process takes of the host's memory, looked at from outside.
+    """Host memory of a worker's process, sampled by the launcher.
 
     Args:
-        num_bytes: as a number.
-        is_proportional: pages shared by several processes count in parts, so that the sum over ranks is what they
-            take together; False: they count in full, because the system reports no more.
+        num_bytes: of memory.
+        is_proportional: shared pages are divided by the number of processes, so that the values of ranks can be added;
+            False if the system counts them in full.
     """
 
     num_bytes: int = 0
@@ -300,7 +300,7 @@ class HostMemory(Event):
 
 @dataclass(frozen=True)
 class DeviceUse(Event):
-    """How busy a rank's device is, looked at from outside: the share of the last moments that it computed, 0 to 1."""
+    """Recent utilisation of a rank's device, 0 to 1, sampled by the launcher."""
 
     share: float = 0.0
 
@@ -314,10 +314,13 @@ class Exited(Event):
 
 @dataclass(frozen=True)
 class JobFinished(Event):
-    """``rank`` is -1. ``outcome`` is ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+    """An attempt has ended; ``rank`` is -1.
 
-    ``failed_rank`` is the rank with the root cause (None where there is none), ``message`` one line about it.
-    ``is_early``: done, and before its time, because that was requested.
+    Args:
+        outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+        failed_rank: rank of the root cause; None if there is none.
+        message: one line about the failure.
+        is_early: it was done before its last step because that was requested.
     """
 
     outcome: str = "done"

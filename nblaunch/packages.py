@@ -1,6 +1,6 @@
-"""Whether a package is installed, and hooks on its first import; imports nothing itself.
+"""Installed packages, and hooks on the first import of a module. Nothing here imports a package.
 
-A hook is for a library that the user's function may import first: it is changed the moment it is loaded.
+A hook changes a library that the user's function may import, right after its import.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Change = Callable[[ModuleType], None]
 
 
 def is_installed(package: str) -> bool:
-    """Return whether ``package`` is installed, or was made by hand and put into ``sys.modules``.
+    """Return whether ``package`` is installed, or is a module without a file in ``sys.modules``.
 
-    The answer is not cached, because users install packages from a cell. A mere folder of that name does not count,
-    though Python would import it as an empty package: wandb and others name the folders after themselves in which they
-    keep what they record, and these lie where notebooks do.
+    The result is not cached, because users install packages from a cell. A folder of that name without ``__init__``
+    does not count, though Python would import it as a namespace package: wandb and others write into folders with
+    their name, next to the notebook.
 
     Args:
-        package: its name in imports, without dots.
+        package: name of the top-level module.
     """
     try:
         spec = importlib.util.find_spec(package)
-    except ValueError:  # what was made by hand may have no specification
+    except ValueError:  # a module without a file may have no specification
         return True
     return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
 
 
 def when_imported(name: str, change: Change) -> None:
-    """Call ``change(module)`` now if the module is loaded, otherwise right after it has been. Imports nothing."""
+    """Call ``change(module)`` now if the module is loaded, otherwise right after its import."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -42,7 +42,7 @@ def when_imported(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, through the other finders, and wraps its loader. Goes when the module is loaded."""
+    """Finds one module through the other finders and wraps its loader; removes itself after the import."""
 
     def __init__(self, name: str, change: Change) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or self._is_searching:
             return None
-        self._is_searching = True  # the search of all finders comes here again
+        self._is_searching = True  # find_spec() below calls all finders, including this one
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, which notifies the finder when the module's code has run."""
+    """A wrapper of a loader that calls the finder when the module has been executed."""
 
     def __init__(self, inner: importlib.abc.Loader, finder: _Finder) -> None:
         self._inner = inner
@@ -80,7 +80,7 @@ class _Loader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # importlib.resources and others ask the loader that the module was made by.
+        # importlib.resources and others use the loader of the module.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner

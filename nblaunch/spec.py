@@ -1,9 +1,8 @@
-"""LaunchSpec: everything that a launch is, in one frozen value.
+"""LaunchSpec: all settings of a launch in one frozen, checked value.
 
-``notebook_launcher``, the command line and configuration files all end in a ``LaunchSpec``. It is checked when it is
-built, before anything is started: its function and arguments (:func:`check_call`), how many machines take part and
-where they meet (:func:`parse_num_nodes` and what follows it). What depends on this machine's devices is checked by
-``launcher/preflight.py``.
+``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Its fields are checked when
+it is constructed, before anything is started: the function and its arguments (:func:`check_call`), choices, counts,
+durations, and the nodes. Settings that depend on the devices of this machine are checked by ``launcher/preflight.py``.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ RDZV_SETTINGS = (
     "is_host",
     "rank",
 )
-"""What ``rdzv_conf`` may hold: torch's own names. ``rank`` is accepted because other launchers put it there."""
+"""Valid keys of ``rdzv_conf``, with torch's names. ``rank`` is accepted because other launchers set it."""
 
 DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
-"""Where machines meet by default; the numbers that ``torchrun`` has."""
+"""Default ports of the rendezvous, as in ``torchrun``."""
 
 DEFAULT_RDZV_TIMEOUT_S = 600.0
 DEFAULT_KEEP_ALIVE_INTERVAL_S = 5.0
@@ -46,11 +45,11 @@ _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port
 
 
 def parse_num_nodes(num_nodes: Any) -> int | str:
-    """A number of machines in one form: ``2``, or ``"1:2"`` for one or two.
+    """Return a number of machines in one form: ``2``, or ``"1:2"`` for one or two.
 
     Raises:
         TypeError: it is neither a number, nor ``"min:max"``, nor a pair.
-        ValueError: less than 1, or min above max.
+        ValueError: it is less than 1, or min is above max.
     """
     parts = num_nodes
     if isinstance(num_nodes, str) and all(part.strip().isdecimal() for part in num_nodes.split(":")):
@@ -69,16 +68,16 @@ def parse_num_nodes(num_nodes: Any) -> int | str:
 
 
 def bounds(num_nodes: int | str | tuple[int, int]) -> tuple[int, int]:
-    """The fewest and the most machines, of a number in the form that :func:`parse_num_nodes` returns."""
+    """Return the smallest and the largest number of machines, of a value of :func:`parse_num_nodes`."""
     low, _, high = str(num_nodes).partition(":")
     return int(low), int(high or low)
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
-    """``host``, ``host:port`` or ``[v6 address]:port`` in parts; the port None where there is none.
+    """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; port None if there is none.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     found = _ENDPOINT.fullmatch(endpoint.strip())
     port = int(found["port"]) if found and found["port"] else None
@@ -90,7 +89,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
 
 
 def parse_port(use_port: str | int | None) -> int | None:
-    """Return the port that was asked for; None or 0 = let the system choose.
+    """Return a port as a number; None and 0 mean that the system chooses, and become None.
 
     Raises:
         ValueError: it is not a whole number from 0 to 65535.
@@ -106,11 +105,11 @@ def parse_port(use_port: str | int | None) -> int | None:
 
 
 def check_rdzv_conf(rdzv_conf: Any) -> None:
-    """Refuse settings of the rendezvous that mean nothing; None is none.
+    """Check the settings of the rendezvous; None means none.
 
     Raises:
-        TypeError: they are no mapping.
-        ValueError: the name of one is unknown, or its value is no positive number.
+        TypeError: they are not a mapping.
+        ValueError: a name is unknown, or a value is not a positive number.
     """
     conf = rdzv_conf or {}
     if not isinstance(conf, Mapping):
@@ -126,13 +125,13 @@ def check_rdzv_conf(rdzv_conf: Any) -> None:
 
 
 class EndedFunction:
-    """Stands for the function of a job that is over, by its name."""
+    """Placeholder for the function of a job that has ended; keeps only its name."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
 
     def __call__(self, *args: Any) -> Any:
-        """Refuse.
+        """Raise RuntimeError.
 
         Raises:
             RuntimeError: always.
@@ -141,20 +140,20 @@ class EndedFunction:
 
 
 def name_of(function: Any) -> str:
-    """The function's own name, also in a :func:`functools.partial`; of other objects, what they or their class say."""
+    """Return the name of a function, also within a :func:`functools.partial`; of other objects, their repr or class."""
     while isinstance(function, functools.partial):
         function = function.func
-    has_words = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
+    has_repr = any("__repr__" in vars(cls) for cls in type(function).__mro__[:-1])
     return getattr(function, "__qualname__", None) or (
-        repr(function) if has_words else type(function).__qualname__
+        repr(function) if has_repr else type(function).__qualname__
     )
 
 
 def check_call(function: Any, args: Any) -> None:
-    """Refuse what is no function, and arguments that do not fit it.
+    """Check that ``function`` is callable with ``args``.
 
     Raises:
-        TypeError: says what to pass instead.
+        TypeError: it is not; the message says what to pass instead.
     """
     if not callable(function):
         raise TypeError(
@@ -182,7 +181,7 @@ def check_call(function: Any, args: Any) -> None:
 
 
 def _check_runs_when_called(function: Any) -> None:
-    """Refuse functions of which a call runs no line, and returns something that can't leave its process."""
+    """Raise TypeError for async and generator functions, of which a call runs no line."""
     name = name_of(function)
     if inspect.iscoroutinefunction(function):
         raise TypeError(
@@ -192,7 +191,7 @@ def _check_runs_when_called(function: Any) -> None:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"{name} is a generator function (it has a yield), and calling it runs none of its lines; "
-            f"pass a plain function that goes through it, such as lambda *args: list({name}(*args))"
+            f"pass a plain function that iterates over it, such as lambda *args: list({name}(*args))"
         )
 
 
@@ -206,43 +205,43 @@ _STRATEGIES_IN_CALLS = ("auto", "spmd")
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to run, on how many processes of what, and how to behave meanwhile.
+    """All settings of a launch.
 
     Args:
         function: called as ``function(*args)`` in every worker.
-        args: its positional arguments; modules among them are shared with the workers, not copied.
+        args: positional arguments; modules among them are shared with the workers, not copied.
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``: what an ``Accelerator()`` in a worker uses by default.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; default of ``Accelerator()`` in workers.
         backend: device family, ``"auto"`` = the best one of this machine.
-        engine: how workers come to be: ``"local"`` processes, ``"inline"`` = in this process (one worker, for pdb),
+        engine: ``"local"`` = processes of this machine, ``"inline"`` = this process (one worker, for pdb),
             ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the arguments below.
-        start_method: of local workers; ``"auto"`` = fork wherever it is safe.
-        master_addr: address of the rendezvous store: of machine 0, as the others reach it.
-        master_port: its TCP port; None = one that the system chooses; with several machines 29500.
+        start_method: of local workers; ``"auto"`` = fork if it is safe.
+        master_addr: address of machine 0, as the others reach it.
+        master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
         node_rank: of this machine.
-        num_nodes: number of machines; ``"min:max"`` or ``(min, max)`` where fewer will do (``rdzv_backend="c10d"``).
-        rdzv_backend: how several machines meet: ``"static"`` = a fixed set, by their ranks; ``"c10d"`` = as they come.
-        rdzv_endpoint: where they meet, as ``"host:port"``; needed by ``"c10d"``.
-        rdzv_conf: further settings by torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
+        num_nodes: number of machines; ``"min:max"`` or ``(min, max)`` with ``rdzv_backend="c10d"``.
+        rdzv_backend: ``"static"`` = a fixed set of machines with their ranks, ``"c10d"`` = machines may join later.
+        rdzv_endpoint: address of the rendezvous, as ``"host:port"``; required by ``"c10d"``.
+        rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_id: name of the job among several at one rendezvous.
-        rdzv_timeout_s: seconds in which machines must find each other; None = ``rdzv_conf["timeout"]``, or 600.
-        max_restarts: how often all workers are started again after a failure.
-        monitor_interval_s: accepted for compatibility; workers are watched by events, not by polling.
+        rdzv_timeout_s: timeout of the rendezvous in seconds; None = ``rdzv_conf["timeout"]``, or 600.
+        max_restarts: how often all workers are restarted after a failure.
+        monitor_interval_s: accepted for compatibility; the launcher waits for events and does not poll.
         log_line_prefix_template: label of the workers' lines, as ``"[${rank}] "``; None = ``[rank]``.
-        return_all: return a list of every rank's value rather than rank 0's value.
+        return_all: return a list of the values of all ranks instead of rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
-        interrupt_grace_s: seconds that workers have for their ``finally`` blocks before they are killed.
-        spans_devices: one process drives all devices (XLA), rather than a process each.
+        interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
+        spans_devices: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
-        log_dir: folder for the jobs' logs; None = see ``NBLAUNCH_LOG_DIR``.
+        log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without progress (steps, collectives, bars) after which stacks are shown; None = never.
-        on_hang: ``"report"`` it, or ``"stop"`` the job as well.
-        accelerator: further defaults of an ``Accelerator()`` in a worker by its arguments' names, as
+        on_hang: ``"report"`` a hang, or ``"stop"`` the job as well.
+        accelerator: further defaults of ``Accelerator()`` in workers, argument -> value, as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its own arguments.
 
     Raises:
         TypeError: an argument has a wrong type, or ``args`` do not fit the function.
-        ValueError: an argument has a value outside the valid ones, which the message lists.
+        ValueError: an argument has an invalid value; the message lists the valid ones.
     """
 
     function: Callable[..., Any]
@@ -274,10 +273,10 @@ class LaunchSpec:
     spans_devices: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
-    """All that an ``Accelerator()`` in a worker takes where its own argument is not given, by the argument's name."""
+    """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
     def __post_init__(self) -> None:
-        _settle_forms(self)
+        _normalize(self)
         object.__setattr__(self, "num_nodes", parse_num_nodes(self.num_nodes))
         check_call(self.function, self.args)
         _check_choices(self)
@@ -292,48 +291,48 @@ class LaunchSpec:
 
     @property
     def function_name(self) -> str:
-        """Its usual name: ``training_function``."""
+        """Return the name of the function."""
         return name_of(self.function)
 
     def without_call(self) -> LaunchSpec:
-        """The same of a job that is over: it keeps neither the function, with what that closes over, nor arguments."""
-        rest = copy.copy(self)
-        object.__setattr__(rest, "function", EndedFunction(self.function_name))
-        object.__setattr__(rest, "args", ())
-        return rest
+        """Return a copy for a job that has ended, without references to the function and its arguments."""
+        spec = copy.copy(self)
+        object.__setattr__(spec, "function", EndedFunction(self.function_name))
+        object.__setattr__(spec, "args", ())
+        return spec
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which other frameworks learn in a worker what was asked for here."""
-        # Accelerate's own Accelerator reads this one, and its launcher sets another, so that nothing reaches it there.
-        asked = self.mixed_precision != "no"
-        return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if asked else {}
+        """Return environment variables that pass settings to other frameworks in workers."""
+        # Accelerate's Accelerator reads this variable.
+        is_mixed = self.mixed_precision != "no"
+        return {"ACCELERATE_MIXED_PRECISION": self.mixed_precision} if is_mixed else {}
 
     @property
     def min_nodes(self) -> int:
-        """The fewest machines that will do."""
+        """Return the smallest number of machines."""
         return bounds(self.num_nodes)[0]
 
     @property
     def max_nodes(self) -> int:
-        """The most machines that may take part."""
+        """Return the largest number of machines."""
         return bounds(self.num_nodes)[1]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether workers meet those of other machines, through a rendezvous of torch's."""
+        """Return whether the launch uses torch's rendezvous of several machines."""
         return self.engine == "elastic" or self.max_nodes > 1 or self.rdzv_backend != "static"
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
-        """Host and TCP port at which machines meet."""
+        """Return host and TCP port of the rendezvous."""
         host, port = parse_endpoint(self.rdzv_endpoint)
         default = self.master_port if self.rdzv_backend == "static" else None
         return host or self.master_addr, port or default or DEFAULT_PORTS[self.rdzv_backend]
 
     @property
     def rendezvous_timeout_s(self) -> float:
-        """Seconds in which machines must find each other."""
+        """Return the timeout of the rendezvous in seconds."""
         if self.rdzv_timeout_s is not None:
             return self.rdzv_timeout_s
         conf = self.rdzv_conf or {}
@@ -341,34 +340,34 @@ class LaunchSpec:
 
 
 def parse_strategy(strategy: Any) -> bool:
-    """Whether one process drives all devices, by the ``strategy`` of a launcher's or an Accelerator's call.
+    """Return whether one process drives all devices, by the ``strategy`` argument of the Python API.
 
-    A word of the Python API alone. How a *model* is spread is not set there but by the Accelerator's plugins, or by
-    the setting of that name (``config/settings.py``), which knows both kinds.
+    Strategies for *models* are set by plugins of the Accelerator, or by the setting ``strategy``
+    (``config/settings.py``), which has both kinds.
 
     Raises:
         ValueError: it is neither ``"auto"`` nor ``"spmd"``.
     """
     if strategy not in _STRATEGIES_IN_CALLS:
         raise ValueError(
-            f"strategy={strategy!r} is unknown; valid are {_listed(_STRATEGIES_IN_CALLS)}. How a model is spread over "
-            "processes is an argument of the Accelerator: fsdp_plugin=..., deepspeed_plugin=..., strategy=plugin"
+            f"strategy={strategy!r} is unknown; valid are {_listed(_STRATEGIES_IN_CALLS)}. Strategies for "
+            "models are arguments of the Accelerator: fsdp_plugin=..., deepspeed_plugin=..., strategy=plugin"
         )
     return bool(strategy == "spmd")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither true nor false: ``"no"`` would count as true.
+    """Check that an argument is a boolean: ``"no"`` would count as true.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is not.
     """
-    if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):  # numpy's, too
+    if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):  # also numpy's
         raise TypeError(f"{name}={value!r} must be True or False, but is a {type(value).__name__}")
 
 
-def _settle_forms(spec: LaunchSpec) -> None:
-    """One form for what may be written in several: ``"BF16"``, numpy's whole numbers."""
+def _normalize(spec: LaunchSpec) -> None:
+    """Convert values with several forms to one: ``"BF16"``, numpy integers."""
     precision = str(spec.mixed_precision).lower()
     if precision in MIXED_PRECISIONS:
         object.__setattr__(spec, "mixed_precision", precision)
@@ -405,19 +404,19 @@ def _check_choices(spec: LaunchSpec) -> None:
 
 
 def _check_template(template: str) -> None:
-    """Refuse what is no name of :data:`LABEL_NAMES` behind a dollar sign."""
+    """Raise ValueError for a dollar sign without a name of :data:`LABEL_NAMES`."""
     for found in Template.pattern.finditer(template):
         name = found["named"] or found["braced"]
         if found["escaped"] is None and name not in LABEL_NAMES:
             raise ValueError(
-                f"log_line_prefix_template={template!r} has {found[0]!r}, which stands for nothing; valid are "
+                f"log_line_prefix_template={template!r} has {found[0]!r}, which is unknown; valid are "
                 f"{', '.join(f'${{{name}}}' for name in LABEL_NAMES)}, and $$ for a dollar sign"
             )
 
 
 _LEAST = {"num_processes": 1, "threads_per_process": 1, "max_restarts": 0, "node_rank": 0}
 _MOST = {"num_processes": 4096, "threads_per_process": 4096}
-"""Beyond what any machine has: a slip, and the attempt alone would use up its memory."""
+"""Limits far above any machine: larger values are mistakes, and starting so many would use up its memory."""
 
 
 def _check_counts(spec: LaunchSpec) -> None:
@@ -446,7 +445,7 @@ def _check_durations(spec: LaunchSpec) -> None:
         given = f"{'monitor_interval' if name == 'monitor_interval_s' else name}={value!r}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{given} must be a number of seconds")
-        if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also where it is not a number
+        if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also refuses NaN
             raise ValueError(f"{given} must be a positive number of seconds")
 
 

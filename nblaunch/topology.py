@@ -1,7 +1,4 @@
-"""Who a worker is among all workers.
-
-``Topology`` is the only bridge to the environment contract of ``torchrun``, which every PyTorch framework reads.
-"""
+"""The ranks and sizes of a worker in its job, and their environment variables, which are those of ``torchrun``."""
 
 from __future__ import annotations
 
@@ -11,20 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one worker in a job. All ranks count from 0.
+    """Ranks and sizes of one worker. All ranks count from 0.
 
     Args:
         rank: among all workers of the job.
         local_rank: among the workers of this node.
-        node_rank: of this node among the nodes.
+        node_rank: of this node.
         world_size: number of workers in the job.
         local_world_size: number of workers on this node.
         num_nodes: number of nodes.
-        master_addr: host name or address at which the rendezvous store listens.
-        master_port: its TCP port; 0 where there is no store (a single process without a launcher).
+        master_addr: host name or address of the rendezvous store.
+        master_port: TCP port of the store; 0 if there is none (a single process without a launcher).
 
     Raises:
-        ValueError: a rank outside its range, named with its value.
+        ValueError: a rank is out of range.
     """
 
     rank: int = 0
@@ -46,10 +43,10 @@ class Topology:
                 raise ValueError(f"{rank}={getattr(self, rank)} is not in [0, {size}={getattr(self, size)})")
 
     def to_env(self, attempt: int = 0) -> dict[str, str]:
-        """The variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
+        """Return the variables that ``torchrun`` sets (source: torch/distributed/run.py, "Environment Variables").
 
-        ``TORCHELASTIC_USE_AGENT_STORE`` makes ``init_process_group("env://")`` a *client* of the store that the
-        launcher hosts, on every rank; ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher starts processes.
+        With ``TORCHELASTIC_USE_AGENT_STORE``, ``init_process_group("env://")`` connects to the launcher's store on
+        every rank. ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher has started the process.
         """
         return {
             "RANK": str(self.rank),
@@ -72,7 +69,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:
-        """Read what ``torchrun`` (or this launcher) set; one lone process where nothing is set.
+        """Read the variables of ``torchrun`` or this launcher; a single process if none are set.
 
         Raises:
             ValueError: a variable is not a whole number, or a rank is out of range.

@@ -1,1 +1,6 @@
-"""Names of Hugging Face Accelerate's modules: where they are here, and what to use instead of those that are not."""
+"""Module names of Hugging Face Accelerate.
+
+``names`` is the table: module -> public name -> module of nblaunch that defines it. ``finder`` is the import hook that
+serves it: ``import nblaunch.utils`` creates a module whose names are imported at their first use. ``unsupported``
+lists the names that nblaunch does not have, with what to use instead.
+"""

@@ -1,8 +1,7 @@
-"""One finder for all module names of Hugging Face Accelerate, served from the table in :mod:`nblaunch.compat.names`.
+"""The import hook for module names of Hugging Face Accelerate, by the table in :mod:`nblaunch.compat.names`.
 
-``nblaunch.utils.operations`` is a module without a file. Its attributes are looked up in their homes when they are
-first used, so that importing it costs nothing. A name that nblaunch does not support raises an error that says what to
-use instead, whichever way it is asked for.
+``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at their first
+use. An unsupported name raises an error that says what to use instead, as a module and as an attribute.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from nblaunch.compat.unsupported import explanation
 def install() -> None:
     """Add the finder to ``sys.meta_path``. A second call does nothing.
 
-    It comes first: a folder that an older version left behind (``nblaunch/utils`` with nothing but compiled files in
-    it) would otherwise be imported as an empty package.
+    It is the first finder: a folder of an older version (``nblaunch/utils`` with only compiled files) would otherwise
+    be imported as an empty package.
     """
     if not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -36,12 +35,12 @@ def submodules_of(package: str) -> list[str]:
 
 
 def missing_attribute(module: str, name: str) -> str:
-    """Return the text of the error for a ``name`` that ``module`` does not have."""
+    """Return the error message for a missing ``name`` of ``module``."""
     return explanation(name) or f"module {module!r} has no attribute {name!r}"
 
 
 class _ForwardingModule(ModuleType):
-    """A module whose public names live in other modules."""
+    """A module whose public names are defined in other modules."""
 
     def __getattr__(self, name: str) -> Any:
         module = self.__name__
@@ -55,7 +54,7 @@ class _ForwardingModule(ModuleType):
         raise AttributeError(missing_attribute(module, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds an imported submodule to its parent: ``utils.tqdm`` shall stay the function, not the module.
+        # Python sets an imported submodule as attribute of its parent, but ``utils.tqdm`` must stay the function.
         if not (isinstance(value, ModuleType) and name in HOMES[self.__name__]):
             super().__setattr__(name, value)
 
@@ -63,17 +62,17 @@ class _ForwardingModule(ModuleType):
         return sorted({*HOMES[self.__name__], *submodules_of(self.__name__)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return importlib.import_module, (self.__name__,)  # cloudpickle knows plain modules only
+        return importlib.import_module, (self.__name__,)  # cloudpickle handles plain modules only
 
 
 class _Finder:
-    """Finds the modules of the table, and explains the modules that nblaunch does not support."""
+    """Finds the modules of the table, and raises an explanation for unsupported modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in HOMES:
-            # As a package, for which Python asks the finders about names that it lacks: the error can then say why.
+            # As packages, because Python then calls the finders for missing submodules, which raise the explanation.
             return ModuleSpec(fullname, _Loader(), is_package=True)
         reason = explanation(fullname.rpartition(".")[2]) if fullname.startswith("nblaunch.") else ""
         if reason:

@@ -1,8 +1,8 @@
-"""The module names of Hugging Face Accelerate, each with the public names in it and where nblaunch keeps them.
+"""The table of Hugging Face Accelerate's modules with their public names, and the modules of nblaunch that define them.
 
-A script that was written for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The
-modules of this table have no files: :mod:`nblaunch.compat.finder` makes them. Type checkers and editors read the stubs
-(``nblaunch/utils.pyi`` and its neighbours), which ``make stubs`` writes from this table.
+A script for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The modules of this table
+have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
+(``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from this table.
 """
 
 from __future__ import annotations
@@ -130,4 +130,4 @@ HOMES: Mapping[str, Mapping[str, str]] = {
 """Module -> public name -> the module that defines it."""
 
 FILES = tuple(f"nblaunch.{module}" for module in _NAMES)
-"""The modules that have a stub of their own."""
+"""Modules with a stub."""

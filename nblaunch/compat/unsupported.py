@@ -1,17 +1,17 @@
-"""Names of Hugging Face Accelerate that nblaunch does not support, each with what to use instead."""
+"""Names of Hugging Face Accelerate that nblaunch does not support, with what to use instead."""
 
 from __future__ import annotations
 
 LARGE_MODELS = (
-    "nblaunch trains a model on every device and cuts none into pieces by a device map. For one that does not fit "
-    "one device: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) or Accelerator(deepspeed_plugin="
+    "nblaunch does not split models by a device map. To train a model that does not fit on one device, use "
+    "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) or Accelerator(deepspeed_plugin="
     "DeepSpeedPlugin(zero_stage=3)), both from nblaunch.utils. For inference with a device map, import this name from "
-    "accelerate itself; the two get on with each other"
+    "accelerate itself; both packages can be used together"
 )
 _PARALLELISM = (
-    "nblaunch spreads models with DistributedDataParallel, with FSDP2 (Accelerator(fsdp_plugin="
+    "nblaunch trains models with DistributedDataParallel, with FSDP2 (Accelerator(fsdp_plugin="
     "FullyShardedDataParallelPlugin())) and with DeepSpeed (Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For "
-    "other forms of parallelism use accelerate itself inside the function: notebook_launcher starts it as well"
+    "other forms of parallelism use accelerate itself inside the function that notebook_launcher starts"
 )
 _FP8 = "nblaunch computes in full precision, fp16 or bf16: Accelerator(mixed_precision='bf16')"
 _TRACKER = (
@@ -50,10 +50,10 @@ _INSTEAD = {
 }  # fmt: skip
 
 INSTEAD = {name: text for text, names in _INSTEAD.items() for name in names}
-"""Name -> why it is not supported, and what to use instead."""
+"""Name -> explanation with what to use instead."""
 
 
 def explanation(name: str) -> str:
-    """Return one sentence on an unsupported ``name`` and what to use instead; empty for any other name."""
+    """Return the explanation for an unsupported ``name``; empty for any other name."""
     text = INSTEAD.get(name, "")
     return f"nblaunch has no {name}: {text}" if text else ""
