@@ -187,7 +187,7 @@ class Accelerator(PreparationProperties):
         return self._session.process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # one process, one place in the job: trainers that copy their settings go on sharing it
+        return self  # one per process: trainers that copy their settings go on sharing it
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state!r})"

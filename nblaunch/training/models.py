@@ -152,7 +152,7 @@ def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
     return held if dtensor.is_part(held) else held.to(dtensor.local(parameter).device)
 
 
-def place(model: torch.nn.Module, process: ProcessContext) -> None:
+def to_device(model: torch.nn.Module, process: ProcessContext) -> None:
     """Move ``model`` to the device of ``process``."""
     turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
     with turn():

@@ -18,7 +18,7 @@ from nblaunch.events import Note
 from nblaunch.training import models, precision
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import Share, share_loader
-from nblaunch.training.models import Replacements, memory_line, place
+from nblaunch.training.models import Replacements, memory_line, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
@@ -35,10 +35,10 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 
 class Preparer:
-    """What ``prepare`` does, and what it has prepared.
+    """Prepares objects, and keeps what it has prepared.
 
     Args:
-        session: the process's share of the job.
+        session: what all Accelerators of this process share.
         precision: put around the forward of models.
         strategy: spreads models.
         data: how loaders share their data.
@@ -111,7 +111,7 @@ class Preparer:
         if not evaluation_mode:
             self.strategy.sync_initial_weights(inner)
         if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
-            self._place(inner)
+            self._to_device(inner)
         prepared: Any = model if evaluation_mode else self._spread(model, inner)
         compiled = self.strategy.compile(prepared, self.dynamo)
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
@@ -131,9 +131,9 @@ class Preparer:
         for optimizer in self.optimizers:
             self._replacements.hand_to(optimizer.optimizer)
 
-    def _place(self, inner: torch.nn.Module) -> None:
+    def _to_device(self, inner: torch.nn.Module) -> None:
         with self._replacements.noted(inner):
-            place(inner, self.session.process)
+            to_device(inner, self.session.process)
         self._hand_over()
         line = memory_line(inner, self.session.process)
         if line is not None:

@@ -104,7 +104,7 @@ class View:
 
 
 class PartialState(View, ProcessControl):
-    """The place of this process in its job, without an Accelerator.
+    """The ranks, device and process group of this process, without an Accelerator.
 
     Args:
         cpu: compute on the CPU.

@@ -46,8 +46,8 @@ class Restorer:
             raise TypeError(
                 f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
             )
-        place = self._state.session.process.device if map_location == "on_device" else "cpu"
-        reading = {"map_location": place, **(load_kwargs or {})}
+        device = self._state.session.process.device if map_location == "on_device" else "cpu"
+        reading = {"map_location": device, **(load_kwargs or {})}
         self._settle()
         folder = self._common(self._agree(lambda: self._find(input_dir)))
         contents = self._agree(lambda: self._checked(folder, any_world_size))
@@ -56,7 +56,7 @@ class Restorer:
             self._agree(lambda: files.check_bytes(folder, contents, self._state.rank, self._state.world_size))
             for model, order in zip(self._state.preparer.models, contents.gradient_orders, strict=False):
                 self._state.strategy.set_gradient_order(model, order)
-        if not self._load_models(folder, place, strict):
+        if not self._load_models(folder, device, strict):
             for index, optimizer in enumerate(self._state.preparer.optimizers):
                 state = files.read_object(folder / files.numbered(files.OPTIMIZER, index), **reading)
                 self._state.strategy.load_optimizer_state_dict(optimizer, state)
@@ -132,7 +132,7 @@ class Restorer:
         _check_custom(folder, contents.custom, len(self._state.custom))
         return contents
 
-    def _load_models(self, folder: Path, place: Any, strict: bool) -> bool:
+    def _load_models(self, folder: Path, device: Any, strict: bool) -> bool:
         """Load weights; whether the strategy did it, and loaded optimizers as well."""
         models = list(self._state.preparer.models)
         for hook in list(self._state.load_hooks.values()):
@@ -141,7 +141,7 @@ class Restorer:
             return True
         for index, model in enumerate(models):
             path = files.weights_file(folder, index)
-            model_files.load_weights(model, model_files.read_weights(path, place), path, strict)
+            model_files.load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
     def _load_objects(self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ from nblaunch.training.tracking.progress import Pass
 
 
 class PreparedLoader(DataLoader):
-    """A data loader that knows its place in the job. Final classes say how batches come to this rank.
+    """A data loader for one rank of the job. Final classes implement how batches come to this rank.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.

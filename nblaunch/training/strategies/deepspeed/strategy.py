@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import context
 from nblaunch.errors import warn
-from nblaunch.training.models import compile_model, place, unwrap
+from nblaunch.training.models import compile_model, to_device, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
@@ -105,7 +105,7 @@ class DeepSpeedStrategy(Strategy):
         plugin = self.plugins.active
         optimizer = self._given.optimizer
         if optimizer is None and plugin.zero_stage != 3:
-            place(model, process)
+            to_device(model, process)
             return model
         if optimizer is not None and self.engine is not None:
             raise ValueError(
