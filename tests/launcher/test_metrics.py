@@ -51,7 +51,5 @@ def test_nothing_logged_is_an_empty_frame() -> None:
 
 def test_without_pandas_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(
-        ImportError, match=r"pip install pandas\); job\.metrics has the same as a list of dicts"
-    ):
+    with pytest.raises(ImportError, match=r"pip install pandas\).* job\.metrics"):
         frame_of([])

@@ -227,7 +227,7 @@ def test_a_process_that_keeps_memory_is_named() -> None:
 
 def test_an_unknown_owner_of_memory() -> None:
     (line,) = DeviceLeakCheck(_Devices((_gpu(1.0),), (_gpu(2.0),)), patience_s=0).leaks()
-    assert "though all its processes have ended; another program took them" in line
+    assert "another program" in line
 
 
 def test_a_backend_without_devices_of_its_own_has_nothing_to_compare() -> None:

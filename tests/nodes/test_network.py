@@ -48,7 +48,7 @@ def test_libraries_are_told_the_whole_name() -> None:
 
 def test_the_way_to_an_address_decides_on_ours() -> None:
     assert network.address_towards("127.0.0.1", 29500) == "127.0.0.1"
-    with pytest.raises(LaunchError, match="no network interface of this machine reaches"):
+    with pytest.raises(LaunchError, match="no network interface"):
         network.address_towards(
             "255.255.255.255", 29500
         )  # a broadcast needs a permission that is not asked for
@@ -56,7 +56,7 @@ def test_the_way_to_an_address_decides_on_ours() -> None:
 
 def test_names_are_looked_up() -> None:
     assert network.resolve("localhost", 1) in ("127.0.0.1", "::1")
-    with pytest.raises(LaunchError, match=r"can't resolve the host 'no-such-host\.invalid'"):
+    with pytest.raises(LaunchError, match=r"resolve.* 'no-such-host\.invalid'"):
         network.resolve("no-such-host.invalid", 29500)
 
 

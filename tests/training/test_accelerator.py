@@ -129,7 +129,7 @@ def test_accelerators_of_one_process_share_their_place() -> None:
     assert second.mixed_precision == "bf16"
     assert second.native_amp
     assert first.gradient_accumulation_steps == 3
-    with pytest.raises(ValueError, match="an earlier Accelerator of this process uses 'bf16'"):
+    with pytest.raises(ValueError, match=r"earlier Accelerator .*'bf16'"):
         Accelerator(mixed_precision="no")
     assert copy.deepcopy(first) is first
     AcceleratorState._reset_state()
@@ -159,7 +159,7 @@ def test_state_views() -> None:
 def test_a_rank_without_a_meeting_point_is_an_error() -> None:
     context.install(context.WorkerContext(context.Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
                                           context.current().backend))  # fmt: skip
-    with pytest.raises(RuntimeError, match="rank 1 of 2 by its environment, but MASTER_PORT is not set"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*MASTER_PORT"):
         Accelerator()
 
 
@@ -189,7 +189,7 @@ def test_prepare_returns_everything_in_order_and_only_once() -> None:
 
 def test_device_placement_is_one_per_object() -> None:
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match="device_placement has 1 items, but prepare was given 2 objects"):
+    with pytest.raises(ValueError, match=r"device_placement has 1 .* 2 objects"):
         accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
     loader = accelerator.prepare(_parts()[2], device_placement=[False])
     assert loader.device is None
@@ -497,9 +497,9 @@ def test_collectives_of_a_lone_process_return_their_argument() -> None:
     assert accelerator.broadcast(data) is data
     assert accelerator.gather_object(["a"]) == ["a"]
     assert accelerator.gather_for_metrics(["a"]) == ["a"]
-    with pytest.raises(ValueError, match="reduction='avg' is unknown; valid are 'sum', 'mean', 'max', 'min'"):
+    with pytest.raises(ValueError, match=r"reduction='avg'.*'sum', 'mean', 'max', 'min'"):
         accelerator.reduce(data, "avg")
-    with pytest.raises(ValueError, match="from_process=1 is not a rank; valid are 0 to 0"):
+    with pytest.raises(ValueError, match=r"from_process=1 .*0 to 0"):
         accelerator.broadcast(data, 1)
     with accelerator.no_sync(nn.Linear(1, 1)):
         accelerator.wait_for_everyone()
@@ -525,7 +525,7 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
     assert accelerator.on_process(answer, process_index=0)(1) == 2
     assert accelerator.on_process(process_index=3)(answer)(1) is None  # there is no such rank in this job
     assert accelerator.on_local_process(answer, 3)(1) is None
-    with pytest.raises(ValueError, match="process_index=None is not a rank; ranks count from 0"):
+    with pytest.raises(ValueError, match="process_index=None"):
         accelerator.on_process(answer)
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         accelerator.print("once")
@@ -550,9 +550,7 @@ def test_a_timeout_that_comes_too_late_is_said(tmp_path: Any, monkeypatch: pytes
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.warns(
-            UserWarning, match="has no effect: this process has joined its process group already"
-        ):
+        with pytest.warns(UserWarning, match="process group already"):
             accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=9))])
         assert accelerator.state.backend == "gloo"
         assert accelerator.prepare(nn.Linear(1, 1)).__class__ is nn.Linear

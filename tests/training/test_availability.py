@@ -30,7 +30,5 @@ def test_a_name_is_that_of_a_library() -> None:
 
 
 def test_an_unknown_comparison_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(
-        ValueError, match=r"operation='=>' is unknown; valid are '<', '<=', '==', '!=', '>=', '>'"
-    ):
+    with pytest.raises(ValueError, match=r"operation='=>'.*'<', '<=', '==', '!=', '>=', '>'"):
         is_torch_version("=>", "2.5")

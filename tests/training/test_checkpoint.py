@@ -221,9 +221,7 @@ def test_torch_format(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path / "state", map_location="on_device")
     _assert_same(_weights(model), before)
     assert (tmp_path / "state" / "pytorch_model.bin").is_file()
-    with pytest.raises(
-        TypeError, match="map_location='gpu' is unknown; valid are None, 'cpu' and 'on_device'"
-    ):
+    with pytest.raises(TypeError, match=r"map_location='gpu' .*None, 'cpu' and 'on_device'"):
         accelerator.load_state(tmp_path / "state", map_location="gpu")
 
 
@@ -261,7 +259,7 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
         "checkpoint_9",
     ]
     project.iteration = 9
-    with pytest.raises(ValueError, match="checkpoint_9 exists; continue its numbers"):
+    with pytest.raises(ValueError, match="checkpoint_9 exists"):
         accelerator.save_state()
     accelerator.load_state()
     _assert_same(_weights(model), saved)
@@ -305,10 +303,10 @@ def test_projects() -> None:
         ProjectConfiguration(total_limit=0)
     with pytest.raises(ValueError, match="iteration=-1 is negative"):
         ProjectConfiguration(iteration=-1)
-    with pytest.raises(ValueError, match="project_dir='a', but project_config has project_dir='b'"):
+    with pytest.raises(ValueError, match=r"project_dir='a'.*project_dir='b'"):
         Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
     accelerator = Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
-    with pytest.raises(ValueError, match="automatic_checkpoint_naming needs a project_dir"):
+    with pytest.raises(ValueError, match=r"automatic_checkpoint_naming.*project_dir"):
         accelerator.save_state()
     assert ProjectConfiguration("a", logging_dir="logs").logging_dir == "logs"
     assert Accelerator(project_dir="a").project_configuration.logging_dir == "a"
@@ -357,9 +355,7 @@ def test_hooks_may_take_models_over(tmp_path: Path) -> None:
     with torch.no_grad():
         model.weight.zero_()
     accelerator._preparer.models[:] = [second, model]
-    with pytest.raises(
-        CheckpointError, match=r"two has no weights for model 1: there is no model_1\.safetensors"
-    ):
+    with pytest.raises(CheckpointError, match=r"model 1.* model_1\.safetensors"):
         accelerator.load_state(tmp_path / "two")
 
 
@@ -383,11 +379,11 @@ def test_a_hook_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 def test_what_is_registered_is_checked(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"not so argument 1 \(int\), argument 3 \(str\)"):
+    with pytest.raises(ValueError, match=r"argument 1 \(int\), argument 3 \(str\)"):
         accelerator.register_for_checkpointing(Counter(), 1, Counter(), "x")
     accelerator.save_state(tmp_path / "state")
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(CheckpointError, match="state has 0 registered objects, but 1 are registered now"):
+    with pytest.raises(CheckpointError, match="0 registered objects, but 1"):
         accelerator.load_state(tmp_path / "state")
 
 
@@ -404,9 +400,7 @@ def test_objects_that_would_execute_code_are_loaded_on_request_only(tmp_path: Pa
     odd = Odd()
     accelerator.register_for_checkpointing(odd)
     accelerator.save_state(tmp_path / "state")
-    with pytest.raises(
-        CheckpointError, match=r"custom_checkpoint_0\.pkl holds more than tensors.*weights_only"
-    ):
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl .*weights_only"):
         accelerator.load_state(tmp_path / "state")
     accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
     assert odd.path == Path("x")
@@ -451,10 +445,10 @@ def test_damage_that_leaves_the_size_is_told_too(tmp_path: Path) -> None:
     contents = tmp_path / "state" / "nblaunch_checkpoint.json"
     text = contents.read_text()
     contents.write_text(text[:30])
-    with pytest.raises(CheckpointError, match=r"is damaged: nblaunch_checkpoint\.json can't be read"):
+    with pytest.raises(CheckpointError, match=r"damaged.* nblaunch_checkpoint\.json"):
         accelerator.load_state(tmp_path / "state")
     contents.write_text(text.replace('"version": 2', '"version": 3'))
-    with pytest.raises(CheckpointError, match=r"written by a newer nblaunch \(format 3, known is 2\)"):
+    with pytest.raises(CheckpointError, match=r"newer nblaunch \(format 3.* 2\)"):
         accelerator.load_state(tmp_path / "state")
 
 
@@ -565,7 +559,8 @@ def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
     for message, weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
-        assert f"{tmp_path / 'state'} was saved by 1 processes, but this job has 2" in message
+        assert str(tmp_path / "state") in message
+        assert "1 processes, but this job has 2" in message
         assert "any_world_size=True" in message
         assert weights == model.weight.flatten().tolist()
 
@@ -632,7 +627,7 @@ def test_a_checkpoint_that_the_reference_wrote(tmp_path: Path) -> None:
     ]
     assert found == expected
     accelerator.prepare(DataLoader(_dataset(), batch_size=4))
-    with pytest.warns(UserWarning, match="does not say where loader 0 was; it starts its first epoch"):
+    with pytest.warns(UserWarning, match=r"loader 0 .*first epoch"):
         accelerator.load_state(tmp_path / "state")
 
 
@@ -640,7 +635,7 @@ def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared(gradient_accumulation_steps=3)
     with accelerator.accumulate(model):
         pass
-    with pytest.warns(UserWarning, match=r"in the middle of gradient accumulation \(micro-step 1 of 3\)"):
+    with pytest.warns(UserWarning, match=r"gradient accumulation \(micro-step 1 of 3\)"):
         accelerator.save_state(tmp_path / "state")
 
 
@@ -740,13 +735,13 @@ def _save_on_main(folder: str) -> list[str]:
         _step(accelerator, model, optimizer)
         if accelerator.is_main_process:
             if number == 0:
-                with pytest.warns(UserWarning, match="save_state was called on the main process alone"):
+                with pytest.warns(UserWarning, match=r"save_state .*main process"):
                     accelerator.save_state(f"{folder}_{number}")
             else:
                 accelerator.save_state(f"{folder}_{number}")
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
-        with pytest.warns(UserWarning, match="has no random states of rank 1, only those of rank 0"):
+        with pytest.warns(UserWarning, match=r"random states of rank 1.* rank 0"):
             accelerator.load_state(f"{folder}_1")
     else:
         accelerator.load_state(f"{folder}_1")

@@ -219,9 +219,7 @@ def test_gradients_travel_as_a_hook_says(hook: str, wrapper: str) -> None:
 
 
 def test_unknown_hooks_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="comm_wrapper='power_sgd' is unknown; valid are 'no', 'fp16', 'bf16'"
-    ):
+    with pytest.raises(ValueError, match=r"comm_wrapper='power_sgd'.*'no', 'fp16', 'bf16'"):
         DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD)
 
 
@@ -403,12 +401,10 @@ def test_repeated_blocks_can_be_compiled_alone() -> None:
 def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(1, 1)
     assert Accelerator().prepare(module) is module
-    with pytest.raises(
-        ValueError, match="dynamo backend 'nosuch' must be no, or one of torch's compilers: aot_eager"
-    ):
+    with pytest.raises(ValueError, match=r"'nosuch' .*aot_eager"):
         Accelerator(dynamo_backend="nosuch")
     assert {name.lower() for name in DynamoBackend.__members__} == set(COMPILERS)
-    with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin were both given"):
+    with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     model = Accelerator().prepare(nn.Linear(1, 1))
@@ -436,7 +432,7 @@ def test_profiles_of_every_rank_are_written(tmp_path: Any) -> None:
 def test_bad_profiles_and_devices_without_downcast() -> None:
     with pytest.raises(ValueError, match="activities item='gpu' is unknown"):
         ProfileKwargs(activities=["gpu"])
-    with pytest.raises(ValueError, match="downcast_bf16=True is for XLA devices and can't be used on cpu"):
+    with pytest.raises(ValueError, match=r"downcast_bf16=True .*XLA.* cpu"):
         Accelerator(downcast_bf16=True)
 
 

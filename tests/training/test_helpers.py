@@ -32,9 +32,7 @@ def test_batches_are_joined() -> None:
     assert isinstance(joined["c"], UserDict)
     assert utils.concatenate([torch.ones(1, 2), torch.ones(1, 3)], dim=1).shape == (1, 5)
     assert utils.concatenate(["text"]) == "text"
-    with pytest.raises(
-        TypeError, match="only tensors in lists, tuples and mappings can be joined, not a str"
-    ):
+    with pytest.raises(TypeError, match=r"tensors .*not a str"):
         utils.concatenate(["a", "b"])
 
 
@@ -42,7 +40,7 @@ def test_functions_are_applied_to_leaves() -> None:
     data = (torch.ones(1), {"k": [2, torch.zeros(1)]})
     result = utils.recursively_apply(lambda tensor, add: tensor + add, data, 1)
     assert (result[0].item(), result[1]["k"][0], result[1]["k"][1].item()) == (2, 2, 1)
-    with pytest.raises(TypeError, match="abs can't be applied to a int in nested data"):
+    with pytest.raises(TypeError, match=r"abs .* int"):
         utils.recursively_apply(torch.abs, data, error_on_other_type=True)
     assert utils.recursively_apply(str, data, test_type=lambda leaf: leaf == 2)[1]["k"][0] == "2"
     assert utils.is_namedtuple(Pair(1, 2))
@@ -208,7 +206,7 @@ def test_words_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utils.get_int_from_env(["NOT_SET"], 7) == 7
     assert (utils.str_to_bool("off"), utils.str_to_bool("T")) == (0, 1)
     assert utils.str_to_bool("n", to_bool=True) is False
-    with pytest.raises(ValueError, match="'maybe' is no truth value; valid are y, yes"):
+    with pytest.raises(ValueError, match=r"'maybe' .*y, yes"):
         utils.str_to_bool("maybe")
 
 

@@ -313,7 +313,7 @@ def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
 def test_a_loader_that_is_shared_already_is_refused() -> None:
     dataset = _rows(8)
     twice = DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
-    with pytest.raises(ValueError, match="DistributedSampler hands out a share of 1/2 already"):
+    with pytest.raises(ValueError, match=r"DistributedSampler .*1/2"):
         Accelerator().prepare(twice)
     Accelerator().prepare(DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=1, rank=0)))
 

@@ -119,7 +119,7 @@ def test_what_can_not_be_read_is_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(CheckpointError, match=r"nothing\.bin does not exist"):
         load_checkpoint_in_model(model, tmp_path / "nothing.bin")
-    with pytest.raises(CheckpointError, match=r"has no weights; looked for model\.safetensors, "):
+    with pytest.raises(CheckpointError, match=r"no weights.* model\.safetensors, "):
         load_checkpoint_in_model(model, tmp_path)
     save_sharded(model.state_dict(), tmp_path, 4)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

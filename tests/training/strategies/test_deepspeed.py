@@ -485,7 +485,7 @@ def test_a_version_that_trains_wrong_is_refused(monkeypatch: pytest.MonkeyPatch)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     model = nn.Linear(2, 2)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.6")
-    with pytest.raises(ImportError, match=r"DeepSpeed 0\.17\.6 is too old.* pip install -U deepspeed"):
+    with pytest.raises(ImportError, match=r"0\.17\.6.* pip install -U deepspeed"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -520,7 +520,7 @@ def test_contradictions_are_refused_at_once(arguments: dict[str, Any], message: 
 
 
 def test_plugins_of_another_library_are_refused_by_type() -> None:
-    with pytest.raises(TypeError, match=r"nblaunch\.DeepSpeedPlugin, which has the same fields"):
+    with pytest.raises(TypeError, match=r"nblaunch\.DeepSpeedPlugin"):
         Accelerator(deepspeed_plugin=SimpleNamespace(zero_stage=2))  # type: ignore[arg-type]
 
 
@@ -530,7 +530,7 @@ def test_precision_and_accumulation_of_the_configuration_hold() -> None:
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 3
     assert Accelerator().deepspeed_plugin is accelerator.deepspeed_plugin  # as a trainer's second one
-    with pytest.raises(ValueError, match="no DeepSpeed plugin 'teacher'; valid are 'default'"):
+    with pytest.raises(ValueError, match=r"'teacher'.*'default'"):
         accelerator.state.get_deepspeed_plugin("teacher")
 
 
@@ -540,12 +540,12 @@ def test_what_prepare_is_given_must_make_an_engine() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="given to prepare without its model"):
         accelerator.prepare(optimizer)
-    with pytest.raises(ValueError, match="given 2 models, and an engine of DeepSpeed has one"):
+    with pytest.raises(ValueError, match="2 models"):
         accelerator.prepare(module, _module(), optimizer)
     accelerator.free_memory()
     model = accelerator.prepare(module)  # to be evaluated
     assert model is module
-    with pytest.raises(ValueError, match="backward with DeepSpeed needs a model that was prepared together"):
+    with pytest.raises(ValueError, match=r"backward .*prepared"):
         accelerator.backward(model(torch.ones(2, 8)).sum())
     Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, average_tail=True))
     with pytest.raises(ValueError, match="average_tail=True"):

@@ -94,9 +94,7 @@ def test_ignored_modules() -> None:
     assert fsdp2_units.ignored_parameters(model, None) == set()
     assert fsdp2_units.ignored_parameters(model, [model.exit]) == set(model.exit.parameters())
     assert len(fsdp2_units.ignored_parameters(model, r"blocks\.\d\.norm")) == 6
-    with pytest.raises(
-        ValueError, match=r"ignored_modules='norm' fits the name of no module; there are entry"
-    ):
+    with pytest.raises(ValueError, match=r"ignored_modules='norm' .*entry"):
         fsdp2_units.ignored_parameters(model, "norm")
 
 
@@ -111,7 +109,7 @@ def test_ignored_modules() -> None:
         ({"sharding_strategy": "HALF"}, "sharding_strategy='HALF' is unknown; valid are 'FULL_SHARD'"),
         (
             {"auto_wrap_policy": "by_hand"},
-            "auto_wrap_policy='by_hand' is unknown; valid are 'transformer_based_wrap'",
+            "auto_wrap_policy='by_hand' .*'transformer_based_wrap'",
         ),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "of FSDP version 1; use 'SHARDED_STATE_DICT'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
@@ -119,7 +117,7 @@ def test_ignored_modules() -> None:
         ({"activation_checkpointing": "maybe"}, "activation_checkpointing='maybe' is none of: True, False"),
         (
             {"reshard_after_forward": -1},
-            "reshard_after_forward=-1 is none of: True, False, a number of ranks",
+            "reshard_after_forward=-1 .*True, False, a number of ranks",
         ),
         ({"reshard_after_forward": 3.5}, "reshard_after_forward=3.5 is none of"),
         ({"cpu_offload": "cpu"}, "cpu_offload='cpu' is none of: True, False, torch's CPUOffloadPolicy"),
@@ -138,7 +136,7 @@ def test_an_unknown_field_is_refused_by_name() -> None:
 
 
 def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
-    with pytest.warns(UserWarning, match=r"use_orig_params=True\) has no effect: version 2 always keeps"):
+    with pytest.warns(UserWarning, match=r"use_orig_params=True\)"):
         FullyShardedDataParallelPlugin(use_orig_params=True)
     FullyShardedDataParallelPlugin(use_orig_params=False, backward_prefetch=None, limit_all_gathers=False)
 
@@ -175,9 +173,7 @@ def test_policies_as_torch_knows_them() -> None:
     assert policy(given) == MixedPrecisionPolicy(param_dtype=bf16, output_dtype=fp32)
     own = MixedPrecisionPolicy(reduce_dtype=bf16)
     assert policy(own) is own
-    with pytest.raises(
-        ValueError, match="mixed_precision_policy field='dtype' is unknown; valid are 'param_dtype'"
-    ):
+    with pytest.raises(ValueError, match=r"field='dtype' .*'param_dtype'"):
         policy({"dtype": bf16})
     with pytest.raises(ValueError, match="is none of"):
         policy(3)
@@ -233,9 +229,7 @@ def test_a_policy_s_numbers_may_go_by_name(dtype: Any) -> None:
     )
     assert plugin.precision_policy(None) == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     wrong = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf8"})
-    with pytest.raises(
-        ValueError, match=r"mixed_precision_policy\['reduce_dtype'\]='bf8' is unknown; valid are 'fp32'"
-    ):
+    with pytest.raises(ValueError, match=r"\['reduce_dtype'\]='bf8' .*'fp32'"):
         wrong.precision_policy(None)
 
 
@@ -295,9 +289,7 @@ def test_a_lone_process_keeps_its_model() -> None:
 
 
 def test_fp16_on_the_cpu_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="fp16 needs a GPU's gradient scaling; on the CPU use mixed_precision='bf16'"
-    ):
+    with pytest.raises(ValueError, match=r"fp16 .*mixed_precision='bf16'"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="fp16")
 
 
@@ -312,9 +304,7 @@ def test_a_device_without_sharding_is_refused() -> None:
 
 
 def test_another_librarys_plugin_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"is a builtins\.dict; pass a nblaunch\.FullyShardedDataParallelPlugin"
-    ):
+    with pytest.raises(TypeError, match=r"dict.* nblaunch\.FullyShardedDataParallelPlugin"):
         Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
 
 
