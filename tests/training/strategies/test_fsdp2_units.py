@@ -109,7 +109,7 @@ def test_ignored_modules() -> None:
         ({"sharding_strategy": "HALF"}, "sharding_strategy='HALF' is unknown; valid are 'FULL_SHARD'"),
         (
             {"auto_wrap_policy": "by_hand"},
-            "auto_wrap_policy='by_hand' .*'transformer_based_wrap'",
+            "auto_wrap_policy='by_hand'",
         ),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "of FSDP version 1; use 'SHARDED_STATE_DICT'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
@@ -117,7 +117,7 @@ def test_ignored_modules() -> None:
         ({"activation_checkpointing": "maybe"}, "activation_checkpointing='maybe' is none of: True, False"),
         (
             {"reshard_after_forward": -1},
-            "reshard_after_forward=-1 .*True, False, a number of ranks",
+            "reshard_after_forward=-1",
         ),
         ({"reshard_after_forward": 3.5}, "reshard_after_forward=3.5 is none of"),
         ({"cpu_offload": "cpu"}, "cpu_offload='cpu' is none of: True, False, torch's CPUOffloadPolicy"),
