@@ -32,6 +32,7 @@ _NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
 _NATIVE_ERROR = re.compile(r"\s*what\(\): ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
+_OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
 _HEADLINE = 500  # characters
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
@@ -93,7 +94,9 @@ def failure_of(
         rank = min(rank for rank in report.exits if rank not in report.finished)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
-    evidence = _device_evidence(root) or memory_evidence(report, root)
+    evidence = (
+        _device_evidence(root) or memory_evidence(report, root) or _openmp_evidence(logs, root.rank, attempt)
+    )
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
         info = root.failed.info
@@ -219,6 +222,16 @@ def _last_lines(logs: Logs, rank: int, attempt: int) -> list[str]:
     refusal = disk.refuses_growth(path, _LINE)
     lost = [f"What it printed last may be missing: {refusal}."] if refusal else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
+
+
+def _openmp_evidence(logs: Logs, rank: int, attempt: int) -> list[str]:
+    """Return why GNU OpenMP ended a forked worker, if its last lines say that it did."""
+    if _OPENMP_REFUSAL not in logs.read(rank, attempt, _LAST_BYTES):
+        return []
+    return [
+        "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the worker was forked, and "
+        "refuses to run in the fork. Launch with start_method='forkserver'."
+    ]
 
 
 def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
-import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -19,12 +17,10 @@ from nblaunch import backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.diagnosis import memory
-from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import rendezvous
+from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.exceptions import is_user_file
 from nblaunch.wire.modules import Place, modules_in
 from nblaunch.wire.pickle_errors import captured_variables
 
@@ -219,7 +215,7 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     """Return the start method and the reason for it."""
     if spec.engine == "inline":
         return "inline", "asked for: the function runs in the kernel"
-    hazard = _fork_hazard(backend)
+    hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
             f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start through "
@@ -238,34 +234,6 @@ def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
     return (
         f"workers start through a {start_method}: {reason}; nothing has to be restarted" if is_detour else ""
     )
-
-
-def _first_use(backend: Backend) -> str:
-    """Return the line of the user's own code that first used the device in this process, if it was seen."""
-    own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
-    if not own:
-        return ""
-    filename, number, _ = own[0]
-    source = linecache.getline(filename, number).strip()
-    return f"; it was first used in {cell_name(filename)}, line {number}" + (
-        f": `{source:.80}`" if source else ""
-    )
-
-
-def _fork_hazard(backend: Backend) -> str | None:
-    if not hasattr(os, "fork"):
-        return "this system has no fork"
-    if sys.platform == "darwin":
-        return "Apple's system libraries do not survive a fork"
-    if threading.current_thread() is not threading.main_thread():
-        return (
-            "workers start from a thread other than the main one, which may be running code whose locks a fork would "
-            "copy as they are"
-        )
-    if rendezvous.is_any_store_running():
-        return "another job of this process is running, and a fork could copy its store in the middle of something"
-    hazard = backend.fork_hazard()
-    return None if hazard is None else hazard + _first_use(backend)
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:

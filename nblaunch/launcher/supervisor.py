@@ -30,6 +30,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc
 from nblaunch.host.descendants import Descendants
+from nblaunch.launcher import fork_safety
 from nblaunch.launcher.assignments import Attempt, assign
 from nblaunch.launcher.escalation import Escalation
 from nblaunch.launcher.guardian import Guardian
@@ -420,7 +421,10 @@ class Supervisor:
 
     def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
         steps = {sample.rank: sample.step for sample in self._board.sample()}
-        return describe_hang(positions, steps, gone=sorted(self._report.delivered), busy=busy)
+        lines = describe_hang(positions, steps, gone=sorted(self._report.delivered), busy=busy)
+        if self._attempt.plan.start_method == "fork":
+            lines += fork_safety.explain_hang(list(positions.values()))
+        return lines
 
     def _judge(self, dump: StackDump) -> None:
         """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""

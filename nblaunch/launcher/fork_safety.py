@@ -1,0 +1,176 @@
+"""Whether a fork of this process is safe now: not with threads that hold what the workers need.
+
+A fork copies the memory of all threads, and only the calling thread itself. Whatever another one was doing is never
+finished in a worker: a lock that it held stays locked, a pool waits for threads that are not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from nblaunch.backends.base import Backend
+from nblaunch.diagnosis.rendering import cell_name
+from nblaunch.diagnosis.stacks import Position
+from nblaunch.launcher import rendezvous
+from nblaunch.wire.assignment import Call
+from nblaunch.wire.exceptions import is_user_file
+from nblaunch.wire.pickle_errors import captured_variables
+
+_THREADS = Path("/proc/self/task")
+_MAX_VISITED = 500
+
+
+@dataclass(frozen=True)
+class _Library:
+    """A library with threads of its own that does not work in a fork of a process that has used it.
+
+    Args:
+        name: of its module.
+        thread: matches the names of its threads, as Linux has them (15 characters).
+        flag: module and variable that is true once it runs threads, where these have no names.
+    """
+
+    name: str
+    thread: str = ""
+    flag: tuple[str, str] | None = None
+
+    def is_running(self) -> bool:
+        """Return whether it runs threads in this process; False where the system does not list threads."""
+        if self.name not in sys.modules:
+            return False
+        if self.flag is not None:
+            module, variable = self.flag
+            return bool(getattr(sys.modules.get(module), variable, False))
+        return any(re.fullmatch(self.thread, name) for name in _thread_names())
+
+
+_LIBRARIES = (
+    _Library("polars", r"polars-\d+"),
+    _Library("grpc", r"event_engine|grpc_global_tim"),
+    _Library("jax", "tf_XLAEigen"),
+    _Library("tensorflow", r"tf_\w+"),
+    _Library("numba", flag=("numba.np.ufunc.parallel", "_is_initialized")),
+)
+
+
+def find_hazard(backend: Backend, call: Call) -> str | None:
+    """Return why workers for ``call`` can't be forked from this thread now, as the end of a sentence; None if they can.
+
+    Args:
+        backend: what the workers will compute on.
+        call: the function and its arguments.
+    """
+    if not hasattr(os, "fork"):
+        return "this system has no fork"
+    if sys.platform == "darwin":
+        return "Apple's system libraries do not survive a fork"
+    if threading.current_thread() is not threading.main_thread():
+        return (
+            "workers start from a thread other than the main one, which may be running code whose locks a fork would "
+            "copy as they are"
+        )
+    if rendezvous.is_any_store_running():
+        return "another job of this process is running, and a fork could copy its store in the middle of something"
+    hazard = backend.fork_hazard()
+    if hazard is not None:
+        return hazard + _first_use(backend)
+    used = [library.name for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
+    if used:
+        return (
+            f"the function uses {used[0]}, which runs threads in this process that a fork does not copy: its first "
+            "call in a worker would wait for them for ever"
+        )
+    return None
+
+
+def explain_hang(positions: Sequence[Position]) -> list[str]:
+    """Return a line for each library whose threads in this process are missing in workers that hang in it.
+
+    Args:
+        positions: of ranks that were forked from this process.
+    """
+    files = {frame.filename for position in positions for frame in position.stack}
+    return [
+        f"{library.name} runs threads in the kernel that a fork does not copy, and a worker hangs in it: launch with "
+        "start_method='forkserver'"
+        for library in _LIBRARIES
+        if any(library.name in Path(file).parts for file in files) and library.is_running()
+    ]
+
+
+def _first_use(backend: Backend) -> str:
+    """Return the line of the user's own code that first used the device in this process, if it was seen."""
+    own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
+    if not own:
+        return ""
+    filename, number, _ = own[0]
+    source = linecache.getline(filename, number).strip()
+    return f"; it was first used in {cell_name(filename)}, line {number}" + (
+        f": `{source:.80}`" if source else ""
+    )
+
+
+def _thread_names() -> set[str]:
+    try:
+        return {(folder / "comm").read_text().strip() for folder in _THREADS.iterdir()}
+    except OSError:  # no such folder on this system, or a thread has ended meanwhile
+        return set()
+
+
+def _uses(call: Call, library: str) -> bool:
+    """Return whether the code of ``call``, as far as it is the user's own, or its arguments refer to a library."""
+    return any(
+        library in _names_of_libraries(value) for value in islice(_reached([call[0], *call[1]]), _MAX_VISITED)
+    )
+
+
+def _reached(pending: list[Any]) -> Iterator[Any]:
+    """Yield values and what they refer to in turn: variables of the user's functions, members of their objects."""
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, FunctionType):
+            if _is_users(value):
+                pending += [captured for _, captured in captured_variables(value)]
+        elif isinstance(value, functools.partial):
+            pending += [value.func, value.args, value.keywords]
+        elif inspect.ismethod(value):
+            pending += [value.__func__, value.__self__]
+        elif isinstance(value, (list, tuple)):
+            pending += value[:_MAX_VISITED]
+        elif isinstance(value, dict):
+            pending += islice(value.values(), _MAX_VISITED)
+        elif isinstance(value, type):
+            pending += [function for function in vars(value).values() if _is_users(function)]
+        elif not isinstance(value, ModuleType):
+            pending += [type(value), *islice(getattr(value, "__dict__", {}).values(), _MAX_VISITED)]
+
+
+def _is_users(value: Any) -> bool:
+    return isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename)
+
+
+def _names_of_libraries(value: Any) -> set[str]:
+    """Return the libraries that a value names: as a module, by its type, or by an import in a function."""
+    if isinstance(value, ModuleType):
+        return {value.__name__.partition(".")[0]}
+    if _is_users(value):
+        return set(value.__code__.co_names)
+    kind = value if isinstance(value, type) else type(value)
+    return {str(kind.__module__).partition(".")[0]}
