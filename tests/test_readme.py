@@ -71,11 +71,21 @@ def test_its_links_lead_to_files(link: str) -> None:
     assert (ROOT / link.partition("#")[0]).exists()
 
 
-def test_its_map_shows_what_is_there() -> None:
+def test_its_map_shows_every_folder_and_module() -> None:
     (shown,) = [text for _, text in BLOCKS if text.startswith("nblaunch/\n")]
-    packages = re.findall(r"^  ([a-z_]+)/", shown, flags=re.MULTILINE)
-    ours = {file.parent.name for file in (ROOT / "nblaunch").glob("*/__init__.py")}
-    assert set(packages) == ours - {"utils"}  # which only hands on names, as its last line says
-    folders = re.findall(r"^([a-z]+)/", shown, flags=re.MULTILINE)
-    assert {"nblaunch", "tests"} <= set(folders)
-    assert all((ROOT / name).is_dir() for name in folders), folders
+    package = ROOT / "nblaunch"
+    folders = re.findall(r"^  ([a-z_]+)/ ", shown, flags=re.MULTILINE)
+    assert sorted(folders) == sorted(file.parent.name for file in package.glob("*/__init__.py"))
+    modules = re.findall(r"^  ([a-z_]+)\.py ", shown, flags=re.MULTILINE)
+    assert sorted(modules) == sorted(file.stem for file in package.glob("[a-z]*.py"))
+    parts = re.findall(r"([a-z]+)/[,;]? ?", re.search(r"^  training/ (.*)$", shown, flags=re.MULTILINE)[1])  # type: ignore[index]
+    assert sorted(parts) == sorted(file.parent.name for file in (package / "training").glob("*/__init__.py"))
+    others = re.findall(r"^([a-z]+)/", shown, flags=re.MULTILINE)
+    assert {"nblaunch", "tests"} <= set(others)
+    assert all((ROOT / name).is_dir() for name in others), others
+
+
+def test_the_files_that_it_names_exist() -> None:
+    named = re.findall(r"`([a-z_/]+/(?:[a-zA-Z_]+\.(?:py|md|toml))?)`", README)
+    assert {"launcher/runner.py", "tests/architecture/test_words.py"} <= set(named)
+    assert all((ROOT / name).exists() or (ROOT / "nblaunch" / name).exists() for name in named), named

@@ -319,10 +319,10 @@ class XlaBackend(Backend):
     def represents_in_bf16(self) -> bool:
         if self._is_bf16 is None:
             self._is_bf16 = self._bf16.switch_on()
-            self._tell_precision(self._is_bf16)
+            self._report_precision(self._is_bf16)
         return self._is_bf16
 
-    def _tell_precision(self, is_bf16: bool) -> None:
+    def _report_precision(self, is_bf16: bool) -> None:
         if is_bf16:
             self._note(f"bf16: on the device {self._bf16} ({self._bf16.variable})")
             self._state("precision", f"bf16: {self._bf16}")

@@ -1,4 +1,4 @@
-"""Looking at devices from outside: how much of their memory is taken and by whom, and how busy they are.
+"""Readings of devices from outside of the workers: memory in use, in all and by process, and utilisation.
 
 Done by the launcher while workers run, so it must not create a device context. What a worker knows of its own memory
 it reports by itself (``Backend.own_memory``).

@@ -115,7 +115,7 @@ _KNOWN = (
     ),
 )
 
-_NOBODY = Platform("none", "no notebook service")
+_NO_SERVICE = Platform("none", "no notebook service")
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
@@ -155,7 +155,7 @@ def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
     """
     parent = environ.get("JPY_PARENT_PID", "")
     if not parent and not environ.get("JPY_SESSION_NAME"):
-        return _NOBODY
+        return _NO_SERVICE
     evidence = "JPY_PARENT_PID" if parent else "JPY_SESSION_NAME"
     words = _command(proc / parent / "cmdline") if parent.isdigit() else []
     if _names(words, ("jupyter-lab", "jupyterlab", "lab")):

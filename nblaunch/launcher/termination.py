@@ -53,12 +53,12 @@ class Termination:
 
     def poll(self, now_s: float) -> str:
         """Interrupt the ranks when their time is over; says so once."""
-        is_heard = bool(self._handling) or any(slot.num_checks > 0 for slot in self._slots)
-        patience_s = self._grace_s if is_heard else min(self._grace_s, LISTEN_S)
+        is_handled = bool(self._handling) or any(slot.num_checks > 0 for slot in self._slots)
+        patience_s = self._grace_s if is_handled else min(self._grace_s, LISTEN_S)
         if self._is_over or now_s - self._began_s < patience_s:
             return ""
         self._is_over = True
         self._requests.interrupt()
-        if is_heard:
+        if is_handled:
             return f"the {self._grace_s:g} s after SIGTERM are over; ranks are interrupted"
         return "no rank looks at accelerator.should_stop or handles SIGTERM, so ranks are interrupted"

@@ -1,7 +1,7 @@
 """This process among those of its job: :class:`ProcessContext`, which :func:`join` makes; waiting for the others.
 
-A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be told from
-those that wait for it.
+A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be
+distinguished from those that wait for it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import guard, inherited, output, progress
 from nblaunch.worker.delivery import Delivery
-from nblaunch.worker.failure import tell_failure
+from nblaunch.worker.failure import send_failure
 
 
 def run(
@@ -110,7 +110,7 @@ class _Worker:
             self.interrupts.hold_for_good()
             self.slot.set_state(WorkerState.FAILED)
             rank, log_path = self.assignment.rank, self.assignment.log_path
-            tell_failure(self.sender.send, rank, error, self._evidence(error), log_path)
+            send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
             return self._farewell(1)
         return self._farewell(0)
 

@@ -48,7 +48,7 @@ def describe_failure(rank: int, error: BaseException) -> Failed:
     return replace(_described(rank, error, ()), exception=exceptions.dump(error))
 
 
-def tell_failure(
+def send_failure(
     send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...], log_path: str
 ) -> None:
     """Send what :func:`describe_failure` makes, with what the device has to say about ``error``.

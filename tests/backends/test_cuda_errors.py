@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nblaunch.backends.cuda import CudaBackend
 from nblaunch.backends.cuda_errors import FAULTS, explain
-from nblaunch.worker.failure import describe_failure, tell_failure
+from nblaunch.worker.failure import describe_failure, send_failure
 
 AFTER = (
     "\nSearch for `{}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."
@@ -205,7 +205,7 @@ def test_what_is_explained_is_the_cause_and_travels_as_itself(tmp_path: Path) ->
     assert describe_failure(1, duplicate).is_consequence
     told: list[Any] = []
     log_path = str(tmp_path / "rank1.log")
-    tell_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate), log_path)
+    send_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate), log_path)
     assert not told[-1].is_consequence
     asserted = cuda("device-side assert triggered", "cudaErrorAssert")
     asserted.error_code = 710  # type: ignore[attr-defined]

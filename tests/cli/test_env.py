@@ -94,7 +94,7 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
         "devices",
         "memory",
         "a launch from a fresh kernel",
-        "what will not work",
+        "problems and notes",
     ):
         assert re.search(rf"^{heading}", text, re.MULTILINE), heading
     assert re.search(r"^  start method +\w+$", text, re.MULTILINE)

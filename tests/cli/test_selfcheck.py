@@ -63,7 +63,7 @@ def test_all_is_well_on_cpu_cores() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("3 processes on cpu (gloo), started by fork")
     assert re.findall(r"^  ok +([\w-]+) +[\d.]+ s  \S", ended.stdout, re.MULTILINE) == list(CHECKS)
-    assert "all is well" in ended.stdout
+    assert "all passed" in ended.stdout
     assert not ended.stderr
 
 
@@ -83,7 +83,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     assert "samples: " in evidence["metrics"]
     assert "the steps before load_state" in evidence["checkpoint"]
     assert "rank 0's trained model begins with [" in evidence["weights-back"]
-    assert "ZeroDivisionError, and here arrived: None" in evidence["errors"]
+    assert "ZeroDivisionError, but the job raised None" in evidence["errors"]
     assert "still running" in evidence["interrupt"]
     assert "a child of a rank (pid " in evidence["interrupt"]
     assert "rank 1 was killed by SIGKILL" in evidence["kill"]

@@ -83,7 +83,7 @@ def test_an_address_of_another_machine_is_refused_in_the_words_of_options(comman
     (line,) = ended.err.splitlines()
     assert ended.code == 2
     assert "192.0.2.200" in line
-    assert "as main_process_ip or rdzv_endpoint" in line
+    assert "main_process_ip or rdzv_endpoint" in line
 
 
 def test_options_of_the_script_are_not_options_of_the_launch(command: Command) -> None:

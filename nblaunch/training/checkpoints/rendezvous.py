@@ -11,7 +11,7 @@ such as DistributedDataParallel and those that scripts call themselves. Point-to
 too (torch 2.13); where only some ranks exchange them, ``main_process_only=True`` is the way to save on rank 0 alone.
 
 In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. What travels is JSON
-of a fixed shape: anyone who reaches the store may write there, so nothing of it is ever executed.
+of a fixed shape: any process that reaches the store may write there, so its values are never executed.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _receive(self) -> Iterator[tuple[Any, int, bool]]:
         described = b""
         while True:
-            kind, num_rows, is_last = _hear()
+            kind, num_rows, is_last = _receive_header()
             if kind == _END:
                 return
             if kind == _FAILED:
@@ -174,7 +174,7 @@ def _send_status(kind: int, num_rows: int = 0, is_last: bool = False) -> None:
     operations.broadcast_alike(torch.tensor([kind, num_rows, int(is_last)]))
 
 
-def _hear() -> list[int]:
+def _receive_header() -> list[int]:
     return operations.broadcast_alike(torch.zeros(3, dtype=torch.int64)).tolist()
 
 

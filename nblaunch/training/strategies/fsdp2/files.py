@@ -76,7 +76,7 @@ def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
     except CheckpointException as error:
         raise CheckpointError(
-            f"parts of the state were not saved; nothing was changed. {_told_by_ranks(error)}"
+            f"parts of the state were not saved; nothing was changed. {_errors_of_ranks(error)}"
         ) from error
 
 
@@ -91,7 +91,7 @@ def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=is_alone)
     except (CheckpointException, Exception) as error:  # the former is no Exception
         raise CheckpointError(
-            f"{folder} does not fit what is prepared, or is damaged. {_told_by_ranks(error)}"
+            f"{folder} does not fit what is prepared, or is damaged. {_errors_of_ranks(error)}"
         ) from error
 
 
@@ -103,7 +103,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _told_by_ranks(error: BaseException) -> str:
+def _errors_of_ranks(error: BaseException) -> str:
     """What went wrong on which rank, in one line."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     lines = [

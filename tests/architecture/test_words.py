@@ -1,0 +1,75 @@
+"""Words for which PyTorch and plain English have better ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.source import PACKAGE, ROOT, listing
+
+# User, process, caller or "no rank" instead; report, emit, send, receive or handle instead.
+UNUSED = [
+    "person",
+    "persons",
+    "people",
+    "somebody",
+    "someone",
+    "anybody",
+    "anyone",
+    "nobody",
+    "everybody",
+    "whoever",
+    "whom",
+    "tell",
+    "tells",
+    "telling",
+    "told",
+    "hear",
+    "hears",
+    "hearing",
+    "heard",
+    "heed",
+    "heeds",
+    "heeded",
+    "said",
+    "deaf",
+]
+# `\b` alone would not find a word within a name such as `_tell_all`.
+PATTERN = re.compile(rf"(?<![A-Za-z])({'|'.join(UNUSED)})(?![A-Za-z])", re.IGNORECASE)
+
+ALLOWED = {
+    "nblaunch/wire/payload.py": ("self.tell()",),  # of a file
+}
+
+
+def test_words_that_are_not_used() -> None:
+    offenders = [
+        f"{path.relative_to(ROOT)}:{number} {found[0]}"
+        for path in _files()
+        for number, line in enumerate(_text(path).splitlines(), 1)
+        for found in [PATTERN.search(_without_allowed(path, line))]
+        if found
+    ]
+    assert not offenders, f"use the words of PyTorch:{listing(offenders)}"
+
+
+def _files() -> Iterator[Path]:
+    yield from sorted(PACKAGE.rglob("*.py"))
+    yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
+    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md")
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; of a notebook, its cells without outputs."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+
+
+def _without_allowed(path: Path, line: str) -> str:
+    for use in ALLOWED.get(path.relative_to(ROOT).as_posix(), ()):
+        line = line.replace(use, "")
+    return line
