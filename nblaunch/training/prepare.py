@@ -222,7 +222,9 @@ class Preparer:
 def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:
     """Raise ValueError for a placeholder that the strategy has not taken."""
     if isinstance(obj, kind):
-        raise ValueError(f"a {type(obj).__name__} needs {obj.needs}")
+        raise ValueError(
+            f"{type(obj).__name__} stands for an object that is made elsewhere; it needs {obj.needs}"
+        )
 
 
 def extract_model_from_parallel(

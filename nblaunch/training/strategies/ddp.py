@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,11 +21,23 @@ from nblaunch.training.process_context import ProcessContext, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
 
+
+def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    """Orthogonalize a stack of matrices, or one matrix, in place."""
+    powerSGD_hook._orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+
+# Torch's batched PowerSGD passes one matrix to a function that asserts a stack of them, from torch 1.11 to 2.13, at the
+# first step that is approximated. This is the same code, calling a function that takes both.
+_batched_power_sgd = FunctionType(
+    powerSGD_hook.batched_powerSGD_hook.__code__, {**vars(powerSGD_hook), "_orthogonalize": _orthogonalize}
+)
+
 _HOOKS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "power_sgd": powerSGD_hook.powerSGD_hook,
-    "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+    "batched_power_sgd": _batched_power_sgd,
 }
 _HOOK_WRAPPERS: dict[str, Any] = {
     "fp16": default_hooks.fp16_compress_wrapper,
@@ -119,7 +131,7 @@ class DdpStrategy(Strategy):
         assert model.logger is not None  # made by its constructor
         model.logger.set_runtime_stats_and_log()  # brings what is asked next up to date
         order = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
-        return [int(position) for position in re.findall(r"\d+", order)]
+        return [int(position) for position in order.replace(",", " ").split()]
 
     def set_gradient_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
         # DDP lays its buckets out anew after the first backward, in the order in which that made gradients ready. A
@@ -172,8 +184,6 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
         return
     is_approximate = name.endswith("power_sgd")
     state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if is_approximate else None
-    if name == "batched_power_sgd":
-        _mend_orthogonalize()
     try:
         model.register_comm_hook(state, wrapper(_HOOKS[name]) if wrapper is not None else _HOOKS[name])
     except TypeError as error:
@@ -181,25 +191,6 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
             f"comm_hook={name!r} with comm_wrapper={str(options.comm_wrapper)!r} can't be used here: {error}. Without "
             "NCCL on GPUs, fp16 takes the place of bf16"
         ) from error
-
-
-def _mend_orthogonalize() -> None:
-    """Let torch's batched PowerSGD run at all: it hands a matrix to a function that asserts a stack of matrices.
-
-    So in every torch from 1.11 to 2.13, at the first step that is approximated, which by default is the thousandth.
-    Can go when ``batched_powerSGD_hook`` passes three dimensions.
-    """
-    original = powerSGD_hook._orthogonalize
-    if getattr(original, "takes_matrices", False):
-        return
-
-    def orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
-        original(
-            matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon
-        )  # in place, also on a view
-
-    orthogonalize.takes_matrices = True  # type: ignore[attr-defined]
-    powerSGD_hook._orthogonalize = orthogonalize
 
 
 def _own(prepared: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, Prepared, complete
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
-from nblaunch.training.strategies.deepspeed.shares import shares_line
+from nblaunch.training.strategies.deepspeed.strategy import shares_line
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())

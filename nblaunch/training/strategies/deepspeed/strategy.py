@@ -18,15 +18,17 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch import context
+from nblaunch import context, formatting
 from nblaunch.errors import warn
+from nblaunch.events import Note
+from nblaunch.training.collectives import operations
 from nblaunch.training.models import compile_model, to_device, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.process_context import ProcessContext, Waiting
 from nblaunch.training.strategies.base import Strategy, TrainingSetup
-from nblaunch.training.strategies.deepspeed import checkpoint, optimizer, shares, weights
+from nblaunch.training.strategies.deepspeed import checkpoint, optimizer
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
@@ -34,6 +36,12 @@ from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, En
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
+
+
+_SHARDED = {
+    1: "optimizer states are sharded",
+    2: "gradients and optimizer states are sharded",
+}
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,9 @@ class DeepSpeedStrategy(Strategy):
         with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
         if deepspeed_library.parameters_in_parts(model):
-            context.current().trained_weights = weights.pieces
-            weights.warn_of_empty(model)
-        shares.report(engine, type(model).__name__, process)
+            context.current().trained_weights = checkpoint.pieces
+            checkpoint.warn_of_empty(model)
+        _report_shards(engine, type(model).__name__, process)
         if optimizer is not None:
             self.engine, self.config = engine, config
             self._optimizer = EngineOptimizer(
@@ -266,7 +274,7 @@ class DeepSpeedStrategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        return weights.whole(module, keep=self._setup.process.topology.local_rank == 0)
+        return checkpoint.whole(module, keep=self._setup.process.topology.local_rank == 0)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         checkpoint.save(folder, models, self._setup.process)
@@ -301,3 +309,72 @@ def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -
             f"transformer_moe_cls_names={class_names!r}: the {type(model).__name__} has no {', '.join(sorted(missing))}"
         )
     library.utils.set_z3_leaf_modules(model, list(found))
+
+
+def _report_shards(engine: Any, name: str, process: ProcessContext) -> None:
+    """Report it, where several ranks hold shards. All of them call it.
+
+    Args:
+        engine: just made.
+        name: of the model's class.
+        process: ranks of this process.
+    """
+    stage = int(engine.zero_optimization_stage())
+    if not stage or process.topology.world_size == 1:
+        return
+    sizes = operations.gather_object([_part_bytes(engine, stage)])
+    if process.topology.rank == 0:
+        text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
+        context.current().emit(Note.of_job(text))
+
+
+def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
+    """What every rank holds, in one line.
+
+    Args:
+        name: of the model's class.
+        stage: of ZeRO, 1 to 3.
+        model_bytes: of all weights, in the numbers that the model computes in.
+        sizes: bytes of every rank's part of what is sharded.
+        kept_bytes: with stage 3, of the weights that are so small that they are never freed.
+    """
+    weights, share = formatting.size(model_bytes), formatting.size_range(sizes)
+    if stage < 3:
+        return (
+            f"{name}: {weights} of weights on each of {len(sizes)} ranks; {_SHARDED[stage]}, each rank steps "
+            f"{share} of weights in full precision (ZeRO stage {stage})"
+        )
+    kept = f"; {formatting.size(kept_bytes)} in small tensors stay gathered" if kept_bytes else ""
+    return (
+        f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {share} each, as are gradients and optimizer "
+        f"states (ZeRO stage 3){kept}"
+    )
+
+
+def _part_bytes(engine: Any, stage: int) -> int:
+    """Of the weights on this rank; in stages 1 and 2 of the fp32 ones that its optimizer steps."""
+    if stage == 3:
+        held: list[Any] = deepspeed_library.parameters_in_parts(engine.module)
+        return sum(_bytes(parameter.ds_tensor) for parameter in held)
+    groups = getattr(engine.optimizer, "param_groups", [])  # none where an engine only evaluates
+    return sum(_bytes(parameter) for group in groups for parameter in group["params"])
+
+
+def _model_bytes(module: Any) -> int:
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        for parameter in module.parameters()
+    )
+
+
+def _kept_bytes(module: Any) -> int:
+    """Gathering them at each step would cost more than they take. Source: stage3_param_persistence_threshold."""
+    return sum(
+        parameter.ds_numel * parameter.element_size()  # type: ignore[attr-defined]
+        for parameter in deepspeed_library.parameters_in_parts(module)
+        if getattr(parameter, "ds_persist", False)
+    )
+
+
+def _bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())

@@ -48,6 +48,10 @@ _WITHOUT_EFFECT = {
 class FullyShardedDataParallelPlugin(StrategyPlugin):
     """Shard models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
+    A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save whole weights with
+    ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
+    the main process gets; ``accelerator.save`` refuses shards.
+
     Args:
         fsdp_version: 2, the only one here.
         sharding_strategy: the older word for the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``

@@ -1,8 +1,7 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
 
-What belongs to it: which modules are units (``units``), where their parts come from (``weights``), what they return
-(``outputs``), what they compute twice (``recomputing``), what is saved in parts (``files``) or by users themselves
-(``own_saves``), and what torch keeps inside (``watch``).
+What belongs to it: which modules are units (``units``), where their shards come from (``weights``), and how shards are
+saved (``checkpoint``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.models import bare_module
 from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.fsdp2 import files, own_saves, recomputing
+from nblaunch.training.strategies.fsdp2 import checkpoint
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.weights import Sources
 
@@ -81,11 +80,10 @@ class Fsdp2Strategy(Strategy):
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                recomputing.apply(unit, bool(self.plugin.activation_checkpointing_offload))
+                fsdp2_units.checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_shards:
             self._shard(inner, units)
             context.current().trained_weights = _pieces
-            own_saves.watch()
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -226,16 +224,16 @@ class Fsdp2Strategy(Strategy):
 
     def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
         if self.plugin.saves_shards:
-            files.save(folder, models, optimizers, is_alone=not self.holds_shards)
+            checkpoint.save(folder, models, optimizers, is_alone=not self.holds_shards)
         return self.plugin.saves_shards
 
     def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return files.of_rank(folder, rank)
+        return checkpoint.of_rank(folder, rank)
 
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if not files.are_in(folder):
+        if not checkpoint.are_in(folder):
             return False
-        files.load(folder, models, optimizers, is_alone=not self.holds_shards)
+        checkpoint.load(folder, models, optimizers, is_alone=not self.holds_shards)
         return True
 
 
