@@ -190,7 +190,7 @@ class Finished(Event):
     Args:
         contents: the return value.
         left_by_exit: the function called ``sys.exit(0)`` instead of returning.
-        sends: places in the arguments of the modules whose weights follow, each with a :class:`WeightsSent`.
+        sends: argument paths of the modules whose weights follow, each with a :class:`WeightsSent`.
     """
 
     contents: Contents = field(default_factory=Contents)
@@ -203,14 +203,14 @@ class WeightsSent(Event):
     """The trained weights of a module are in the rank's outbox (``wire/outbox.py``), or could not be sent.
 
     Args:
-        place: of the module in the arguments (``wire/modules.py``).
+        path: of the module in the arguments (``wire/modules.py``).
         at: where in the outbox; -1 where there is nothing to send, or nothing could be sent.
         end: where the outbox ends then.
         lost: the parts that could not be pickled.
         error: why nothing could be sent.
     """
 
-    place: int | str = 0
+    path: int | str = 0
     at: int = -1
     end: int = -1
     lost: str = ""

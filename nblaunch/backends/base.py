@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def tensors(data: Any) -> Iterator[Any]:
-    """The tensors in nested lists, tuples and mappings."""
+    """Yield the tensors in nested lists, tuples and mappings."""
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         yield data
     elif isinstance(data, Mapping):
@@ -50,7 +50,7 @@ def tensors(data: Any) -> Iterator[Any]:
 
 
 def shapes_in_words(shapes: Iterable[Sequence[int]]) -> str:
-    """``32x64, 32, scalar``; empty for none."""
+    """Return shapes as text: ``32x64, 32, scalar``; empty for none."""
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
@@ -72,7 +72,7 @@ class Backend(ABC):
     is_lazy = False
     """Whether a value exists only after :meth:`step_boundary`, so that reading it earlier costs an extra execution."""
 
-    places_ahead = False
+    prefetches_to_device = False
     """Whether loaders bring a batch to the device while the one before is computed on."""
 
     needs_static_shapes = False
@@ -95,7 +95,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def device_noun(self) -> str:
-        """What one worker gets, for messages: "CPU core", "GPU"."""
+        """Return what one worker gets, for messages: "CPU core", "GPU"."""
 
     @property
     def title(self) -> str:
@@ -104,15 +104,15 @@ class Backend(ABC):
 
     @abstractmethod
     def affinity(self) -> int:
-        """How well this backend suits this machine: 0 = not usable here; the highest wins for ``backend="auto"``."""
+        """Return how well this backend suits this machine: 0 = not usable; the highest wins for ``backend="auto"``."""
 
     @abstractmethod
     def unavailable_reason(self) -> str:
-        """Why ``affinity()`` is 0 and what would change that; asked only then."""
+        """Return why ``affinity()`` is 0 and what would change that; asked only then."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices on this host, which is the default number of workers."""
+        """Return the number of devices on this host, which is the default number of workers."""
 
     def is_present(self) -> bool:
         """Return whether this host has such devices, also where this process can't use them."""
@@ -121,11 +121,11 @@ class Backend(ABC):
     @property
     @abstractmethod
     def is_oversubscribable(self) -> bool:
-        """Whether more workers than devices make sense (CPU cores: yes; GPUs: no)."""
+        """Return whether more workers than devices make sense (CPU cores: yes; GPUs: no)."""
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Why workers forked from *this* process now could not use the device; None where they can.
+        """Return why workers forked from *this* process now can't use the device; None where they can.
 
         A sentence that completes "fork is not possible here: ...".
         """
@@ -135,15 +135,15 @@ class Backend(ABC):
         return None
 
     def launch_refusal(self) -> str | None:
-        """Why no worker, however it starts, could use the devices now, and what to do; None where they can."""
+        """Return why no worker, however it starts, can use the devices now, and what to do; None where they can."""
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        """Why there can't be just so many workers, though not more than devices; None where there can."""
+        """Return why this number of workers can't start, though there are enough devices; None where it can."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
-        """Where this process first used the device: (file name, line, function), innermost first; empty if unknown."""
+        """Return where this process first used the device: (file name, line, function), innermost first; or nothing."""
         return ()
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
@@ -151,11 +151,11 @@ class Backend(ABC):
         return ()
 
     def open_meter(self) -> DeviceMeter:
-        """What reads the memory and the use of the devices from outside; to be closed."""
+        """Open what reads memory and utilisation of the devices from outside."""
         return DeviceMeter()
 
     def prepare_parent(self) -> None:
-        """Called before workers are forked from this process: what each would do by itself and a fork can share.
+        """Prepare this process before workers are forked from it, with what each would otherwise do by itself.
 
         Raises:
             RuntimeError: the device's library can't be imported; says why.
@@ -166,21 +166,21 @@ class Backend(ABC):
         """Environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
 
     def spanning_env(self) -> dict[str, str | None] | None:
-        """Changes to :meth:`worker_env` for one worker that drives all devices; None where there is no such thing."""
+        """Return changes to :meth:`worker_env` for one worker that drives all devices; None where it can't."""
         return None
 
     # --- worker's half -------------------------------------------------------------------------------------------
 
     def prepare_child(self, topology: Topology) -> None:
-        """Called first in a worker, once its environment is set and before anything else of it runs."""
+        """Prepare a worker, once its environment is set and before anything else of it runs."""
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:
-        """The device of this worker; may create its context."""
+        """Return the device of this worker; may create its context."""
 
     @abstractmethod
     def supports_precision(self, precision: str) -> str | None:
-        """None where ``"no"``, ``"fp16"`` or ``"bf16"`` can be used on this device, otherwise why not."""
+        """Return None where ``"no"``, ``"fp16"`` or ``"bf16"`` can be used on this device, otherwise why not."""
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""
@@ -217,18 +217,18 @@ class Backend(ABC):
         return torch.autocast(device_type=self.device_type, dtype=dtype, **options)
 
     def grad_scaler(self, **options: Any) -> torch.amp.GradScaler:
-        """A gradient scaler for fp16 on this device."""
+        """Return a gradient scaler for fp16 on this device."""
         import torch
 
         return torch.amp.GradScaler(self.device_type, **options)
 
     @property
     def device_type(self) -> str:
-        """``torch.device.type`` of its devices."""
+        """Return ``torch.device.type`` of its devices."""
         return self.name
 
     def rng_state(self) -> Mapping[str, Any]:
-        """The device's random number state, beyond the CPU generator's; empty where there is none."""
+        """Return the device's random number state, beyond the CPU generator's; empty where there is none."""
         return {}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
@@ -246,26 +246,26 @@ class Backend(ABC):
         )
 
     def represents_in_bf16(self) -> bool:
-        """Have the device represent fp32 as bf16 by itself: whether it does, so that autocast is not needed."""
+        """Let the device represent fp32 as bf16; return whether it does, so that autocast is not needed."""
         return False
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator, where ``torch.manual_seed`` doesn't."""
 
-    def place(self, module: torch.nn.Module, device: torch.device) -> None:
+    def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
         """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
         module.to(device)
 
     def host_bytes_of_device(self, num_bytes: int) -> int | None:
-        """How much host memory ``num_bytes`` on the device take: 0 where it has its own; None: not to be reported."""
+        """Return the host memory that ``num_bytes`` on the device take: 0 where it has its own; None = not reported."""
         return None
 
     def own_memory(self) -> tuple[int, int, int] | None:
-        """Bytes of its device that this process has taken: now, at most so far, and all there are; None: unknown."""
+        """Return bytes of its device that this process has taken: now, peak, and total of the device; None: unknown."""
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """What the device has to do with ``error``, which ended the function, and what to try; lines for the user."""
+        """Explain what the device has to do with ``error``, which ended the function, and what to try, line by line."""
         return ()
 
     def empty_cache(self) -> None:
@@ -275,10 +275,10 @@ class Backend(ABC):
         """Average gradients over ranks before an optimizer step, where no wrapper of the model does it."""
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        """A loader hands out ``batch``, and a step of ``phase`` ("training", "evaluating") begins. At every step."""
+        """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 
     def end_pass(self) -> None:
-        """A loader was read to its end."""
+        """Handle the end of a loader."""
 
     def step_boundary(self) -> None:
-        """A training step ended: lazy devices cut and run their graph here."""
+        """Handle the end of a training step: lazy devices cut and run their graph here."""

@@ -66,7 +66,7 @@ class CpuBackend(Backend):
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity mask, limited by the quota of its control group; at least 1."""
+    """Return the cores that this process may use: its affinity mask, within the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _own_quota()
     return max(1, min(cores, math.ceil(quota)) if quota else cores)
@@ -74,12 +74,12 @@ def usable_cores() -> int:
 
 @cache
 def _own_quota() -> float | None:
-    """Looked for once per process: reading the control groups' files takes a third of a millisecond."""
+    """Read the quota once per process: reading the files of control groups takes a third of a millisecond."""
     return cpu_quota(cgroup.folders("cpu"))
 
 
 def cpu_quota(folders: Iterable[Path]) -> float | None:
-    """The CPU quota in cores of the tightest control group among ``folders``; None where there is none.
+    """Return the CPU quota in cores of the tightest control group among ``folders``; None where there is none.
 
     Source: kernel documentation, admin-guide/cgroup-v2 ("cpu.max") and scheduler/sched-bwc ("cpu.cfs_quota_us").
     """

@@ -152,7 +152,7 @@ class CudaBackend(Backend):
         self._note = note
 
     def _report(self, text: str) -> None:
-        """Once in a process."""
+        """Send ``text`` once in a process."""
         if self._note is not None:
             self._note(text)
         self._note = None

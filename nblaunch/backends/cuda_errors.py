@@ -63,7 +63,7 @@ def explain(error: BaseException, step: Step = NO_STEP) -> tuple[str, ...]:
 
 
 def _explain_fault(error: BaseException) -> tuple[str, ...]:
-    """Asks CUDA nothing: after most of these errors it answers with the same one."""
+    """Explain by the message alone: after most of these errors CUDA answers every question with the same one."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -169,7 +169,7 @@ FAULTS = (
 
 
 def _is_of_device(error: BaseException) -> bool:
-    """Errors of devices and groups are RuntimeErrors in torch; those at the start of CUDA have a class of their own."""
+    """Return whether torch raises such errors for devices and groups; those at the start have their own class."""
     return isinstance(error, RuntimeError) or type(error).__name__ == "DeferredCudaCallError"
 
 

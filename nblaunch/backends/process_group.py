@@ -40,7 +40,7 @@ def join(process_group: str, topology: Topology, timeout_s: float | None) -> Non
 
 
 def is_joined() -> bool:
-    """Whether this process is in a default group. Imports nothing."""
+    """Return whether this process is in a default group. Imports nothing."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
 

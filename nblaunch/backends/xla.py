@@ -16,9 +16,9 @@ TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It wil
 will have to say, in its own way: how chips are counted without ``import torch_tpu`` (which aborts the process where
 there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_hazard`` there is; the variables that its
 ``set_tpu_launch_env`` sets, for ``worker_env`` (TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY); its process
-group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and ``places_ahead``; whether
-a module keeps its parameters when it moves, for ``place``. Topology and chips (``host/tpu.py``), memory
-(``host/memory.py``) and compilations (``CompileWatch``) can serve both.
+group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and
+``prefetches_to_device``; whether a module keeps its parameters when it moves, for ``to_device``. Topology and chips
+(``host/tpu.py``), memory (``host/memory.py``) and compilations (``CompileWatch``) can serve both.
 
 Two modes change that: one process drives all devices of a host (SPMD), with batches cut over them by the compiler; and
 wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
@@ -101,7 +101,7 @@ class Representation:
 
     @property
     def variable(self) -> str:
-        """What the runtime reads."""
+        """Return the variable that the runtime reads."""
         return "XLA_DOWNCAST_BF16" if self.has_fp32_doubles else "XLA_USE_BF16"
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Representation:
 
 
 def _round_trip() -> tuple[float, float]:
-    """1/3 as float and as double, to the device and back."""
+    """Return 1/3 as float and as double, to the device and back."""
     import torch
 
     single, double = (
@@ -143,7 +143,7 @@ class XlaBackend(Backend):
     compilers = ("openxla",)
     process_group = "gloo"
     is_lazy = True
-    places_ahead = True
+    prefetches_to_device = True
     needs_static_shapes = True
     reduces_gradients = True
     transfers_in_turn = True
@@ -163,7 +163,7 @@ class XlaBackend(Backend):
 
     @property
     def device_noun(self) -> str:
-        """A chip or a core."""
+        """Return what one worker gets: a chip or a core."""
         return "TPU chip" if xla_runtime.kind() == "TPU" else "CPU core"
 
     def affinity(self) -> int:
@@ -200,7 +200,7 @@ class XlaBackend(Backend):
 
     @property
     def is_oversubscribable(self) -> bool:
-        """On the CPU."""
+        """Return whether more workers than devices make sense: on the CPU."""
         return xla_runtime.kind() == "CPU"
 
     def launch_refusal(self) -> str | None:
@@ -335,7 +335,7 @@ class XlaBackend(Backend):
 
     # --- worker's half: models and steps -------------------------------------------------------------------------
 
-    def place(self, module: torch.nn.Module, device: torch.device) -> None:
+    def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
         # Inner modules first, so that never more than one layer's parameters lie on the host twice.
         modules = list(module.modules())
         for part in reversed(modules):

@@ -27,13 +27,13 @@ INSTALL = 'pip install "nblaunch[tpu]"'
 
 
 def kind() -> str:
-    """What the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
+    """Return what the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
     asked = env.read("PJRT_DEVICE")
     return asked.upper() if asked else "TPU" if num_chips() else "CPU"
 
 
 def num_chips() -> int:
-    """TPU chips of this host."""
+    """Return the number of TPU chips of this host."""
     if "torch_xla._internal.tpu" in sys.modules:
         found = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
     else:
@@ -61,7 +61,7 @@ def version_mismatch() -> str | None:
 
 
 def package() -> Any:
-    """torch_xla, imported.
+    """Import torch_xla and return it.
 
     Raises:
         RuntimeError: it can't be imported; says why.
@@ -79,7 +79,7 @@ def package() -> Any:
 
 
 def part(name: str) -> Any:
-    """A module of torch_xla, as ``"core.xla_model"``, once the package is imported."""
+    """Return a module of torch_xla, as ``"core.xla_model"``, once the package is imported."""
     return importlib.import_module(f"torch_xla.{name}")
 
 
@@ -105,7 +105,7 @@ def counters() -> Counters:
 
 
 def memory() -> tuple[int, int, int] | None:
-    """Bytes of the default device: taken, at most so far, all there are. None where the runtime does not report it.
+    """Return bytes of the default device: taken, peak, total; None where the runtime does not report them.
 
     Source: ``torch_xla.core.xla_model.get_memory_info``; the peak is missing from older runtimes' answer.
     """
@@ -177,7 +177,7 @@ class CompileWatch:
         self._reported: set[str] = set()
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        """The step before is over, and one of ``phase`` on ``batch`` begins."""
+        """End the step before and begin one of ``phase`` on ``batch``."""
         self.end_step()
         shapes = describe(batch)
         known = self._phases.setdefault(phase, _Phase())
@@ -203,7 +203,7 @@ class CompileWatch:
         self._before = now
 
     def end_pass(self) -> None:
-        """A loader was read to its end."""
+        """Handle the end of a loader."""
         self.end_step()
         for phase in self._phases:
             self._report(phase)
@@ -274,15 +274,15 @@ class CompileWatch:
 
 
 def _usual(shapes: Mapping[str, int]) -> str:
-    """The shapes of most steps."""
+    """Return the shapes of most steps."""
     return max(shapes, key=lambda one: shapes[one])
 
 
 def _first(shapes: str) -> str:
-    """The shape of a batch's first tensor, which an evaluation without targets has too."""
+    """Return the shape of a batch's first tensor, which an evaluation without targets has too."""
     return shapes.partition(",")[0]
 
 
 def describe(batch: Any) -> str:
-    """The shapes of a batch's tensors, as ``"32x64, 32"``."""
+    """Return the shapes of a batch's tensors, as ``"32x64, 32"``."""
     return shapes_in_words(tensor.shape for tensor in tensors(batch)) or "no tensors"

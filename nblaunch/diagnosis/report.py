@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.events import ExitStatus, Failed, Finished, WeightsSent
 from nblaunch.wire.board import Sample
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 
 
 @dataclass
@@ -58,7 +58,7 @@ class AttemptReport:
     """
 
     finished: dict[int, Finished] = field(default_factory=dict)
-    weights: dict[int, dict[Place, WeightsSent]] = field(default_factory=dict)
+    weights: dict[int, dict[ArgPath, WeightsSent]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
     signalled: dict[int, float] = field(default_factory=dict)

@@ -9,6 +9,6 @@ from nblaunch.engines.spawn import SpawnEngine
 
 
 def local(start_method: str) -> Engine:
-    """The engine for workers on this machine: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
+    """Return the engine for workers on this machine: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
     engines = {engine.name: engine for engine in (ForkEngine, ForkserverEngine, SpawnEngine)}
     return engines[start_method]()

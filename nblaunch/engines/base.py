@@ -23,22 +23,22 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """Rank -> process id of the workers known by now. A worker's process group has the same number."""
+        """Return rank -> process id of the workers known by now. A worker's process group has the same number."""
 
     @abstractmethod
     def process_groups(self) -> list[int]:
-        """Every process group that must not outlive the launcher, helpers included.
+        """Return every process group that must not outlive the launcher, helpers included.
 
-        Not of a leader that was reaped: the system may give its number to another process.
+        A leader that was reaped is left out: the system may give its number to another process.
         """
 
     @abstractmethod
     def waitables(self) -> list[int]:
-        """Descriptors that become readable when :meth:`poll` may have news. May be empty: then poll at intervals."""
+        """Return descriptors that become readable when :meth:`poll` may have something. If empty, poll at times."""
 
     @abstractmethod
     def poll(self) -> list[tuple[int, ExitStatus]]:
-        """Ranks that have ended since the last call. What they left running in their group is killed. Never blocks."""
+        """Return ranks that have ended since the last call, and kill what is left of their groups. Never blocks."""
 
     @abstractmethod
     def signal(self, rank: int, signum: int) -> None:

@@ -91,7 +91,7 @@ def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
 
 
 def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
-    """Fork the workers; returns rank -> process id.
+    """Fork the workers; return rank -> process id.
 
     Where loading the call has used the device (a module of it does so when it is imported), copies of this process
     can't use it either. Then the workers are fresh interpreters, each of which loads the call by itself.

@@ -66,7 +66,7 @@ class Children(WorkerGroup):
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when a process ends; None where the system has no such thing."""
+    """Open a descriptor that becomes readable when a process ends; None where the system has no such thing."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -88,7 +88,7 @@ def signal_group(pid: int, signum: int) -> None:
 
 
 def kill_and_reap(pids: Iterable[int], patience_s: float = KILL_PATIENCE_S) -> set[int]:
-    """SIGKILL to the group of each child, then wait until they have ended; returns those that have not in time."""
+    """Send SIGKILL to the group of each child and wait for their end; return those that have not ended in time."""
     waiting = set(pids)
     for pid in waiting:
         signal_group(pid, signal.SIGKILL)
@@ -101,7 +101,7 @@ def kill_and_reap(pids: Iterable[int], patience_s: float = KILL_PATIENCE_S) -> s
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:
-    """If child ``pid`` has ended, kill what it left running in its group, reap it and return how it ended.
+    """Reap child ``pid`` if it has ended, after killing what it left running in its group; return how it ended.
 
     The leftovers are killed while the child is still a zombie: as long as it is, no other process can get its number.
     """

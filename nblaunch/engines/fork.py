@@ -54,7 +54,7 @@ class ForkEngine(Engine):
 def fork_workers(
     load_call: Callable[[], Call], assignments: Sequence[Assignment], board: Board
 ) -> dict[int, int]:
-    """Fork one worker per assignment; returns rank -> process id. Only the parent returns."""
+    """Fork one worker per assignment; return rank -> process id. Only the parent returns."""
     pids: dict[int, int] = {}
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
@@ -99,7 +99,7 @@ def _be_worker(
     is_paused: bool,
     originals: Originals | None,
 ) -> None:
-    """In the child. Never returns, whatever happens."""
+    """Run the worker in the child. Never returns, whatever happens."""
     try:
         for other in assignments:
             if other is not own:
@@ -114,7 +114,7 @@ def _be_worker(
 
 
 def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
-    """Python seeds ``random`` anew in every child that it forks, unlike numpy and torch: undo that before the call."""
+    """Restore ``random`` before the call: Python seeds it anew in every child, unlike numpy and torch."""
     state = random.getstate()
 
     def load() -> Call:
@@ -126,7 +126,7 @@ def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
 
 @contextmanager
 def _memory_shown(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """What workers need to find the weights that they have not changed, where weights are wanted."""
+    """Give workers access to the weights that they have not changed, where weights are wanted."""
     originals = Originals.of_this_process() if assignments[0].sends_weights_of else None
     try:
         yield originals
@@ -182,7 +182,7 @@ def pause_pools() -> bool:
 
 
 def _loaded_libraries(maps: Path) -> tuple[str, ...]:
-    """Paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
+    """Return paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
     global _known
     num_loads = _count_loads()
     key = (maps, num_loads)
@@ -222,7 +222,7 @@ _VISITOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_si
 
 
 def _count_loads() -> int | None:
-    """How many libraries this process has ever loaded; None where the system does not count them."""
+    """Return how many libraries this process has ever loaded; None where the system does not count them."""
     try:
         iterate = ctypes.CDLL(None).dl_iterate_phdr
     except (OSError, AttributeError):

@@ -112,7 +112,7 @@ def start_program(
 
 
 def _working_folder(wanted: str | None) -> str | None:
-    """Where to start; None = where this process is. IPython and MKL refuse to work in a folder that was removed."""
+    """Return where to start; None = where this process is. IPython and MKL refuse a folder that was removed."""
     present = present_folder()
     if wanted is not None and wanted != present and os.path.isdir(wanted):
         return wanted

@@ -41,7 +41,7 @@ class SavedCall:
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
-        """The call in the memory file ``fd``, with what else this process has at present."""
+        """Return the call in the memory file ``fd``, with what else this process has at present."""
         return cls(
             fd=fd,
             random_states=pickle.dumps(capture_random_states()),

@@ -26,7 +26,7 @@ class SpawnEngine(Engine):
 
 
 def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[int, int]:
-    """Start one interpreter per assignment; returns rank -> process id.
+    """Start one interpreter per assignment; return rank -> process id.
 
     Raises:
         LaunchError: the system refused a process; those already started are gone again.

@@ -12,7 +12,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> list[Path]:
-    """The folders that may hold ``controller``'s files for this process: its group's, then its parents'.
+    """Return the folders that may hold ``controller``'s files for this process: its group's, then its parents'.
 
     Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
     the root of each hierarchy is always among them.

@@ -67,7 +67,7 @@ class Descendants:
         return found
 
     def _candidates(self) -> list[int]:
-        """Process ids to look at. They are given in order: those of a short job are the highest, which saves time."""
+        """Return process ids to look at: for a short job those above its start alone, as ids are given in order."""
         is_short = time.monotonic() - self._began_s < _SHORT_S and _newest_pid() >= self._newest_before
         lowest = self._newest_before if is_short else 0
         try:
@@ -100,7 +100,7 @@ class Descendants:
 
 
 def _hold(pid: int) -> int | None:
-    """A descriptor that stands for this very process; None where the system has no such thing, or it has ended."""
+    """Open a descriptor of this very process; None where the system has no such thing, or it has ended."""
     try:
         return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except OSError:
@@ -108,7 +108,7 @@ def _hold(pid: int) -> int | None:
 
 
 def _newest_pid() -> int:
-    """The process id that was given last; 0 where the system does not say. Source: proc_loadavg(5)."""
+    """Return the process id that was given last; 0 where it is not known. Source: proc_loadavg(5)."""
     return int((_read("/proc/loadavg").split() or [b"0"])[-1])
 
 

@@ -23,7 +23,7 @@ def free_range(fd: int, start: int, length: int) -> None:
 
 
 def refuses_growth(path: Path, num_bytes: int) -> str | None:
-    """Why a file can't grow by ``num_bytes``, as :func:`reason` gives it; None where it can, or nothing is known.
+    """Return why a file can't grow by ``num_bytes``, as :func:`reason` has it; None where it can, or is unknown.
 
     The room is reserved for it if there is enough; its contents and size stay as they are.
     """
@@ -41,14 +41,14 @@ def refuses_growth(path: Path, num_bytes: int) -> str | None:
 
 
 def reason(path: Path, error: OSError) -> str:
-    """Why ``error`` was raised for ``path``, where the file system at that place shows it; else the system's words."""
+    """Return why ``error`` was raised for ``path``, by the state of its file system where it shows, else as text."""
     if error.errno == errno.ENOSPC:
         return _lack(path) or str(error.strerror)
     return str(error.strerror or error)
 
 
 def _lack(path: Path) -> str | None:
-    """What the file system of ``path`` has run out of; None where it has some of everything."""
+    """Return what the file system of ``path`` has run out of; None where it has some of everything."""
     try:
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         status = os.statvfs(place)

@@ -39,19 +39,19 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def uncounted() -> str | None:
-    """Why GPUs that are here can't be counted; None where they can, or there are none."""
+    """Return why GPUs that are here can't be counted; None where they can, or there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
     refusal = nvml.refusal() if device is not None else None
     return f"there is {device}, but NVML can't be asked for GPUs: {refusal}" if refusal is not None else None
 
 
 def visible() -> list[str]:
-    """UUIDs of the devices that CUDA shows in this process, in its order."""
+    """Return the UUIDs of the devices that CUDA shows in this process, in its order."""
     return visible_devices(physical_gpus(), env.read("CUDA_VISIBLE_DEVICES"))
 
 
 def open_meter() -> DeviceMeter:
-    """What reads the visible devices; to be closed."""
+    """Open what reads the visible devices."""
     uuids = visible()
     if not uuids:
         return DeviceMeter()
@@ -59,7 +59,7 @@ def open_meter() -> DeviceMeter:
 
 
 def lacks_p2p() -> str | None:
-    """The model of the visible GPUs whose direct connections do not work though the driver claims them; or None.
+    """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
 
     Collectives over them hang or fail. It concerns several cards of the GeForce RTX 40 series with a driver before
     550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not concerned).
@@ -79,7 +79,7 @@ def _driver_version() -> tuple[int, ...] | None:
 
 
 def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
-    """UUIDs of the devices that CUDA would show, in its order.
+    """Return the UUIDs of the devices that CUDA would show, in its order.
 
     Args:
         gpus: those of the host.

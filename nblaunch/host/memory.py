@@ -42,7 +42,7 @@ def trim() -> None:
 
 
 def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """The name of the allocator that stands in for the C library's, as ``"tcmalloc"``; None where none does."""
+    """Return the name of the allocator that stands in for the C library's, as ``"tcmalloc"``; None where none does."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def other_allocator(maps: Path = Path("/proc/self/maps")) -> str | None:
 
 
 def proportional_bytes(pid: int | str = "self") -> int | None:
-    """Memory of a process in bytes, shared pages divided by the number of processes that share them.
+    """Return the memory of a process in bytes, shared pages divided by the number of processes that share them.
 
     The sum over a kernel and its workers is what they take together. None where the system does not report it.
     Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
@@ -65,7 +65,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Whether memory of this process is in others, too, as after a fork; False where that is not known.
+    """Return whether memory of this process is in others, too, as after a fork; False where that is not known.
 
     Looks at three of its pages.
 
@@ -86,7 +86,7 @@ def is_shared(address: int, num_bytes: int) -> bool:
 
 
 def limit_and_available() -> tuple[int | None, int | None]:
-    """Bytes: the tightest limit, which is the host's memory where there is none, and what can still be had within it.
+    """Return the tightest limit in bytes (without one: the memory of the host), and what is available within it.
 
     None where the system does not report it. Reads a handful of small files.
     """
@@ -94,7 +94,7 @@ def limit_and_available() -> tuple[int | None, int | None]:
 
 
 def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None, int | None]:
-    """The same by given facts.
+    """Return limit and available memory by given facts.
 
     Args:
         host: ``MemTotal`` and ``MemAvailable`` in bytes, as far as they are known.

@@ -38,7 +38,7 @@ class DeviceMeter:
     """How many it would read if all could be read; 0: those that it reads."""
 
     def read(self) -> tuple[DeviceReading, ...]:
-        """The devices now, in the order of local ranks; those that can't be read are left out. Never raises."""
+        """Read the devices in the order of local ranks, without those that can't be read. Never raises."""
         return ()
 
     def close(self) -> None:

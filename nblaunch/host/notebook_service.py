@@ -119,7 +119,7 @@ _NO_SERVICE = Platform("none", "no notebook service")
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Platform:
-    """The service that this process runs on; name ``"none"`` outside of notebooks.
+    """Return the service that this process runs on; its name is ``"none"`` outside of notebooks.
 
     Processes that a notebook starts, as by ``!nblaunch env`` in a cell, inherit the environment and so the answer.
 
@@ -141,7 +141,7 @@ def _evidence(signs: _Signs, environ: Mapping[str, str], root: Path) -> str:
 
 
 def _in_detail(platform: Platform, environ: Mapping[str, str]) -> Platform:
-    """What the variables say beyond the name."""
+    """Return what the variables say beyond the name."""
     if platform.name == "kaggle" and environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
         return replace(platform, is_interactive=False, widgets='not seen in "Save & Run All"')
     return platform
@@ -171,7 +171,7 @@ def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
 
 
 def _command(path: Path) -> list[str]:
-    """The names in a command line, without folders: programs, and what they were asked to do."""
+    """Return the names in a command line, without folders: programs and their arguments."""
     try:
         return [Path(word).name for word in path.read_text().split("\0")[:4]]
     except OSError:

@@ -33,14 +33,14 @@ class Gpu:
 
     @property
     def shown(self) -> str | None:
-        """The UUID of what CUDA shows of it; None for nothing."""
+        """Return the UUID of what CUDA shows of it; None for nothing."""
         if self.mig_uuids:
             return self.mig_uuids[0]
         return None if self.is_partitioned else self.uuid
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:
-    """The GPUs of this host in the driver's order; None where NVML can't be asked."""
+    """Return the GPUs of this host in the driver's order; None where NVML can't be asked."""
     with _opened() as pynvml:
         if pynvml is None:
             return None
@@ -52,7 +52,7 @@ def list_gpus() -> tuple[Gpu, ...] | None:
 
 
 def driver_version() -> str | None:
-    """As ``"550.54.15"``; None where NVML can't be asked."""
+    """Return the version as ``"550.54.15"``; None where NVML can't be asked."""
     with _opened() as pynvml:
         if pynvml is None:
             return None
@@ -63,7 +63,7 @@ def driver_version() -> str | None:
 
 
 def refusal() -> str | None:
-    """Why NVML can't be asked; None where it can."""
+    """Return why NVML can't be asked; None where it can."""
     if not is_installed("pynvml"):
         return "nvidia-ml-py is not installed: pip install nvidia-ml-py"
     pynvml: Any = importlib.import_module("pynvml")
@@ -112,7 +112,7 @@ class NvmlMeter(DeviceMeter):
 
     @classmethod
     def open(cls, uuids: Sequence[str]) -> NvmlMeter | None:
-        """A meter; None where NVML can't be asked."""
+        """Open a meter; None where NVML can't be asked."""
         pynvml = _initialised()
         return None if pynvml is None else cls(uuids, pynvml)
 
@@ -154,7 +154,7 @@ class NvmlMeter(DeviceMeter):
 
 
 def _initialised() -> Any:
-    """The module with NVML up; None where there is no driver, or one that does not fit its library."""
+    """Return the module with NVML initialised; None without a driver, or with one that does not fit its library."""
     if not is_installed("pynvml"):
         return None
     pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems

@@ -57,13 +57,13 @@ def own_bytes(pid: int) -> int | None:
 
 
 def unusual_state(pid: int) -> str | None:
-    """Why a process can't answer a signal, in words; None where it can."""
+    """Return why a process can't answer a signal, as text; None where it can."""
     fields = _stat_fields(pid)
     return _STATES.get(fields[0]) if fields else None
 
 
 def what_blocks(pid: int) -> str:
-    """The states of a process's threads, those blocked inside the system first: ``state D, in request_wait_answer``.
+    """Return the states of the threads, those blocked in the system first: ``state D, in request_wait_answer``.
 
     A process whose first thread is a zombie lives on in the others. Source: proc_pid_stat(5), proc_pid_wchan(5).
     """
@@ -78,7 +78,7 @@ def what_blocks(pid: int) -> str:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
+    """Return whether the process has a handler of its own for a signal. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
         name, _, mask = line.partition(":")
         if name == "SigCgt":
@@ -94,7 +94,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _stat_fields(pid: int, thread: str = "") -> list[str]:
-    """The fields after the command's name, which may hold anything; of the whole process or of one thread of it."""
+    """Return the fields after the command's name, of the whole process or of one thread of it."""
     return _read(pid, f"task/{thread}/stat" if thread else "stat").rpartition(")")[2].split()
 
 

@@ -57,12 +57,12 @@ NO_LOCAL_RANK: dict[str, str | None] = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_L
 
 @cache
 def chips() -> Counter[str]:
-    """The TPU chips of this host by their kind, as ``Counter({"v5e": 8})``. Looked for once per process."""
+    """Return the TPU chips of this host by kind, as ``Counter({"v5e": 8})``. Read once per process."""
     return chips_on(PCI_DEVICES)
 
 
 def chips_on(pci: Path) -> Counter[str]:
-    """The TPU chips on a PCI bus by their kind."""
+    """Return the TPU chips on a PCI bus by their kind."""
     found: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
         if proc.read(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(proc.read(device / "device"))):
@@ -72,12 +72,12 @@ def chips_on(pci: Path) -> Counter[str]:
 
 @cache
 def device_files(names_tpu: bool) -> int:
-    """Chips by their device files, see :func:`device_files_in`. Looked for once per process."""
+    """Count chips by their device files, see :func:`device_files_in`. Read once per process."""
     return device_files_in(DEV, names_tpu)
 
 
 def device_files_in(dev: Path, names_tpu: bool) -> int:
-    """Chips by their device files, for containers that hide the PCI bus.
+    """Count chips by their device files, for containers that hide the PCI bus.
 
     Args:
         dev: the folder of device files.
@@ -89,17 +89,17 @@ def device_files_in(dev: Path, names_tpu: bool) -> int:
 
 
 def has_two_cores(found: Mapping[str, int]) -> bool:
-    """Whether these are chips of the first kinds, where a process would have to drive two devices."""
+    """Return whether these are chips of the first kinds, where a process would have to drive two devices."""
     return bool(found.get(_CHIPS[_TWO_CORES]))
 
 
 def can_drive(num_workers: int, num_chips: int) -> bool:
-    """Whether that many workers, one chip each, make a mesh on a host with that many chips: one, or one per chip."""
+    """Return whether that many workers make a mesh on a host with that many chips: one, or one per chip."""
     return num_workers == 1 or (num_workers == num_chips and num_chips in _BOUNDS)
 
 
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
-    """The variables of one of a host's workers, one per chip, or of a single one; None removes a variable.
+    """Return the variables of one worker per chip, or of a single worker; None removes a variable.
 
     All that torch_xla's ``configure_topology`` would set, so that it finds nothing to complete, whatever the metadata
     server or the environment says. One worker alone sees one chip.
@@ -129,7 +129,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 
 
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
-    """The process that uses the chips through libtpu, by its open lock file or device; None where none is found.
+    """Return the process that uses the chips through libtpu, by its open lock file or device; or None.
 
     The file alone says nothing: it stays behind when a process is killed (jax-ml/jax#10192), and is never deleted here.
     Processes of other users can't be looked into and are not found.
@@ -143,7 +143,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def command_of(pid: int, processes: Path = PROC) -> str:
-    """The command line of a process, shortened; ``"?"`` where it can't be read."""
+    """Return the command line of a process, shortened; ``"?"`` where it can't be read."""
     words = proc.read(processes / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
 

@@ -13,7 +13,7 @@ from nblaunch.launcher.preflight import LaunchPlan
 from nblaunch.launcher.results import JobOutcome, frame_of
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 
 if TYPE_CHECKING:
     import pandas
@@ -151,7 +151,7 @@ class Job:
         """
         return frame_of(list(self.metrics))
 
-    def weights(self) -> dict[Place, dict[str, Any]]:
+    def weights(self) -> dict[ArgPath, dict[str, Any]]:
         """Return position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
 
         The position of one inside an argument is a path: ``"args[0]['generator']"``. Weights that fit are in the

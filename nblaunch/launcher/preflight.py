@@ -21,7 +21,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.modules import Place, modules_in
+from nblaunch.wire.modules import ArgPath, modules_in
 from nblaunch.wire.pickle_errors import captured_variables
 
 
@@ -35,7 +35,7 @@ class LaunchPlan:
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none.
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
-        modules: those in the arguments whose weights come back, by their places.
+        modules: those in the arguments whose weights come back, by their argument paths.
         detour: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
@@ -47,7 +47,7 @@ class LaunchPlan:
     start_method: str
     reason: str
     num_threads: int
-    modules: Mapping[Place, Any] = field(repr=False)
+    modules: Mapping[ArgPath, Any] = field(repr=False)
     detour: str = ""
     starts_later: bool = False
     warnings: tuple[str, ...] = ()
@@ -242,7 +242,7 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 
-def _memory_warnings(modules: Mapping[Place, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
+def _memory_warnings(modules: Mapping[ArgPath, Any], backend: Backend, num_processes: int) -> tuple[str, ...]:
     """Return a warning where the host has no room for what training the passed modules on the CPU needs at least.
 
     The weights are shared until an optimizer changes them; from then on every worker has its own, and its gradients.

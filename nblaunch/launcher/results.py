@@ -18,7 +18,7 @@ from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Metric, Note
 from nblaunch.launcher import weights
 from nblaunch.launcher.assignments import Attempt
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import Outcome
 from nblaunch.wire.pickle_errors import captured_variables
 from nblaunch.worker.failure import without_own_frames
@@ -48,7 +48,7 @@ class JobOutcome:
     headline: str = ""
     is_early: bool = False
     values: Mapping[int, Any] = field(default_factory=dict)
-    weights: Mapping[Place, dict[str, Any]] = field(default_factory=dict)
+    weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
     is_released: bool = False
     _traceback: TracebackType | None = None
 
@@ -135,14 +135,14 @@ def conclude(
 # --- trained weights -------------------------------------------------------------------------------------------------
 def _load_weights(
     attempt: Attempt, report: AttemptReport, outcomes: Mapping[int, Outcome]
-) -> tuple[dict[Place, dict[str, Any]], list[Note]]:
+) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
     """Load what workers trained into the kernel's modules; return what did not fit them, and notes."""
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in outcomes:
         return {}, []
     unsent = _unsent(report)
     back = weights.join([outcomes[rank].weights for rank in attempt.ranks if rank in outcomes])
-    back = {place: state for place, state in back.items() if place not in unsent}  # all shards, or none
+    back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
     loaded = weights.load_back(modules, back, outcomes[first_rank].weights_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [
@@ -150,23 +150,23 @@ def _load_weights(
     ]
     # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
     kept = {
-        place: weights.assembled(state, modules[place])
-        for place, state in back.items()
-        if place not in loaded.places
+        path: weights.assembled(state, modules[path])
+        for path, state in back.items()
+        if path not in loaded.paths
     }
     return kept, notes
 
 
-def _unsent(report: AttemptReport) -> dict[Place, str]:
+def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
     """Return why ranks whose function returned did not send weights that they had announced, by argument path."""
-    reasons: dict[Place, str] = {}
+    reasons: dict[ArgPath, str] = {}
     for rank, finished in sorted(report.finished.items()):
         sent = report.weights.get(rank, {})
-        missing = [place for place in finished.sends if place not in sent]
+        missing = [path for path in finished.sends if path not in sent]
         reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
-        for place, event in sent.items():
+        for path, event in sent.items():
             if event.error:
-                reasons[place] = f"rank {rank} could not send them ({event.error})"
+                reasons[path] = f"rank {rank} could not send them ({event.error})"
     return reasons
 
 

@@ -286,7 +286,7 @@ class Supervisor:
             elif isinstance(event, Finished):
                 self._report.finished.setdefault(event.rank, event)
             elif isinstance(event, WeightsSent):
-                self._report.weights.setdefault(event.rank, {})[event.place] = event
+                self._report.weights.setdefault(event.rank, {})[event.path] = event
             elif isinstance(event, Failed) and event.rank not in self._report.finished:
                 self._report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()

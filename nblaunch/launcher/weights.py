@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.wire.modules import Piece, Pieces, Place, place_name
+from nblaunch.wire.modules import ArgPath, Piece, Pieces, path_name
 from nblaunch.wire.originals import Unchanged
 
 _MAX_NAMED = 3  # modules in one line
@@ -21,12 +21,12 @@ def trainable_bytes(module: Any) -> int:
     return sum(p.numel() * p.element_size() for p in with_values if p.requires_grad)
 
 
-def join(sent: Sequence[Mapping[Place, Mapping[str, Any]]]) -> dict[Place, dict[str, Any]]:
-    """Return state dicts from what every rank sent, by place: tensors as they are, parts of one as :class:`Pieces`."""
-    joined: dict[Place, dict[str, Any]] = {}
+def join(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
+    """Return state dicts from what every rank sent, by argument path; :class:`Pieces` of tensors in parts."""
+    joined: dict[ArgPath, dict[str, Any]] = {}
     for one in sent:
-        for place, state in one.items():
-            names = joined.setdefault(place, {})
+        for path, state in one.items():
+            names = joined.setdefault(path, {})
             for name, value in state.items():
                 if isinstance(value, Piece):
                     value = Pieces([*(names[name].parts if name in names else ()), value])
@@ -52,78 +52,78 @@ class LoadedBack:
     Args:
         lines: a line for the user about each module that is an argument, and about all inside one together.
         warnings: a line about each module whose weights are not back, or not all of them.
-        places: of the modules that have their weights.
+        paths: of the modules that have their weights.
     """
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
-    places: frozenset[Place]
+    paths: frozenset[ArgPath]
 
 
 def load_back(
-    modules: Mapping[Place, Any], weights: Mapping[Place, Mapping[str, Any]], lost: Mapping[Place, str]
+    modules: Mapping[ArgPath, Any], weights: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> LoadedBack:
     """Load state dicts into the modules they belong to.
 
     Args:
-        modules: of the kernel, by their places in the arguments.
-        weights: place -> state dict, whose tensors may be :class:`Pieces`.
-        lost: place -> what of the state dict did not come through, or why none of it did.
+        modules: of the kernel, by their argument paths.
+        weights: argument path -> state dict, whose tensors may be :class:`Pieces`.
+        lost: argument path -> what of the state dict did not come through, or why none of it did.
     """
     warnings: list[str] = []
-    whole: dict[Place, int] = {}
-    unchanged: list[Place] = []
+    whole: dict[ArgPath, int] = {}
+    unchanged: list[ArgPath] = []
     loaded = set()
-    for place, module in modules.items():
-        if place not in weights and place not in lost:
+    for path, module in modules.items():
+        if path not in weights and path not in lost:
             continue
-        loading = _load_one(module, place, weights.get(place), lost.get(place, ""))
+        loading = _load_one(module, path, weights.get(path), lost.get(path, ""))
         if loading.is_loaded:
-            loaded.add(place)
+            loaded.add(path)
         if loading.text:
             warnings.append(loading.text)
-        elif _is_sent(weights[place]):
-            whole[place] = _num_bytes(weights[place])
+        elif _is_sent(weights[path]):
+            whole[path] = _num_bytes(weights[path])
         else:
-            unchanged.append(place)
+            unchanged.append(path)
     lines = [*_back(modules, whole)]
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
     return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
 
 
-def unsent_lines(modules: Mapping[Place, Any], reasons: Mapping[Place, str]) -> list[str]:
+def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:
     """Return a line for each reason why weights did not come, with the modules that are as they were because of it."""
-    places: dict[str, list[Place]] = {}
-    for place, reason in reasons.items():
-        places.setdefault(reason, []).append(place)
+    paths: dict[str, list[ArgPath]] = {}
+    for path, reason in reasons.items():
+        paths.setdefault(reason, []).append(path)
     return [
         f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. Value and logs are kept. "
         "Save weights inside the function, as with accelerator.save_model(), and pass sync_weights=False to send none"
-        for reason, missing in places.items()
+        for reason, missing in paths.items()
     ]
 
 
-def _back(modules: Mapping[Place, Any], num_bytes: Mapping[Place, int]) -> Iterator[str]:
+def _back(modules: Mapping[ArgPath, Any], num_bytes: Mapping[ArgPath, int]) -> Iterator[str]:
     """Yield which weights are in the kernel's modules now, those inside one argument in one line."""
-    arguments: dict[str, list[Place]] = {}
-    for place in num_bytes:
-        arguments.setdefault(place_name(place).partition("]")[0], []).append(place)
-    for places in arguments.values():
-        noun = "module" if len(places) == 1 else "modules"
-        size = formatting.size(sum(num_bytes[place] for place in places))
-        yield f"the trained weights of {_listed(modules, places)} are back in the kernel's {noun} ({size})"
+    arguments: dict[str, list[ArgPath]] = {}
+    for path in num_bytes:
+        arguments.setdefault(path_name(path).partition("]")[0], []).append(path)
+    for paths in arguments.values():
+        noun = "module" if len(paths) == 1 else "modules"
+        size = formatting.size(sum(num_bytes[path] for path in paths))
+        yield f"the trained weights of {_listed(modules, paths)} are back in the kernel's {noun} ({size})"
 
 
-def _listed(modules: Mapping[Place, Any], places: Sequence[Place]) -> str:
-    names = [_name(modules[place], place) for place in places[:_MAX_NAMED]]
-    if len(places) > len(names):
-        names.append(f"{len(places) - len(names)} more")
+def _listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
+    names = [_name(modules[path], path) for path in paths[:_MAX_NAMED]]
+    if len(paths) > len(names):
+        names.append(f"{len(paths) - len(names)} more")
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _name(module: Any, place: Place) -> str:
-    return f"{place_name(place)} ({type(module).__name__})"
+def _name(module: Any, path: ArgPath) -> str:
+    return f"{path_name(path)} ({type(module).__name__})"
 
 
 def _is_sent(state: Mapping[str, Any]) -> bool:
@@ -145,8 +145,8 @@ class _Loading:
     text: str = ""
 
 
-def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: str) -> _Loading:
-    name = _name(module, place)
+def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost: str) -> _Loading:
+    name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be had in the kernel: {lost}")
     misfit = _misfit(module, state, is_whole=not lost)
@@ -159,7 +159,7 @@ def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: 
         return _Loading(
             False,
             f"the trained weights of {name} do not fit the kernel's module and were not loaded ({misfit[:300]}); "
-            f"they are in job.weights()[{place!r}]",
+            f"they are in job.weights()[{path!r}]",
         )
     if not lost:
         return _Loading(True)
@@ -172,7 +172,7 @@ def _load_one(module: Any, place: Place, state: Mapping[str, Any] | None, lost: 
 
 
 def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
-    """Put ``state`` into ``module``; parts of tensors go to their places one by one, without a whole copy of them.
+    """Put ``state`` into ``module``; parts of tensors are copied one by one, without a whole copy of them.
 
     What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
     """

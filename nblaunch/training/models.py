@@ -156,7 +156,7 @@ def to_device(model: torch.nn.Module, process: ProcessContext) -> None:
     """Move ``model`` to the device of ``process``."""
     turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
     with turn():
-        process.backend.place(model, process.device)
+        process.backend.to_device(model, process.device)
 
 
 def memory_line(model: torch.nn.Module, process: ProcessContext) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.topology import Topology
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """The user's function and its positional arguments."""
@@ -41,7 +41,7 @@ class Assignment:
         num_threads: CPU threads for its operations.
         spans_devices: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
-        sends_weights_of: places in the arguments of the modules whose weights are wanted back, as far as they are here.
+        sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -62,7 +62,7 @@ class Assignment:
     num_threads: int
     spans_devices: bool = False
     returns_value: bool = True
-    sends_weights_of: tuple[Place, ...] = ()
+    sends_weights_of: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
@@ -71,12 +71,12 @@ class Assignment:
 
     @property
     def rank(self) -> int:
-        """The rank of the worker."""
+        """Return the rank of the worker."""
         return self.topology.rank
 
     @property
     def own_fds(self) -> tuple[int, ...]:
-        """The descriptors that no other worker needs."""
+        """Return the descriptors that no other worker needs."""
         return (self.event_fd,) if self.outbox_fd < 0 else (self.event_fd, self.outbox_fd)
 
 
@@ -101,7 +101,7 @@ class Boot:
 
 
 def capture_random_states() -> dict[str, Any]:
-    """The states of the generators that this process has loaded."""
+    """Return the states of the generators that this process has loaded."""
     states: dict[str, Any] = {"random": random.getstate()}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:

@@ -99,15 +99,15 @@ class Slot:
 
     @property
     def state(self) -> WorkerState:
-        """What the rank does."""
+        """Return what the rank does."""
         return WorkerState(self._ints[_STATE])
 
     def set_state(self, state: WorkerState) -> None:
-        """The rank begins to do something else."""
+        """Set what the rank does."""
         self._ints[_STATE] = state
 
     def start_pass(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
-        """A pass over a loader begins: ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer pass."""
+        """Start a pass over a loader of ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer pass."""
         ints = self._ints
         ints[_STEP] = step
         ints[_TOTAL] = total
@@ -123,25 +123,25 @@ class Slot:
         self._doubles[_STEP_TIME] = monotonic()
 
     def set_loss(self, loss: float) -> None:
-        """The last loss, perhaps not finite."""
+        """Set the last loss, perhaps not finite."""
         self._doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
     def note_interrupt(self) -> None:
-        """One more SIGINT has arrived."""
+        """Count a SIGINT."""
         self._ints[_INTERRUPTS] += 1
 
     def add_built_bytes(self, num_bytes: int) -> None:
-        """Parameters of so many bytes were built in this process."""
+        """Count bytes of parameters that were built in this process."""
         self._ints[_BUILT_BYTES] += num_bytes
 
     def add_own_time(self, seconds: float) -> None:
-        """From one backward to the next, without waiting for other ranks."""
+        """Add the time from one backward to the next, without waiting for other ranks."""
         self._doubles[_OWN_TIME] += seconds
         self._ints[_OWN_STEPS] += 1
 
     def count_update(self) -> None:
-        """An optimizer has stepped."""
+        """Count a step of an optimizer."""
         self._ints[_UPDATES] += 1
 
     def mark(self) -> None:
@@ -149,7 +149,7 @@ class Slot:
         self._ints[_MARKS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
-        """Bytes of the device: taken now, the most so far, all there are (0 where that is not known)."""
+        """Set bytes of the device: taken now, peak, total (0 where that is not known)."""
         ints = self._ints
         ints[_DEVICE_BYTES] = taken
         ints[_DEVICE_PEAK_BYTES] = peak
@@ -157,17 +157,17 @@ class Slot:
 
     @property
     def built_bytes(self) -> int:
-        """Bytes of parameters that were built in this process."""
+        """Return bytes of parameters that were built in this process."""
         return self._ints[_BUILT_BYTES]
 
     def count_check(self) -> int:
-        """One more look at ``accelerator.should_stop``; returns how many there were."""
+        """Count a check of ``accelerator.should_stop``; return the number of checks."""
         self._ints[_CHECKS] += 1
         return self._ints[_CHECKS]
 
     @property
     def num_checks(self) -> int:
-        """How often the rank has looked at ``accelerator.should_stop``."""
+        """Return how often the rank has looked at ``accelerator.should_stop``."""
         return self._ints[_CHECKS]
 
     @num_checks.setter
@@ -177,7 +177,7 @@ class Slot:
 
     @property
     def stop_reply(self) -> int:
-        """What the worker answered to a proposal to stop: its number, negated to refuse; 0 before the first."""
+        """Return the reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
         return self._ints[_STOP_REPLY]
 
     @stop_reply.setter
@@ -186,7 +186,7 @@ class Slot:
 
     @property
     def stop_proposal(self) -> int:
-        """The check at which the launcher proposes to stop; 0 where none was requested. Written by the launcher."""
+        """Return the check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
         return self._ints[_STOP_PROPOSAL]
 
     @stop_proposal.setter
@@ -195,7 +195,7 @@ class Slot:
 
     @property
     def stop_decision(self) -> int:
-        """The proposal once it holds for everyone, negated once it is withdrawn. Written by the launcher."""
+        """Return the proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
         return self._ints[_STOP_DECISION]
 
     @stop_decision.setter
@@ -203,7 +203,7 @@ class Slot:
         self._ints[_STOP_DECISION] = value
 
     def read(self, rank: int) -> Sample:
-        """All of it as one sample; numbers may be of different moments."""
+        """Read all of it as one sample; numbers may be of different moments."""
         ints = self._ints
         return Sample(
             rank=rank,
@@ -233,7 +233,7 @@ class Slot:
 
 
 def private_slot() -> Slot:
-    """A slot of no board, for processes without a launcher: one code path for all."""
+    """Return a slot of no board, for processes without a launcher: one code path for all."""
     return Slot(memoryview(bytearray(_SLOT_BYTES)))
 
 
@@ -250,7 +250,7 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> Board:
-        """A board in a memory file of its own."""
+        """Create a board in a memory file of its own."""
         fd = create_memory_file("nblaunch-board")
         try:
             os.ftruncate(fd, num_slots * _SLOT_BYTES)
@@ -260,11 +260,11 @@ class Board:
             raise
 
     def slot(self, rank: int) -> Slot:
-        """The slot of a rank."""
+        """Return the slot of a rank."""
         return self._slots[rank]
 
     def sample(self) -> list[Sample]:
-        """What every rank says now, by rank."""
+        """Read all slots, by rank."""
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class Board:
 
 
 def create_memory_file(name: str) -> int:
-    """A descriptor of an empty file that lives in memory alone and vanishes with its last user.
+    """Open an empty file that lives in memory alone and vanishes with its last user.
 
     ``memfd_create`` is not bounded by the size of ``/dev/shm``, which containers keep at 64 MB.
     """

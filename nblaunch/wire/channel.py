@@ -83,7 +83,7 @@ class EventSender:
 
 
 def _body_of(event: Event) -> memoryview:
-    """``event`` pickled. What it is stands in front, for a launcher that can't read the rest."""
+    """Pickle ``event``, behind the name of its class, for a launcher that can't read the rest."""
     stream = io.BytesIO()
     stream.write(type(event).__name__.encode() + b"\n")
     plain.dump(event, stream)
@@ -95,7 +95,7 @@ def _why_lost(kind: str, error: Exception) -> str:
 
 
 def _identity(fd: int) -> tuple[int, int] | None:
-    """What file a descriptor stands for; None where it is closed."""
+    """Return which file a descriptor stands for; None where it is closed."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -121,7 +121,7 @@ class EventReceiver:
         os.set_blocking(fd, False)
 
     def receive(self) -> tuple[list[Event], bool]:
-        """All events that are complete by now, and whether the other end was closed by everyone."""
+        """Return all events that are complete by now, and whether all senders have closed their end."""
         is_closed = False
         while True:
             try:

@@ -76,7 +76,7 @@ def wait_until_readable(fds: Iterable[int], timeout_s: float | None = None) -> N
 
 
 def is_writable(fd: int) -> bool:
-    """Whether a write to ``fd`` would be taken now, or refused because the reader has gone."""
+    """Return whether a write to ``fd`` would be taken now, or refused because the reader has gone."""
     return _poll([fd], select.POLLOUT, 0.0)
 
 

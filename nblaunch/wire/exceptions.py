@@ -21,7 +21,7 @@ MAX_CHARACTERS = 1 << 16
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """``text`` in about as many characters as are allowed, with a word about how many are missing."""
+    """Return ``text`` in about the allowed number of characters, with the number of missing ones."""
     missing = len(text) - max_characters
     if missing <= 0:
         return text
@@ -30,7 +30,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def fewer_lines(text: str, max_lines: int) -> str:
-    """``text`` in at most ``max_lines`` lines, with one about how many are missing. The last ones matter most."""
+    """Return ``text`` in at most ``max_lines`` lines, one with the number of missing ones. The last matter most."""
     lines = text.splitlines()
     missing = len(lines) - max_lines + 1
     if missing <= 1:
@@ -47,12 +47,12 @@ _LIBRARY_FOLDERS = tuple(
 
 
 def is_own_file(filename: str) -> bool:
-    """Whether the file is part of nblaunch."""
+    """Return whether the file is part of nblaunch."""
     return filename.startswith(_OWN_FOLDER)
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
+    """Return whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
     return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>"))
 
 
@@ -61,7 +61,7 @@ _MAX_CHAIN = 8
 
 
 def dump(error: BaseException) -> bytes | None:
-    """The exception pickled, or None if it does not survive the way there and back.
+    """Pickle the exception; None if it can't be pickled and rebuilt.
 
     The way back is tried here, because an exception whose constructor takes something else than ``args`` can be
     written but not read; such a one travels in parts.
@@ -84,7 +84,7 @@ def load(body: bytes) -> BaseException:
 
 
 def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ()) -> BaseException | None:
-    """An exception of the class of that name with that text; None where this process has no such class.
+    """Return an exception of the named class with that text; None where this process has no such class.
 
     For what arrives from other machines, where nothing is unpickled: no module is imported and no Python code of the
     class runs.
@@ -106,7 +106,7 @@ def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ())
 
 
 def _class_named(type_name: str) -> type[Exception] | None:
-    """The class, if its module is loaded. A module's ``__getattr__``, which may import others, is not asked."""
+    """Return the class if its module is loaded; a module's ``__getattr__``, which may import others, is not called."""
     names = type_name.split(".")
     for length in range(len(names) - 1, 0, -1):
         if ".".join(names[:length]) in sys.modules:
@@ -129,7 +129,7 @@ def set_attribute(error: BaseException, name: str, value: Any) -> None:
 
 
 def with_text(error: BaseException, text: str) -> BaseException:
-    """``error`` with ``text`` for its ``str``: itself if its class allows, else one like it of a derived class."""
+    """Return ``error`` with ``text`` for its ``str``: itself if its class allows, else one of a derived class."""
     cls = type(error)
 
     def reduce(self: BaseException) -> tuple[Any, ...]:
@@ -151,13 +151,13 @@ def with_text(error: BaseException, text: str) -> BaseException:
 
 
 def _reduced(error: BaseException) -> tuple[Any, ...]:
-    """``error.__reduce__()``, which Python's own exceptions answer with more than their ``args``."""
+    """Return ``error.__reduce__()``, in which Python's own exceptions have more than their ``args``."""
     made: Any = error.__reduce__()
     return tuple(made)
 
 
 def parts_of(error: BaseException) -> tuple[BaseException, ...]:
-    """The exceptions that an exception group holds; none of any other, and none before Python 3.11."""
+    """Return the exceptions in an exception group; none of any other, and none before Python 3.11."""
     group = getattr(builtins, "BaseExceptionGroup", None)
     return tuple(error.exceptions) if group is not None and isinstance(error, group) else ()
 

@@ -1,4 +1,4 @@
-"""Torch modules in the arguments of a call, found by the same paths in the kernel and in its workers.
+"""Torch modules in the arguments of a call, found by the same argument paths in the kernel and in its workers.
 
 Found are arguments themselves, and what lists, tuples, dicts, dataclasses and namespaces among them hold. Each module
 is listed once, by the first path that leads to it; a module inside another found one is not, since its weights are
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-Place = int | str
-"""An argument's position, or the path to what is inside one: ``args[0]['generator']``."""
+ArgPath = int | str
+"""An argument path: an argument's position, or the way to what is inside one: ``args[0]['generator']``."""
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 """What holds more than that is data, and is not looked through."""
 
 
-def modules_in(args: Sequence[Any]) -> dict[Place, Any]:
-    """The modules in ``args`` by their places, in order. Imports nothing: without torch there are none."""
+def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
+    """Return the modules in ``args`` by their argument paths, in order. Imports nothing, torch included."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}
-    found: dict[Place, Any] = {}
+    found: dict[ArgPath, Any] = {}
     seen: set[int] = set()
     for position, arg in enumerate(args):
         if isinstance(arg, torch.nn.Module):
@@ -43,17 +43,17 @@ def modules_in(args: Sequence[Any]) -> dict[Place, Any]:
     return found if len(found) < 2 else _outermost(found)
 
 
-def modules_at(args: Sequence[Any], places: Sequence[Place]) -> dict[Place, Any]:
-    """Those that :func:`modules_in` found at ``places``, there or in another process."""
-    if not any(isinstance(place, str) for place in places):
-        return {place: args[place] for place in places if isinstance(place, int)}
+def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
+    """Return those that :func:`modules_in` found at ``paths``, there or in another process."""
+    if not any(isinstance(path, str) for path in paths):
+        return {path: args[path] for path in paths if isinstance(path, int)}
     found = modules_in(args)
-    return {place: found[place] for place in places}
+    return {path: found[path] for path in paths}
 
 
-def place_name(place: Place) -> str:
-    """``args[1]``, ``args[0]['generator']``."""
-    return place if isinstance(place, str) else f"args[{place}]"
+def path_name(path: ArgPath) -> str:
+    """Return an argument path as text: ``args[1]``, ``args[0]['generator']``."""
+    return path if isinstance(path, str) else f"args[{path}]"
 
 
 def _inside(value: Any, name: str, kind: type, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -67,7 +67,7 @@ def _inside(value: Any, name: str, kind: type, depth: int, seen: set[int]) -> It
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each with how to come to it."""
+    """Yield what a container holds, each with the step to it."""
     cls = type(value)
     if issubclass(cls, (list, tuple)):
         if len(value) <= _MAX_ITEMS:
@@ -84,18 +84,18 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _key(key: Any, index: int) -> str:
-    """``['name']``; by its number where the text of a key may differ between processes."""
+    """Return ``['name']``, or the number of the key where its text may differ between processes."""
     return f"[{key!r}]" if isinstance(key, (str, int, enum.Enum)) else f"[key {index}]"
 
 
-def _outermost(found: dict[Place, Any]) -> dict[Place, Any]:
-    """Each module once, without those that are parts of others."""
+def _outermost(found: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
+    """Return each module once, without those that are parts of others."""
     parts = {id(part) for module in found.values() for part in module.modules() if part is not module}
-    kept: dict[int, Place] = {}
-    for place, module in found.items():
+    kept: dict[int, ArgPath] = {}
+    for path, module in found.items():
         if id(module) not in parts:
-            kept.setdefault(id(module), place)
-    return {place: found[place] for place in kept.values()}
+            kept.setdefault(id(module), path)
+    return {path: found[path] for path in kept.values()}
 
 
 @dataclass(frozen=True)
@@ -127,38 +127,38 @@ class Pieces:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return self.parts[0].shape
 
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
         count = 1
         for size in self.shape:
             count *= size
         return count
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return int(self.parts[0].part.element_size())
 
     @property
     def num_missing(self) -> int:
-        """How many elements are in none of the parts."""
+        """Return how many elements are in none of the parts."""
         return self.numel() - sum(int(piece.part.numel()) for piece in self.parts)
 
     def put_into(self, whole: Any) -> None:
-        """Copy every part to its place in ``whole``, a tensor of this shape."""
+        """Copy every part into ``whole``, a tensor of this shape."""
         if any(piece.is_flat for piece in self.parts) and not whole.is_contiguous():
             whole.copy_(self.assembled())
             return
         for piece in self.parts:
-            place = whole.view(-1) if piece.is_flat else whole
+            target = whole.view(-1) if piece.is_flat else whole
             for dim, (start, length) in enumerate(zip(piece.offset, piece.part.shape, strict=True)):
-                place = place.narrow(dim, start, length)
-            place.copy_(piece.part)
+                target = target.narrow(dim, start, length)
+            target.copy_(piece.part)
 
     def assembled(self) -> Any:
-        """The whole tensor, in memory of its own."""
+        """Return the whole tensor, in memory of its own."""
         whole = self.parts[0].part.new_empty(self.shape)
         self.put_into(whole)
         return whole

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 
 _CHUNK_BYTES = 1 << 18  # stays in a core's cache between being read and compared
 
@@ -55,11 +55,11 @@ class Originals:
     def __init__(self, fd: int, address: int = 0) -> None:
         self.fd = fd
         self.address = address
-        self._modules: dict[Place, dict[str, _Original]] = {}
+        self._modules: dict[ArgPath, dict[str, _Original]] = {}
 
     @classmethod
     def of_this_process(cls) -> Originals | None:
-        """For processes that are forked from this one; None where the system does not show a process its memory.
+        """Return the originals for processes forked from this one; None where the system hides the memory of processes.
 
         The file is this process's memory for every process that inherits it: rights are asked when it is opened, and
         not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
@@ -69,22 +69,22 @@ class Originals:
         except OSError:
             return None
 
-    def remember(self, modules: Mapping[Place, Any]) -> None:
+    def remember(self, modules: Mapping[ArgPath, Any]) -> None:
         """Note where the tensors of ``modules`` lie now, before anything has changed them."""
-        for place, module in modules.items():
+        for path, module in modules.items():
             tensors = (
                 *module.named_parameters(remove_duplicate=False),
                 *module.named_buffers(remove_duplicate=False),
             )
             noted = ((name, _original(tensor)) for name, tensor in tensors)
-            self._modules[place] = {name: original for name, original in noted if original is not None}
+            self._modules[path] = {name: original for name, original in noted if original is not None}
 
-    def tests_of(self, place: Place, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """``id`` of each tensor in ``state`` -> whether its values, given on the CPU, are those of the start.
+    def tests_of(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
+        """Return ``id`` of each tensor in ``state`` -> whether its values, given on the CPU, are those of the start.
 
         Those of which it isn't known have none.
         """
-        noted = self._modules.get(place, {})
+        noted = self._modules.get(path, {})
         found = {name: noted[name] for name in state.keys() & noted.keys()}
         tests: dict[int, Callable[[Any], bool]] = {}
         for name, original in found.items():
@@ -121,7 +121,7 @@ def _never(tensor: Any) -> bool:
 
 
 def _original(tensor: Any) -> _Original | None:
-    """None for what is not plainly in this process's memory: it then counts as changed."""
+    """Return where a tensor lies; None if it is not plainly in this process's memory, so that it counts as changed."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

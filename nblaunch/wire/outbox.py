@@ -17,7 +17,7 @@ from typing import Any
 
 from nblaunch.events import Contents, WeightsSent
 from nblaunch.wire import payload, pickle_errors
-from nblaunch.wire.modules import Place, place_name
+from nblaunch.wire.modules import ArgPath, path_name
 
 _MIN_KEPT_BYTES = 64 << 20
 """Of a value that stays in the file it came in."""
@@ -30,16 +30,16 @@ class Outcome:
     Args:
         value: the return value; a :class:`~nblaunch.wire.pickle_errors.Unpicklable` stands for each part that can't
             travel.
-        weights: place in the arguments -> state dict of that module, on the CPU; a
+        weights: argument path -> state dict of that module, on the CPU; a
             :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
         value_error: why the value can't be rebuilt in this process.
-        weights_errors: place -> why these weights can't be, or which parts of them can't travel.
+        weights_errors: argument path -> why these weights can't be, or which parts of them can't travel.
     """
 
     value: Any = None
-    weights: Mapping[Place, Mapping[str, Any]] = field(default_factory=dict)
+    weights: Mapping[ArgPath, Mapping[str, Any]] = field(default_factory=dict)
     value_error: str = ""
-    weights_errors: Mapping[Place, str] = field(default_factory=dict)
+    weights_errors: Mapping[ArgPath, str] = field(default_factory=dict)
 
 
 class Outbox:
@@ -63,7 +63,7 @@ class Outbox:
         return Contents(value_at, os.fstat(self._fd).st_size, unpicklable)
 
     def put_weights(
-        self, place: Place, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
+        self, path: ArgPath, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
         """Write a state dict without the tensors that pass their test (``PayloadWriter.append``).
 
@@ -73,13 +73,13 @@ class Outbox:
         Raises:
             Exception: as :meth:`put_value`; the file then has what it had before.
         """
-        at, parts = self._append(state, f"{place_name(place)}.state_dict()", tests)
+        at, parts = self._append(state, f"{path_name(path)}.state_dict()", tests)
         return at, os.fstat(self._fd).st_size, "; ".join(parts)
 
     def _append(
         self, value: Any, name: str, tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, tuple[str, ...]]:
-        """Where it is, and the parts of it that were left out."""
+        """Write ``value``; return where it is, and the parts of it that were left out."""
         try:
             return self._writer.append(value, main_by_reference=True, tests=tests), ()
         except Exception:
@@ -92,7 +92,7 @@ class Outbox:
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def read(fd: int, contents: Contents, sent: Mapping[Place, WeightsSent]) -> Outcome:
+def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> Outcome:
     """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
 
     What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.
@@ -101,22 +101,22 @@ def read(fd: int, contents: Contents, sent: Mapping[Place, WeightsSent]) -> Outc
     if end < os.fstat(fd).st_size:
         os.ftruncate(fd, end)
     value, value_error = _read_value(fd, contents) if contents.value_at >= 0 else (None, "")
-    weights, weights_errors = {}, {place: event.lost for place, event in sent.items() if event.lost}
-    for place, event in sent.items():
+    weights, weights_errors = {}, {path: event.lost for path, event in sent.items() if event.lost}
+    for path, event in sent.items():
         if event.at < 0:
             continue
         state, error = _tried(payload.load, fd, event.at)
         if error:
-            weights_errors[place] = error
+            weights_errors[path] = error
         else:
-            weights[place] = {
+            weights[path] = {
                 name: part for name, part in state.items() if not isinstance(part, pickle_errors.Unpicklable)
             }
     return Outcome(value, weights, value_error, weights_errors)
 
 
 def _read_value(fd: int, contents: Contents) -> tuple[Any, str]:
-    """The value, and why it can't be had.
+    """Return the value, and why it can't be rebuilt.
 
     Callers keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
     the weights beside it in memory, and a thousand losses a thousand descriptors.

@@ -102,7 +102,7 @@ def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -
 
 
 def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:
-    """``value`` pickled.
+    """Pickle ``value``.
 
     Raises:
         OverflowError: it takes more than ``max_bytes``, found out before all of it was written.
@@ -143,7 +143,7 @@ class PayloadWriter:
         main_by_reference: bool = False,
         tests: Mapping[int, Callable[[Any], bool]] | None = None,
     ) -> int:
-        """Write ``value``; returns where it is, for :func:`load`.
+        """Write ``value`` and return where it is, for :func:`load`.
 
         Args:
             value: what to write.
@@ -191,7 +191,7 @@ def load(fd: int, at: int = 0) -> Any:
 
 
 def load_with_address(fd: int) -> tuple[Any, int]:
-    """Like :func:`load`, of what was written first; returns the memory address of the file's first byte, too."""
+    """Load what was written first; return the memory address of the file's first byte, too."""
     file = _MappedFile(fd)
     return _read(file, 0), ctypes.addressof(ctypes.c_char.from_buffer(file.part(0, 1)))
 
@@ -247,7 +247,7 @@ class _CopiedFile:
 
 
 def can_pickle(value: Any) -> Exception | None:
-    """None where :func:`dump` would accept ``value``, otherwise the error it would raise. Writes nothing."""
+    """Return None where :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
     try:
         _Pickler(io.BytesIO(), _NullWriter(), {}, False, {}).dump(value)
     except Exception as error:
@@ -316,7 +316,7 @@ class _Pickler(NotebookPickler):
         self._torch: Any = sys.modules.get("torch")
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether to keep a small buffer inside the pickle."""
+        """Return whether to keep a small buffer inside the pickle."""
         data = buffer.raw()
         if len(data) < _MIN_BUFFER_BYTES:
             return True
@@ -358,7 +358,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Whether the tensor is nothing but dense numbers; any other kind is left to its own way of pickling."""
+    """Return whether the tensor is nothing but dense numbers; any other kind is pickled by its own means."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized

@@ -41,12 +41,12 @@ class Unpicklable:
 
 
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
-    """The smallest parts of ``value`` that can't be pickled: paths such as ``result['loader'].lock``, with errors."""
+    """Return the smallest parts of ``value`` that can't be pickled, as ``result['loader'].lock``, with errors."""
     return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
-    """The variables of a call that can't be pickled: arguments, closure variables and globals of the function."""
+    """Return the variables of a call that can't be pickled: arguments, closure variables and globals."""
     found: list[tuple[str, Exception]] = []
     for name, value in _variables(function, args):
         found += unpicklable_parts(value, name)
@@ -54,7 +54,7 @@ def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 def without_unpicklable(value: Any) -> Any:
-    """``value`` with an :class:`Unpicklable` for each part that can't travel; containers are copied."""
+    """Return ``value`` with an :class:`Unpicklable` for each part that can't be pickled; containers are copied."""
     return _pruned(value, _MAX_DEPTH)
 
 
@@ -84,7 +84,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Everything that travels with a call, by its name in the user's code."""
+    """Return everything that travels with a call, by its name in the user's code."""
     while isinstance(function, functools.partial):
         yield from function.keywords.items()
         function, args = function.func, (*function.args, *args)

@@ -28,7 +28,7 @@ def dump(event: Any, stream: io.BytesIO) -> None:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in one of Python's own types, whatever its code does.
+    """Return ``value`` in one of Python's own types, whatever its code does.
 
     Numbers and texts of derived classes become what they are derived from, enum members their values, tensors and
     arrays without dimensions their numbers, mappings, sequences and sets of derived classes dicts and lists; all else

@@ -25,7 +25,7 @@ _MAX_INT = 1 << 63
 
 
 def dump(value: Any) -> bytes:
-    """``value``, a dataclass, as text that :func:`load` reads.
+    """Return ``value``, a dataclass, as text that :func:`load` reads.
 
     Raises:
         TypeError: a part of it has no plain form, as bytes have none.
@@ -34,7 +34,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(cls: type[_T], text: bytes) -> _T:
-    """What :func:`dump` wrote of a ``cls``.
+    """Load what :func:`dump` wrote of a ``cls``.
 
     Raises:
         ValueError: ``text`` is anything else; says where it differs.

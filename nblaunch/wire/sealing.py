@@ -19,18 +19,18 @@ _SEAL_BYTES = 32
 
 
 def new_key() -> bytes:
-    """A key for one job."""
+    """Return a key for one job."""
     return secrets.token_bytes(_SEAL_BYTES)
 
 
 def dump(value: Any, key: bytes) -> bytes:
-    """``value`` pickled, behind its seal; without a key (b"") the pickle alone."""
+    """Pickle ``value`` behind its seal; without a key (b"") the pickle alone."""
     body = pickle.dumps(value)
     return hmac.digest(key, body, _DIGEST) + body if key else body
 
 
 def load(sealed: bytes, key: bytes) -> Any:
-    """What :func:`dump` wrote.
+    """Load what :func:`dump` wrote.
 
     Raises:
         ValueError: it does not carry the seal of this job. Nothing of it was unpickled.

@@ -28,7 +28,7 @@ _AHEAD_S = 0.3
 
 
 def should_stop(slot: Slot) -> bool:
-    """The worker's side: whether every rank stops at this very check. To be called at the same steps on every rank."""
+    """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""
     count = slot.count_check()
     proposal = slot.stop_proposal
     if proposal == 0:
@@ -104,7 +104,7 @@ class StopAgreement:
             self._proposal = 0
 
     def _propose(self, now_s: float) -> None:
-        """A check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
+        """Return a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)

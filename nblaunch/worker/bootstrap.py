@@ -151,7 +151,7 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _become_child(self) -> None:
-        """In a process that was just forked from the worker: be no part of the rank any more."""
+        """Leave the rank, in a process that was just forked from the worker."""
         self._is_child = True
         self.sender.become_another()
         self.slot.become_private()
@@ -165,7 +165,7 @@ class _Worker:
         return turn(self.assignment.board_fd, self.assignment.rank, is_alone)
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """What kernel or device have to do with ``error``. Whatever goes wrong here must not hide the error itself."""
+        """Explain what kernel or device have to do with ``error``; never hides the error itself."""
         try:
             own = inherited.explain(error)
             return own or backends.find(self.assignment.backend).explain_failure(error)
@@ -178,7 +178,7 @@ class _Worker:
             self.sender.send(Note.of_job(text))
 
     def _state(self, name: str, text: str) -> None:
-        """Likewise for the head of the table."""
+        """Report a fact for the head of the table from the first rank."""
         if self.assignment.rank == 0:
             self.sender.send(Fact(rank=-1, time_s=time.time(), name=name, text=text))
 
@@ -191,7 +191,7 @@ class _Worker:
             self.slot.set_state(self._state_before)
 
     def _farewell(self, exit_code: int) -> int:
-        """What the end of a script does: join threads, run exit handlers, flush. Errors here are shown, not raised."""
+        """Do what the end of a script does: join threads, run exit handlers, flush. Errors are shown, not raised."""
         try:
             # What the interpreter calls at its own end, which os._exit leaves out; none of it has a public name.
             if exit_code == 0:
@@ -232,7 +232,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
 
 
 def _end_of_child(exit_code: int) -> int:
-    """The function forked a process that came out of it like the worker: end without a value and exit handlers."""
+    """End a process that the function forked and that has left the function, without a value and exit handlers."""
     print(
         f"process {os.getpid()}, which the function forked, has left the function and ends here; the rank's value is "
         "that of the worker itself. os._exit(0) is how such a process ends.",

@@ -15,17 +15,17 @@ from typing import Any
 from nblaunch import context
 from nblaunch.events import Contents, Event, Finished, WeightsSent
 from nblaunch.wire.assignment import Assignment
-from nblaunch.wire.modules import Place
+from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 
 
 class Delivery:
-    """Made before the function is called, which may put other modules in the places of those that were passed.
+    """Sends what a worker has made. Created before the function is called, which may replace modules in containers.
 
     Args:
         assignment: the worker's orders.
-        modules: those whose weights are wanted, by their places in the arguments.
+        modules: those whose weights are wanted, by their argument paths.
         originals: where their tensors can still be read as they are now; None: all are sent.
         send: takes events for the launcher.
     """
@@ -33,7 +33,7 @@ class Delivery:
     def __init__(
         self,
         assignment: Assignment,
-        modules: Mapping[Place, Any],
+        modules: Mapping[ArgPath, Any],
         originals: Originals | None,
         send: Callable[[Event], None],
     ) -> None:
@@ -61,23 +61,23 @@ class Delivery:
         self._send(
             Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit, sends=sends)
         )
-        for place in sends:
+        for path in sends:
             try:
-                at, end, lost = self._put_weights(outbox, place, held)
-                sent = WeightsSent(assignment.rank, time.time(), place=place, at=at, end=end, lost=lost)
+                at, end, lost = self._put_weights(outbox, path, held)
+                sent = WeightsSent(assignment.rank, time.time(), path=path, at=at, end=end, lost=lost)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                sent = WeightsSent(assignment.rank, time.time(), place=place, error=text)
+                sent = WeightsSent(assignment.rank, time.time(), path=path, error=text)
             self._send(sent)
 
     def _put_weights(
-        self, outbox: Outbox, place: Place, held: Callable[[Any], Mapping[str, Any]] | None
+        self, outbox: Outbox, path: ArgPath, held: Callable[[Any], Mapping[str, Any]] | None
     ) -> tuple[int, int, str]:
-        """Where they are, where they end, and which parts of them could not be pickled."""
-        module = self._modules[place]
+        """Write weights; return where they are, where they end, and which parts could not be pickled."""
+        module = self._modules[path]
         state = dict(module.state_dict() if held is None else held(module))
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
         # Of parts of tensors it isn't known where they lay.
-        tests = self._originals.tests_of(place, state) if self._originals and held is None else {}
-        return outbox.put_weights(place, state, tests)
+        tests = self._originals.tests_of(path, state) if self._originals and held is None else {}
+        return outbox.put_weights(path, state, tests)

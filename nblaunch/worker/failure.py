@@ -69,7 +69,7 @@ def send_failure(
 
 
 def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Failed:
-    """The event without the exception itself."""
+    """Return the event without the exception itself."""
     error = error.with_traceback(without_own_frames(error.__traceback__))
     return Failed(
         rank=rank,
@@ -105,7 +105,7 @@ def _written(message: str, path: Path) -> str:
 
 
 def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not nblaunch's: where the user's function begins."""
+    """Return the traceback from the first frame that is not nblaunch's, where the user's function begins."""
     while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
@@ -167,7 +167,7 @@ def _qualified_name(cls: type) -> str:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether the error, or what it was raised from, looks like another rank's absence."""
+    """Return whether the error, or a cause of it, looks like the loss of another rank."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -47,18 +47,18 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def belong_to_child(self) -> None:
-        """In a process that was forked from the worker: forget what the worker was sent."""
+        """Forget what the worker received, in a process that was forked from it."""
         self._is_pending = False
         if not _forked_by_main_thread:
             self._held = 0  # by the main thread, which is not in this process
 
     def hold_for_good(self) -> None:
-        """From now on interrupts are only counted: the function is over, and its exit handlers get their time."""
+        """Count interrupts only from now on: the function is over, and its exit handlers get their time."""
         self._held += 1
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Interrupts wait until the block ends. Only the main thread is ever interrupted."""
+        """Hold interrupts back until the block ends. Only the main thread is ever interrupted."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -74,7 +74,7 @@ class Interrupts:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """A process started in the block must not act on a signal in the moment before it has handlers of its own."""
+    """Hold signals back in the block, for a process started in it that has no handlers of its own yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_DURING_START)
     try:
         yield
@@ -167,7 +167,7 @@ def _remember_forking_thread() -> None:
 
 
 def _die_with_worker(pid: int) -> None:
-    """In a data loader's process and the like, but not in theirs: daemons are forked by a process that ends at once.
+    """Die with the worker in its own children, as data loaders' processes, but not in theirs, which may be daemons.
 
     The signal comes when the forking *thread* ends: children of other threads than the main one are left out.
     """

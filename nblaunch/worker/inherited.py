@@ -41,9 +41,9 @@ def forget(kernel_streams: Iterable[Any]) -> None:
 
 
 def _become_main_thread() -> None:
-    """A worker of a background job was forked from a daemon thread, and threads inherit that.
+    """Make this thread no daemon: a worker of a background job was forked from one, and threads inherit that.
 
-    Then nothing would wait for a thread of the function that still writes a file when the function returns.
+    In a daemon, nothing would wait for a thread of the function that still writes a file when the function returns.
     """
     threading.main_thread()._daemonic = False  # type: ignore[attr-defined]
 
@@ -104,25 +104,25 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
 
 def _drop_kernel_messages() -> None:
-    """What widgets would send. A session refuses to send from a fork, and logs each message with all its content."""
+    """Drop what widgets would send: a session refuses to send from a fork, and logs each message in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
         kernel.session.send = _send_nothing
 
 
 def _send_nothing(*args: object, **kwargs: object) -> None:
-    """In place of a session's ``send``, which returns None from a fork, too."""
+    """Replace a session's ``send``, which returns None from a fork, too."""
 
 
 def _kernel() -> Any:
-    """The kernel that this worker was forked from; None where there was none."""
+    """Return the kernel that this worker was forked from; None where there was none."""
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
     # Not instance(), which would make one where there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance
 
 
 def _forget_figures() -> None:
-    """Figures that the kernel has open are the kernel's to show, not every worker's once more."""
+    """Forget figures that the kernel has open: the kernel shows them."""
     helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
     if helpers is not None:
         helpers.Gcf.figs.clear()
@@ -176,13 +176,13 @@ def _be_a_printer(console: Any) -> None:
 
 
 def _ignore(self: object, value: object) -> None:
-    """What a console finds out about where it runs."""
+    """Ignore what a console reports about where it runs."""
 
 
 def _disown_processes() -> None:
-    """The kernel's pools and data loaders are not this worker's to end, as ``multiprocessing`` would at its exit.
+    """Disown the kernel's pools and data loaders, which ``multiprocessing`` would end at this worker's exit.
 
-    What ``multiprocessing`` itself does in a child that it forks (``BaseProcess._bootstrap``).
+    Does what ``multiprocessing`` itself does in a child that it forks (``BaseProcess._bootstrap``).
     """
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
@@ -196,9 +196,9 @@ def _disown_processes() -> None:
 
 
 def _disown_forkserver(server: Any) -> None:
-    """The kernel's is no child of this worker, on which ``multiprocessing`` fails: let the worker start its own.
+    """Forget the kernel's forkserver, no child of this worker, so that ``multiprocessing`` starts another.
 
-    In place, since the module's functions are bound to this one object.
+    Changed in place, since the module's functions are bound to this one object.
     """
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)  # it would keep the kernel's alive
@@ -208,7 +208,7 @@ def _disown_forkserver(server: Any) -> None:
 
 
 def _reset_accelerate() -> None:
-    """An ``accelerate.Accelerator`` made in a cell describes the kernel, not this worker."""
+    """Reset the state of ``accelerate``: an Accelerator made in a cell describes the kernel, not this worker."""
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
         global _had_accelerator
@@ -221,7 +221,7 @@ _had_accelerator = False
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """What the kernel has to do with ``error``: a line for the user where it was an Accelerator made there."""
+    """Explain what the kernel has to do with ``error``: a line for the user where an Accelerator was made there."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

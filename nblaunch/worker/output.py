@@ -156,7 +156,7 @@ class EventPublisher:
         )
 
     def clear_output(self, wait: bool = False) -> None:
-        """Does nothing: one rank must not wipe what the others show in the same cell."""
+        """Do nothing: one rank must not clear what the others show in the same cell."""
 
 
 def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
@@ -185,7 +185,7 @@ def ensure_shell() -> None:
 
 
 def show_pending_figures() -> None:
-    """At the end of the function show figures that were not shown yet, as the end of a cell does."""
+    """Show figures that were not shown yet, at the end of the function as at the end of a cell."""
     inline: Any = sys.modules.get("matplotlib_inline.backend_inline")
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if inline is None or pyplot is None or "inline" not in pyplot.get_backend():

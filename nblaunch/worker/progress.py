@@ -38,7 +38,7 @@ def _watch_parameters(module: Any, slot: Slot) -> None:
 
 
 def _watch_bars(module: Any, slot: Slot) -> None:
-    """A bar calls its ``update`` at most ten times a second while it is iterated over."""
+    """Count updates of bars, at most ten a second while a bar is iterated over."""
     update = module.tqdm.update
 
     def update_and_mark(self: Any, n: float | None = 1) -> Any:

@@ -54,7 +54,7 @@ class Script:
 
 
 def find_module(name: str) -> importlib.machinery.ModuleSpec:
-    """What ``python -m name`` runs: the module, or a package's ``__main__``.
+    """Return what ``python -m name`` runs: the module, or a package's ``__main__``.
 
     Raises:
         ImportError: there is no such module, or it can't be run.
@@ -79,14 +79,14 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _search_first(folder: str) -> None:
-    """The launcher's own first entry gives way, as each program has its own. ``python -P`` has none."""
+    """Replace the launcher's own first entry, as each program has its own. ``python -P`` has none."""
     if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         return
     sys.path[:1] = [folder]
 
 
 def _become_main(path: str, spec: importlib.machinery.ModuleSpec | None) -> ModuleType:
-    """A new ``__main__`` in place of the program that this interpreter was started with."""
+    """Replace ``__main__``, the program that this interpreter was started with, by a new one."""
     main = ModuleType("__main__")
     main.__file__ = path
     main.__dict__["__builtins__"] = sys.modules["builtins"]

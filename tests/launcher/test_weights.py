@@ -32,7 +32,7 @@ def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor |
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = {name: tensor for name, tensor in (ones_like(model) | change).items() if tensor is not None}
     back = load_back({1: model}, {1: state}, {})
-    assert (back.lines, back.places) == ((), frozenset())
+    assert (back.lines, back.paths) == ((), frozenset())
     (line,) = back.warnings
     assert "args[1] (Sequential)" in line
     assert "not loaded" in line
@@ -48,12 +48,12 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     back = load_back({0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
     (line,) = back.warnings
     assert "are back" in line
-    assert back.places == {0}
+    assert back.paths == {0}
     assert "['1.bias'] (TypeError: no)" in line
     assert model[0].weight.unique().tolist() == [1.0]
     back = load_back({0: model}, {}, {0: "OSError: gone"})
     (line,) = back.warnings
-    assert not back.places
+    assert not back.paths
     assert "OSError: gone" in line
 
 
@@ -76,24 +76,24 @@ def test_only_weights_that_training_changes_count() -> None:
 def test_what_is_inside_one_argument_is_told_in_one_line() -> None:
     nets = [net() for _ in range(5)]
     modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
-    back = load_back(modules, {place: ones_like(module) for place, module in modules.items()}, {})
+    back = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
     assert back.lines == (
         "the trained weights of args[0] (Sequential) are back in the kernel's module (60 B)",
         "the trained weights of args[1]['a'] (Sequential) and args[1]['b'] (Sequential) are back in the kernel's "
         "modules (120 B)",
     )
     modules = {f"args[0][{i}]": module for i, module in enumerate(nets)}
-    (line,) = load_back(modules, {place: ones_like(module) for place, module in modules.items()}, {}).lines
+    (line,) = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {}).lines
     assert "args[0][2] (Sequential) and 2 more are back in the kernel's modules (300 B)" in line
     assert all(module[0].bias.tolist() == [1.0, 1.0] for module in nets)
 
 
 def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
     modules = {"args[0][0]": net(), "args[0][1]": net()}
-    states = {place: ones_like(module) for place, module in modules.items()}
+    states = {path: ones_like(module) for path, module in modules.items()}
     del states["args[0][0]"]["1.bias"]
     back = load_back(modules, states, {})
-    assert back.places == {"args[0][1]"}
+    assert back.paths == {"args[0][1]"}
     assert len(back.lines) == 1
     assert "job.weights()['args[0][0]']" in back.warnings[0]
 
@@ -118,7 +118,7 @@ def test_parts_come_back_as_one(device: str) -> None:
     model = net().to(device)
     model[1].requires_grad_(False)
     back = load_back({0: model}, join(in_parts(state, 4)), {})
-    assert back.places == {0}
+    assert back.paths == {0}
     (line,) = back.lines
     assert "are back" in line
     assert "(60 B)" in line
@@ -131,7 +131,7 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
     model[1].weight = model[0].weight
     state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
     state["1.weight"] = state["0.weight"]
-    assert load_back({0: model}, join(in_parts(state, 2)), {}).places == {0}
+    assert load_back({0: model}, join(in_parts(state, 2)), {}).paths == {0}
     assert model[1].weight is model[0].weight
     torch.testing.assert_close(model[0].weight.data, state["0.weight"])
 
@@ -141,7 +141,7 @@ def test_parts_that_do_not_make_a_whole_change_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     told = in_parts(ones_like(model), 2)
     back = load_back({0: model}, join(told[:1]), {})
-    assert not back.places
+    assert not back.paths
     (line,) = back.warnings
     assert "2 elements of 0.weight are on other machines" in line
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from nblaunch.wire.modules import modules_at, modules_in, place_name
+from nblaunch.wire.modules import modules_at, modules_in, path_name
 
 
 class Kind(enum.Enum):
@@ -34,7 +34,7 @@ def net() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def places(*args: Any) -> list[Any]:
+def paths(*args: Any) -> list[Any]:
     return list(modules_in(args))
 
 
@@ -45,34 +45,34 @@ def test_arguments_are_told_by_their_positions() -> None:
 
 
 def test_containers_are_looked_through() -> None:
-    assert places([1, net()], (net(),)) == ["args[0][1]", "args[1][0]"]
-    assert places({"generator": net(), "rate": 0.1, 3: [net()]}) == ["args[0]['generator']", "args[0][3][0]"]
-    assert places(Setup(net(), others=[net()])) == ["args[0].model", "args[0].others[0]"]
-    assert places(SimpleNamespace(a=net()), argparse.Namespace(b=net())) == ["args[0].a", "args[1].b"]
-    assert places(Pair(net(), 1), OrderedDict(x=net())) == ["args[0].left", "args[1]['x']"]
-    assert places({Kind.TEACHER: net(), object(): net()}) == ["args[0][<Kind.TEACHER: 1>]", "args[0][key 1]"]
+    assert paths([1, net()], (net(),)) == ["args[0][1]", "args[1][0]"]
+    assert paths({"generator": net(), "rate": 0.1, 3: [net()]}) == ["args[0]['generator']", "args[0][3][0]"]
+    assert paths(Setup(net(), others=[net()])) == ["args[0].model", "args[0].others[0]"]
+    assert paths(SimpleNamespace(a=net()), argparse.Namespace(b=net())) == ["args[0].a", "args[1].b"]
+    assert paths(Pair(net(), 1), OrderedDict(x=net())) == ["args[0].left", "args[1]['x']"]
+    assert paths({Kind.TEACHER: net(), object(): net()}) == ["args[0][<Kind.TEACHER: 1>]", "args[0][key 1]"]
 
 
 def test_each_module_is_told_once() -> None:
     model = net()
-    assert places(model, model, [model]) == [0]
-    assert places([model, model], {"again": model}) == ["args[0][0]"]
+    assert paths(model, model, [model]) == [0]
+    assert paths([model, model], {"again": model}) == ["args[0][0]"]
 
 
 def test_a_part_of_another_is_not_told() -> None:
     encoder = net()
     whole = nn.Sequential(encoder, net())
-    assert places(encoder, whole) == [1]
-    assert places({"whole": whole, "encoder": encoder}) == ["args[0]['whole']"]
-    assert places([encoder], [whole, encoder]) == ["args[1][0]"]
+    assert paths(encoder, whole) == [1]
+    assert paths({"whole": whole, "encoder": encoder}) == ["args[0]['whole']"]
+    assert paths([encoder], [whole, encoder]) == ["args[1][0]"]
 
 
 def test_circles_and_depths_end() -> None:
     circle: list[Any] = [net()]
     circle.append(circle)
-    assert places(circle) == ["args[0][0]"]
-    assert places([[[[net()]]]]) == ["args[0][0][0][0][0]"]
-    assert places([[[[[net()]]]]]) == []
+    assert paths(circle) == ["args[0][0]"]
+    assert paths([[[[net()]]]]) == ["args[0][0][0][0][0]"]
+    assert paths([[[[[net()]]]]]) == []
 
 
 def test_data_is_not_looked_through() -> None:
@@ -86,9 +86,9 @@ def test_data_is_not_looked_through() -> None:
             return super().__iter__()
 
     row = Looked(range(1000))
-    assert places([row] * 1001, {str(i): row for i in range(1001)}) == []
+    assert paths([row] * 1001, {str(i): row for i in range(1001)}) == []
     assert Looked.num_looks == 0
-    assert places([row]) == []
+    assert paths([row]) == []
     assert Looked.num_looks == 1
 
 
@@ -98,14 +98,14 @@ def test_objects_that_lie_about_themselves_do_no_harm() -> None:
         def __class__(self) -> type:  # type: ignore[override]
             raise RuntimeError("no")
 
-    assert places([Liar()]) == []
+    assert paths([Liar()]) == []
 
 
 def test_a_field_that_was_never_set_is_none() -> None:
     setup = Setup(net())
     del setup.others
     setup.__class__ = type("Bare", (Setup,), {})
-    assert places(setup) == ["args[0].model"]
+    assert paths(setup) == ["args[0].model"]
 
 
 def test_places_are_the_same_in_another_process() -> None:
@@ -118,4 +118,4 @@ def test_places_are_the_same_in_another_process() -> None:
     assert modules_at(sent, wanted)["args[0]['a']"] is sent[0]["a"]
     assert modules_at(sent, (2,)) == {2: sent[2]}
     assert modules_at(sent, ()) == {}
-    assert [place_name(place) for place in wanted][-1] == "args[2]"
+    assert [path_name(path) for path in wanted][-1] == "args[2]"

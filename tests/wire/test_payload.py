@@ -191,9 +191,9 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
     sent = {}
     for place, state in weights.items():
         at, end, lost = box.put_weights(place, state, {})
-        sent[place] = WeightsSent(0, 1.0, place=place, at=at, end=end, lost=lost)
+        sent[place] = WeightsSent(0, 1.0, path=place, at=at, end=end, lost=lost)
     assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
-    sent[4] = WeightsSent(0, 1.0, place=4, error="MemoryError: ")
+    sent[4] = WeightsSent(0, 1.0, path=4, error="MemoryError: ")
     outcome = outbox.read(file, contents, sent)
     assert outcome.value["fine"] == 1
     assert outcome.value["bad"][0].why.startswith("TypeError")
@@ -230,7 +230,7 @@ def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
     contents = box.put_value("value")
     at, end, _ = box.put_weights(0, {"w": torch.full((MB,), 2.0)}, {})
     box.put_weights(1, {"w": torch.ones(4 * MB)}, {})
-    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, place=0, at=at, end=end)})
+    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, path=0, at=at, end=end)})
     assert os.fstat(file).st_size == end
     assert (outcome.value, outcome.weights[0]["w"].unique().tolist()) == ("value", [2.0])
     assert outbox.read(file, contents, {}).value == "value"

@@ -330,7 +330,7 @@ class DataLoaderShard(PreparedLoader):
         nothing = object()
         batches, backend = self._read(session, self._take_skip()), session.process.backend
         is_placed = self.device is None or self.device.type == "cpu"
-        if backend.places_ahead:
+        if backend.prefetches_to_device:
             batches, is_placed = map(self._place, batches), True
         current = next(batches, nothing)
         if current is nothing:
