@@ -144,29 +144,26 @@ class Accelerator(PreparationProperties):
         **unsupported: Any,
     ) -> None:
         settings.refuse(unsupported)
-        handlers = settings.sort_handlers(kwargs_handlers or ())
+        self._handlers = handlers = settings.sort_handlers(kwargs_handlers or ())
         accumulation = settings.accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         data = settings.data(split_batches, dataloader_config)
         generators = settings.rng_types(rng_types)
         settings.prepare_device(strategy, downcast_bf16)
-        self._session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
+        self._session = session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
         plugins = {
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
             "fsdp_plugin": fsdp_plugin,
             "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
         }
-        plugin = settings.strategy_plugin(self._session, plugins, handlers)
-        asked = plugin.precision(mixed_precision, self._process.backend)
-        precision = settings.precision_of(self._session, asked, handlers)
-        self._session.gradients.configure(plugin.accumulation(accumulation))
+        plugin = settings.strategy_plugin(session, plugins, handlers)
+        asked = plugin.precision(mixed_precision, session.process.backend)
+        own = settings.precision_of(session, asked, handlers)
+        session.gradients.configure(plugin.accumulation(accumulation))
         self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
-        self._handlers = handlers
-        self._strategy, self._precision = settings.build_strategy(
-            self._session, plugin, precision, data.split_batches
-        )
+        self._strategy, self._precision = settings.build_strategy(session, plugin, own, data.split_batches)
         self._preparer = Preparer(
-            self._session,
+            session,
             self._precision,
             self._strategy,
             data,
@@ -175,10 +172,10 @@ class Accelerator(PreparationProperties):
             step_scheduler_with_optimizer,
             self._dynamo,
         )
-        self._gradients = Gradients(self._session, self._precision, self._strategy, self._preparer)
+        self._gradients = Gradients(session, self._precision, self._strategy, self._preparer)
         project = project_of(project_dir, project_config)
-        self._checkpoints = Checkpointer(self._session, self._preparer, project)
-        self._trackers = TrackerHub(log_with, project, self._process)
+        self._checkpoints = Checkpointer(session, self._preparer, project)
+        self._trackers = TrackerHub(log_with, project, session.process)
         self.flag_tensor: torch.Tensor | None = None
 
     @property
