@@ -12,8 +12,10 @@ from nblaunch.engines import fork
 
 # A parallel operation, a fork, and a parallel operation in the child, which must end by itself.
 FORK = """
-import os, signal, sys, torch
+import os, signal, sys
 from nblaunch.engines.fork import pause_pools
+assert pause_pools()  # nothing to pause yet: that libraries have been loaded since is noticed below
+import torch
 torch.set_num_threads(2)
 big = torch.randn(1500, 1500)
 (big @ big).sum(); torch.empty(1 << 20).normal_()
@@ -61,3 +63,16 @@ def test_openmp_libraries_are_told_by_their_names(path: str, is_openmp: bool) ->
 def test_a_library_without_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
     assert fork.pause_pools() is False
+
+
+def test_where_loads_are_not_counted_libraries_are_looked_for_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with C libraries other than GNU's."""
+    monkeypatch.setattr(fork, "_known", None)
+    monkeypatch.setattr(fork, "_count_loads", lambda: None)
+    maps = tmp_path / "maps"
+    maps.write_text("")
+    assert fork._loaded_libraries(maps) == ()
+    maps.write_text("7f00-7f01 r-xp 00000000 00:00 0   /opt/libs/libgomp.so.1.0.0\n")
+    assert fork._loaded_libraries(maps) == ("/opt/libs/libgomp.so.1.0.0",)
