@@ -21,8 +21,9 @@ XLA_STAMP := $(XLA_VENV)/.complete
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
-# How many tests run at a time. A module's tests stay together, and most of them wait for processes and kernels.
-WORKERS ?= logical
+# How many tests run at a time: one more than there are cores, since tests wait for processes and kernels half of their
+# time. A module's tests stay together.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 # Anything here has failed tests of a whole run tried once more, one at a time and by name.
 AGAIN ?=
 
