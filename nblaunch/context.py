@@ -37,17 +37,16 @@ class WorkerContext:
         backend: device family.
         slot: of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
-        turn: makes a context manager in which only a few workers of this machine are at the same time; only one with
+        turn: returns a context manager that only a few workers of this machine enter at a time; only one of them with
             ``is_alone=True``.
-        defaults: settings given to ``notebook_launcher`` that an ``Accelerator`` takes where its own argument is not
-            given, as ``{"mixed_precision": "bf16"}``.
-        parent_pid: the process that started this worker; 0 where there was none.
-        attempt: how often the job was restarted before this worker, from 0.
-        key: with which objects from other ranks of the job are sealed (``wire/sealing.py``); b"" where there is none.
-        is_launched: True in a worker of ours, False where the context was made from the environment.
-        training: what ``nblaunch.training`` keeps for this process (device, precision, gradient state); opaque here.
-        trained_weights: gives what this rank holds of a module's trained weights, whole or as pieces, where strategies
-            have spread it; None: every rank holds the whole.
+        defaults: defaults for arguments of ``Accelerator``, set by the launch, as ``{"mixed_precision": "bf16"}``.
+        parent_pid: process that started this worker; 0 if there is none.
+        attempt: number of restarts of the job before this worker.
+        key: authenticates objects from other ranks of the job (``wire/sealing.py``); b"" if there is none.
+        is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
+        training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
+        trained_weights: returns this rank's part of a module's trained weights, whole or as shards; set by strategies
+            that shard them. None = every rank has the whole weights.
     """
 
     topology: Topology

@@ -53,14 +53,14 @@ def _as_whole(text: str, least: int) -> int:
     return int(text)
 
 
-def _as_one_of(text: str, words: Sequence[str]) -> str:
-    if text.lower() not in words:
+def _as_one_of(text: str, choices: Sequence[str]) -> str:
+    if text.lower() not in choices:
         raise ValueError(text)
     return text
 
 
-def _one_of(*words: str) -> Kind:
-    return Kind(partial(_as_one_of, words=words), f"one of {', '.join(words)}")
+def _one_of(*choices: str) -> Kind:
+    return Kind(partial(_as_one_of, choices=choices), f"one of {', '.join(choices)}")
 
 
 _TEXT = Kind(str, "a text")

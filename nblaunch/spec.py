@@ -176,8 +176,8 @@ def check_call(function: Any, args: Any) -> None:
         signature.bind(*args)
     except TypeError as error:
         name = name_of(function)
-        given = ", ".join(type(arg).__name__ for arg in args) or "nothing"
-        raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({given})") from None
+        types = ", ".join(type(arg).__name__ for arg in args) or "nothing"
+        raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({types})") from None
 
 
 def _check_runs_when_called(function: Any) -> None:
@@ -286,8 +286,7 @@ class LaunchSpec:
             check_flag(name, getattr(self, name))
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
-        given = {"mixed_precision": self.mixed_precision}
-        object.__setattr__(self, "defaults", {**self.accelerator, **given})
+        object.__setattr__(self, "defaults", {**self.accelerator, "mixed_precision": self.mixed_precision})
 
     @property
     def function_name(self) -> str:
@@ -442,11 +441,11 @@ def _check_durations(spec: LaunchSpec) -> None:
         value = getattr(spec, name)
         if value is None and optional:
             continue
-        given = f"{'monitor_interval' if name == 'monitor_interval_s' else name}={value!r}"
+        setting = f"{'monitor_interval' if name == 'monitor_interval_s' else name}={value!r}"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{given} must be a number of seconds")
+            raise TypeError(f"{setting} must be a number of seconds")
         if not (value > 0 or (value == 0 and name == "interrupt_grace_s")):  # also refuses NaN
-            raise ValueError(f"{given} must be a positive number of seconds")
+            raise ValueError(f"{setting} must be a positive number of seconds")
 
 
 def _check_nodes(spec: LaunchSpec) -> None:

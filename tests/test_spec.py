@@ -102,7 +102,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"start_method": None}, ValueError, ("start_method=None", *START_METHODS)),
     ({"engine": "slurm"}, ValueError, ("engine='slurm'", "'auto'", "'local'", "'inline'")),
     ({"engine": ["local"]}, ValueError, ("engine=['local']", "'auto'", "'local'", "'inline'")),
-    ({"strategy": "fsdp"}, ValueError, ("strategy='fsdp'", "'auto', 'spmd'", "Accelerator(fsdp_plugin=...)")),
+    ({"strategy": "fsdp"}, ValueError, ("strategy='fsdp'", "'auto', 'spmd'", "Accelerator", "fsdp_plugin=...")),
     ({"strategy": ["spmd"]}, ValueError, ("strategy=['spmd']", "'auto', 'spmd'")),
     ({"strategy": None}, ValueError, ("strategy=None", "'auto', 'spmd'")),
     ({"strategy": "spmd", "backend": "cpu", "engine": "inline"}, ValueError, ("strategy='spmd'", "XLA")),

@@ -43,8 +43,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action and return the exit code."""
-    given = arguments.config_file
-    path = files.default_path() if given is None else Path(given).expanduser()
+    file = arguments.config_file
+    path = files.default_path() if file is None else Path(file).expanduser()
     try:
         if arguments.action == "show":
             return _show(path)

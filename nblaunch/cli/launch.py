@@ -111,20 +111,20 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
         UsageError: an option has an invalid value, or two options contradict each other.
     """
     values: dict[str, Any] = {}
-    given: dict[str, str] = {}
+    sources: dict[str, str] = {}
     try:
         for name in SETTINGS:
             if (value := getattr(arguments, name)) is not None:
                 values[name] = convert(name, value, f"--{name}")
-                given[name] = f"--{name} {value}"
+                sources[name] = f"--{name} {value}"
     except ConfigError as error:
         raise UsageError(str(error)) from None
     for name, (setting, value, _) in SHORTHANDS.items():
         if not getattr(arguments, name):
             continue
         if setting in values and values[setting] != value:
-            raise UsageError(f"{given[setting]} and --{name} contradict each other; give one of them")
-        values[setting], given[setting] = value, f"--{name}"
+            raise UsageError(f"{sources[setting]} and --{name} contradict each other; give one of them")
+        values[setting], sources[setting] = value, f"--{name}"
     notes = tuple(f"--{name} changes nothing" for name in UNUSED if getattr(arguments, f"unused_{name}"))
     return Layer(COMMAND_LINE, values, notes)
 

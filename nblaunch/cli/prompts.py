@@ -58,12 +58,12 @@ class LineAsker(Asker):
         listed = "\n".join(f"  {number}) {label}" for number, label in enumerate(labels, 1))
 
         def convert(text: str) -> int:
-            words = [label.partition(" ")[0].lower() for label in labels]
-            if text.lower() in words:
-                return words.index(text.lower())
+            names = [label.partition(" ")[0].lower() for label in labels]
+            if text.lower() in names:
+                return names.index(text.lower())
             if text.isdecimal() and 1 <= int(text) <= len(labels):
                 return int(text) - 1
-            raise ValueError(f"must be a number from 1 to {len(labels)}, or one of {', '.join(words)}")
+            raise ValueError(f"must be a number from 1 to {len(labels)}, or one of {', '.join(names)}")
 
         return int(self._ask(f"{question}\n{listed}\n", str(default + 1), convert))
 

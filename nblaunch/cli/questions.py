@@ -85,8 +85,8 @@ def ask_all(asker: Asker, machine: Machine, known: Mapping[str, Any]) -> Answers
     for question in QUESTIONS:
         if question.is_asked(answers):
             answers[question.setting] = _ask(question, asker, machine, answers, known)
-    given = {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
-    return given | {name: value for name, value in known.items() if _is_kept(name, given)}
+    settings = {name: value for name, value in answers.items() if name in SETTINGS and value is not None}
+    return settings | {name: value for name, value in known.items() if _is_kept(name, settings)}
 
 
 def _implied(known: Mapping[str, Any]) -> Answers:

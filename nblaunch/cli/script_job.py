@@ -20,7 +20,7 @@ from typing import Any, NoReturn, final
 
 from nblaunch import formatting
 from nblaunch.cli import UsageError
-from nblaunch.config.launching import in_words_of_settings, spec_of
+from nblaunch.config.launching import spec_of, with_setting_names
 from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
 from nblaunch.config.settings import SETTINGS
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
@@ -251,7 +251,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _in_one_line(error: BaseException) -> str:
-    return in_words_of_settings(" ".join(str(error).split()))
+    return with_setting_names(" ".join(str(error).split()))
 
 
 def plan_of(spec: LaunchSpec) -> LaunchPlan | str:

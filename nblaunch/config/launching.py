@@ -85,10 +85,10 @@ def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mappi
 
     Args:
         config_file: path; None = the default file.
-        options: setting -> value; None = not given.
+        options: setting -> value; None = not set.
     """
-    given = {name: convert(name, value) for name, value in options.items() if value is not None}
-    return resolve([Layer("argument", given), *find_layers(config_file)])
+    values = {name: convert(name, value) for name, value in options.items() if value is not None}
+    return resolve([Layer("argument", values), *find_layers(config_file)])
 
 
 def spec_of(
@@ -105,25 +105,25 @@ def spec_of(
     Raises:
         ConfigError: the settings contradict each other.
     """
-    given = {name: resolved[name] for name in _SAME_NAMES}
-    given |= {ours: resolved[name] for name, ours in _RENAMED.items() if resolved[name] is not None}
+    values = {name: resolved[name] for name in _SAME_NAMES}
+    values |= {ours: resolved[name] for name, ours in _RENAMED.items() if resolved[name] is not None}
     if (
         resolved["rdzv_backend"] == "c10d"
         and resolved["rdzv_endpoint"] is None
         and resolved["main_process_ip"]
     ):
         port = resolved["main_process_port"] or DEFAULT_PORTS["c10d"]
-        given["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
-    given["num_processes"] = processes_per_machine(resolved)
-    given["spans_devices"] = resolved["strategy"] == "spmd"
-    given["accelerator"] = accelerator_settings(resolved)
+        values["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
+    values["num_processes"] = processes_per_machine(resolved)
+    values["spans_devices"] = resolved["strategy"] == "spmd"
+    values["accelerator"] = accelerator_settings(resolved)
     try:
-        return LaunchSpec(function=function, args=args, **(given | fields))
+        return LaunchSpec(function=function, args=args, **(values | fields))
     except (TypeError, ValueError) as error:
-        raise ConfigError(in_words_of_settings(str(error))) from None
+        raise ConfigError(with_setting_names(str(error))) from None
 
 
-def in_words_of_settings(text: str) -> str:
+def with_setting_names(text: str) -> str:
     """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
     names = {ours: name for name, ours in _RENAMED.items()} | {"use_port": "main_process_port"}
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)

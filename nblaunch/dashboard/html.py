@@ -96,7 +96,7 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     lines = [curve.points() for curve in curves.values()]
     ys = [y for line in lines for _, y in line]
     is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-    caption = _in_words(lines[0])
+    caption = _caption(lines[0])
     whose = f", {next(iter(curves))} in colour" if len(curves) > 1 else ""
     about = f"{whose}{', logarithmic' if is_log else ''}"
     drawn = "".join(
@@ -114,7 +114,7 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     )
 
 
-def _in_words(line: Sequence[Point]) -> str:
+def _caption(line: Sequence[Point]) -> str:
     """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]

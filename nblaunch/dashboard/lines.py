@@ -89,20 +89,20 @@ class MergedLines:
 
     def __init__(self) -> None:
         self._lines: list[_Line] = []
-        self._places: dict[str, list[int]] = {}
-        self._next_place: dict[int, int] = {}
+        self._indices: dict[str, list[int]] = {}
+        self._next_index: dict[int, int] = {}
 
     def add(self, rank: int, text: str, time_s: float) -> None:
         """Add a line that ``rank`` printed after its earlier lines."""
-        places = self._places.setdefault(text, [])
-        first = bisect_left(places, self._next_place.get(rank, 0))
-        same = (place for place in places[first:] if time_s - self._lines[place].time_s <= MERGE_WINDOW_S)
-        place = next(same, len(self._lines))
-        if place == len(self._lines):
+        indices = self._indices.setdefault(text, [])
+        first = bisect_left(indices, self._next_index.get(rank, 0))
+        same = (index for index in indices[first:] if time_s - self._lines[index].time_s <= MERGE_WINDOW_S)
+        index = next(same, len(self._lines))
+        if index == len(self._lines):
             self._lines.append(_Line(text, time_s))
-            places.append(place)
-        self._lines[place].ranks.append(rank)
-        self._next_place[rank] = place + 1
+            indices.append(index)
+        self._lines[index].ranks.append(rank)
+        self._next_index[rank] = index + 1
 
     def joined(self) -> list[tuple[list[int], str]]:
         """Return ``(ranks, line)``, oldest first; with one rank, or at least :data:`MIN_RANKS`."""

@@ -202,9 +202,9 @@ def summary_row(view: JobView, ranks: Sequence[RankView]) -> Row:
     states: dict[WorkerState, int] = {}
     for rank in ranks:
         states[rank.state] = states.get(rank.state, 0) + 1
-    words = [f"{number} {state.name.lower()}" for state, number in sorted(states.items())]
+    counts = [f"{number} {state.name.lower()}" for state, number in sorted(states.items())]
     most = max(states, key=lambda state: states[state])
-    text = most.name.lower() if len(states) == 1 else ", ".join(words)
+    text = most.name.lower() if len(states) == 1 else ", ".join(counts)
     return Row(
         rank=None,
         label=f"{len(ranks)} others",
@@ -299,7 +299,7 @@ def tabulate(view: JobView) -> Table:
     )
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------------------------
 
 _OUTCOMES = {"done": "done in", "failed": "failed after", "interrupted": "interrupted after"}
 
@@ -312,12 +312,12 @@ def headline(view: JobView) -> str:
         if view.outcome == "done" and view.is_early:
             return f"stopped early on request after {duration(view.elapsed_s)}"
         is_of_rank = view.outcome == "failed" and view.failed_rank is not None
-        words = (
+        outcome = (
             f"failed in rank {view.failed_rank} after"
             if is_of_rank
             else _OUTCOMES.get(view.outcome, "cancelled after")
         )
-        return f"{words} {duration(view.elapsed_s)}"
+        return f"{outcome} {duration(view.elapsed_s)}"
     # Whole seconds while it runs, because a table is published only when its text has changed.
     return f"running for {whole_duration(int(view.elapsed_s))}"
 
@@ -349,9 +349,9 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     for rank in view.ranks:
         if rank.failure:
             # Consequences of another rank's failure differ only in ports and addresses.
-            words = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
+            text = _NUMBER.sub("0", rank.failure) if rank.is_consequence else rank.failure
             is_other = rank.rank != view.failed_rank
-            grouped.setdefault((is_other, rank.is_consequence, words), []).append(rank)
+            grouped.setdefault((is_other, rank.is_consequence, text), []).append(rank)
     groups = [ranks for _, ranks in sorted(grouped.items(), key=lambda item: item[0])]
     lines = []
     for ranks in groups:

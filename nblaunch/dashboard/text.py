@@ -130,14 +130,14 @@ def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
     parts = [_times(view)]
     parts += [f"{rate(behind.steps_per_s)} steps/s"] if behind.steps_per_s else []
     parts += [f"loss {formatting.loss(behind.loss)}"] if behind.loss is not None else []
-    words = f"[{', '.join([*parts, _states(view)])}]"
+    summary = f"[{', '.join([*parts, _states(view)])}]"
     if behind.fraction is None:
         # Without a total there is no bar to draw; show the worker's own progress bar, or its step.
         done = behind.status_line or (f"step {behind.step:,}" if behind.step else "")
-        return f"{name}: {words} {done}".rstrip()
+        return f"{name}: {summary} {done}".rstrip()
     epoch = f" epoch {behind.epoch}" if behind.epoch else ""
     before = f"{name}{epoch}: {percent(behind.fraction):>4}"
-    after = f"{behind.step:,}/{behind.total:,} {words}"
+    after = f"{behind.step:,}/{behind.total:,} {summary}"
     room = min(width - len(before) - len(after) - 3, _MAX_BAR_WIDTH)
     bar = f"|{_bar(behind.fraction, room, has_blocks=has_blocks)}|" if room >= _MIN_BAR_WIDTH else ""
     return f"{before}{bar} {after}"

@@ -223,7 +223,7 @@ class Inspector:
         self._watchdog = Watchdog(hang_timeout_s) if hang_timeout_s is not None else None
         self._next_s = 0.0
 
-    def look(
+    def inspect(
         self,
         now_s: float,
         pids: Mapping[int, int],

@@ -471,7 +471,7 @@ class Supervisor:
         self._update(samples)
         for event in self._monitor.sample(self._answering()):
             self._emit(event)
-        if self._inspector.look(
+        if self._inspector.inspect(
             time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
         ):
             self._dump_stacks(self._judge)

@@ -142,8 +142,12 @@ class NodeLink:
     def worker_settings(self, topology: Topology, restart_count: int) -> dict[str, str | None]:
         """Return environment variables of this node's workers, in addition to those of their topology."""
         chosen = network.interface_settings(network.interface_of(self._agent.address))
-        given = env.snapshot()
-        own = {name: value for name, value in chosen.items() if topology.num_nodes > 1 and name not in given}
+        environment = env.snapshot()
+        own = {
+            name: value
+            for name, value in chosen.items()
+            if topology.num_nodes > 1 and name not in environment
+        }
         return {**own, "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
 
     def send_port(self, port: int) -> None:
