@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nblaunch import LaunchError, context, debug_launcher, notebook_launcher
+from nblaunch import LaunchError, backends, context, debug_launcher, notebook_launcher
 from nblaunch.backends import discover
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.context import WorkerContext
@@ -72,7 +72,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         def supports_precision(self, precision: str) -> str | None:
             return "bf16 needs a newer GPU" if precision == "bf16" else None
 
-    monkeypatch.setitem(discover(), "gpus", Gpus())
+    monkeypatch.setitem(backends._registered, "gpus", Gpus())
 
 
 START_METHODS = ("'auto'", "'fork'", "'forkserver'", "'spawn'")
@@ -201,7 +201,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_an_address_of_another_machine() -> None:
-    # TEST-NET-1 of RFC 5737 belongs to nobody.
+    # TEST-NET-1 of RFC 5737 has no hosts.
     for address in ("192.0.2.1", "nowhere.invalid"):
         with pytest.raises(
             LaunchError, match=rf"{address}: .*; master_addr must be an address of this machine"
