@@ -155,7 +155,7 @@ class DdpStrategy(Strategy):
 
 
 def _with_common_statistics(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """``model`` with its batch normalisation over all ranks; its parameters stay the same objects.
+    """Return ``model`` with its batch normalisation over all ranks; its parameters stay the same objects.
 
     Raises:
         ValueError: the device has no such operation.
@@ -170,7 +170,7 @@ def _with_common_statistics(model: torch.nn.Module, device: torch.device) -> tor
 
 
 def _learns_graph(model: DistributedDataParallel) -> bool:
-    """Whether the next backward is the one by which DDP learns a static graph.
+    """Return whether the next backward is the one by which DDP learns a static graph.
 
     It has to reduce: without, the reducer stops with an internal assertion (torch 2.13). Averaged one micro-step more
     often, gradients come to the same.
@@ -194,5 +194,5 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
 
 
 def _own(prepared: Any) -> Any:
-    """What communicates in a prepared object: below the wrapper of a compiled model, or of a prepared optimizer."""
+    """Return what communicates in a prepared object: inside a compiled model's wrapper, or a prepared optimizer's."""
     return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.inner_of(prepared)

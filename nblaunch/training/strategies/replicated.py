@@ -63,7 +63,7 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bytes of a CPU tensor; reading them copies no page."""
+    """Return a checksum of the bytes of a CPU tensor; reading them copies no page."""
     flat = tensor.contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 

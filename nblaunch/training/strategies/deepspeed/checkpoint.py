@@ -35,7 +35,7 @@ _UNIVERSAL = "universal"
 
 
 def save(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContext) -> None:
-    """Write the engines' parts. All ranks must call it."""
+    """Write the engines' shards. All ranks must call it."""
     for index, model in enumerate(models):
         engine = _engine_of(model)
         if engine is not None:
@@ -45,7 +45,7 @@ def save(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContex
 
 
 def of_rank(folder: Path, rank: int) -> list[Path]:
-    """The files that :func:`save` has written on ``rank``, of those that each rank has of its own."""
+    """Return the files that :func:`save` has written on ``rank``, of those that each rank has of its own."""
     return sorted(folder.glob(f"{_NAME}*/*zero_pp_rank_{rank}_mp_rank_*.pt"))
 
 
@@ -105,7 +105,7 @@ def _load_as_it_is(engine: Any, folder: Path, tag: str) -> None:
 
 
 def _check_stage(engine: Any, folder: Path) -> None:
-    """DeepSpeed keeps weights in parts, and whole ones, in different files, and reads one kind as it trains."""
+    """Raise CheckpointError where a checkpoint has sharded weights and the engine whole ones, or vice versa."""
     if not any(folder.glob("*_optim_states.pt")):
         saved = "0"
     else:
@@ -121,7 +121,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _converted(folder: Path, tag: str, process: ProcessContext) -> Iterator[Path]:
-    """A folder with the checkpoint in the layout that any number of ranks can load; it goes afterwards.
+    """Make a folder with the checkpoint in the layout that any number of ranks can load; remove it after the block.
 
     Beside the checkpoint, because all machines have to see it. One rank converts, in its own process.
     """
@@ -168,14 +168,14 @@ def _convert(source: Path, target: Path) -> str | None:
 
 
 def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """The state dict of a module, in memory of its own on the CPU. All ranks must call it.
+    """Return the state dict of a module, in memory of its own on the CPU. All ranks must call it.
 
     Args:
         module: a user's own, or one inside it.
         keep: False: this rank only contributes, and gets an empty dict.
     """
-    is_cut = bool(library.parameters_in_parts(module))
-    if not is_cut and not keep:
+    is_sharded = bool(library.sharded_parameters(module))
+    if not is_sharded and not keep:
         return {}
     copies: dict[int, torch.Tensor] = {}
     state: dict[str, Any] = {}
@@ -191,7 +191,7 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     return state
 
 
-def pieces(module: torch.nn.Module) -> dict[str, Any]:
+def shards(module: torch.nn.Module) -> dict[str, Any]:
     """Return what this rank sends of a module's weights: its shards; rank 0 also what every rank has whole."""
     is_main = context.current().topology.rank == 0
     sent: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def pieces(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def warn_of_empty(module: torch.nn.Module) -> None:
-    """Have ``module.state_dict()`` warn a user from now on that it is empty where parameters lie in parts."""
+    """Have ``module.state_dict()`` warn a user from now on that it is empty where parameters are sharded."""
     module.register_state_dict_post_hook(_warn_of_empty)
 
 
@@ -218,7 +218,7 @@ def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: st
     if num_empty and not _is_asked_by_deepspeed():
         warn(
             f"state_dict() has nothing in {formatting.count(num_empty, 'tensor')} of {len(state)}: ZeRO 3 keeps each "
-            "rank's part of them elsewhere. Take whole weights from accelerator.get_state_dict(model), called on all "
+            "rank's shard of them elsewhere. Take whole weights from accelerator.get_state_dict(model), called on all "
             "ranks, or save them with accelerator.save_model(model, folder)"
         )
 
@@ -230,12 +230,12 @@ def _is_asked_by_deepspeed() -> bool:
 
 
 def _piece(parameter: Any) -> Piece:
-    """This rank's stretch of a parameter; the last ones are filled up, so that all are of one size."""
-    part = parameter.ds_tensor.detach().reshape(-1)
+    """Return this rank's shard of a parameter, without the padding by which all have one size."""
+    shard = parameter.ds_tensor.detach().reshape(-1)
     # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
-    start = min(parameter.ds_process_group.rank() * part.numel(), parameter.ds_numel)
-    length = min(part.numel(), parameter.ds_numel - start)
-    return Piece(tuple(parameter.ds_shape), (start,), part[:length].to("cpu", copy=True), is_flat=True)
+    start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
+    length = min(shard.numel(), parameter.ds_numel - start)
+    return Piece(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Prepared:
 
 
 def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
-    """The configuration for an engine that trains what was prepared. The plugin stays as it is, for the next one.
+    """Return the configuration for an engine that trains what was prepared. The plugin stays as it is.
 
     Raises:
         ValueError: the configuration contradicts what was prepared, or "auto" stands where the value is not known;
@@ -167,7 +167,7 @@ def _per_rank(size: int, prepared: Prepared) -> int:
 
 
 def _from_total(total: Any, prepared: Prepared) -> int:
-    """Where no loader is prepared. The engine uses it for its own counters of samples, and for nothing else."""
+    """Return a micro-batch size where no loader is prepared; the engine only counts samples with it."""
     if not isinstance(total, int):
         return 1
     return max(1, total // (prepared.num_steps * prepared.world_size))
@@ -194,11 +194,13 @@ def _settle_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
 
 
 def _num_elements(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # parts of a model that was built in parts
+    return int(
+        getattr(parameter, "ds_numel", parameter.numel())
+    )  # of a model that was sharded while it was built
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
-    """The width of a Hugging Face model, by its configuration; None where that is not known."""
+    """Return the width of a Hugging Face model, by its configuration; None where that is not known."""
     described: Any = getattr(model, "config", None)
     for one in (described, getattr(described, "text_config", None)):
         sizes: Any = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
@@ -236,7 +238,7 @@ def _settle_optimizer(config: dict[str, Any], prepared: Prepared) -> None:
 
 
 def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
-    """Whether DeepSpeed's own Adam, which is compiled at its first use, can't be had here, or is no gain."""
+    """Return whether DeepSpeed's own Adam, which is compiled at its first use, can't be had here, or is no gain."""
     if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
         return False
     if device_type == "cpu":
@@ -296,7 +298,7 @@ def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any])
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """A configuration as a dict of one's own.
+    """Return a configuration as a new dict.
 
     Args:
         source: see ``DeepSpeedPlugin(hf_ds_config)``; also JSON text in base64, as launchers pass it.
@@ -347,7 +349,7 @@ def _text_of(source: str | Path) -> str:
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a key; ``default`` where it, or anything on the way, is missing."""
+    """Return the value of a key; ``default`` where it, or anything on the way, is missing."""
     value: Any = config
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -392,7 +394,7 @@ def settle(config: dict[str, Any], key: str, value: Any, source: str) -> None:
 
 
 def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys that are "auto"."""
+    """Yield the keys that are "auto"."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from autos(value, f"{prefix}{name}.")

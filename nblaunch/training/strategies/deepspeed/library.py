@@ -64,7 +64,7 @@ def _check_version() -> None:
 
 
 def load(process: ProcessContext) -> Any:
-    """The module ``deepspeed``, computing on this process's kind of device, in this process's group.
+    """Import ``deepspeed`` and have it compute on this process's kind of device, in this process's group.
 
     Raises:
         ImportError: it is not installed, too old, or its import fails.
@@ -110,13 +110,15 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 
 def _leave_uncompiled(library: Any) -> None:
-    """Don't let it compile its all-reduce through shared memory: only its inference uses that, and each rank would
-    call a compiler for it, half a minute, as soon as the process group is there."""
+    """Keep it from compiling its all-reduce through shared memory, which only its inference uses.
+
+    Each rank would call a compiler for half a minute as soon as there is a process group.
+    """
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def _join_alone(process: ProcessContext) -> None:
-    """DeepSpeed wants a process group also where a process is alone."""
+    """Make a process group of one, which DeepSpeed needs in a lone process, too."""
     if process.topology.world_size == 1 and not is_distributed():
         dist.init_process_group(process.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -140,15 +142,15 @@ def _take_over_group() -> None:
     comm.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
-def initialize(library: Any, config: Mapping[str, Any], **parts: Any) -> Any:
-    """``deepspeed.initialize``; returns the engine.
+def initialize(library: Any, config: Mapping[str, Any], **objects: Any) -> Any:
+    """Call ``deepspeed.initialize``; return the engine.
 
     Args:
         library: what :func:`load` returned.
         config: complete.
-        **parts: ``model``, ``optimizer`` and the like.
+        **objects: ``model``, ``optimizer`` and the like.
     """
-    engine, *_ = library.initialize(config=dict(config), **parts)
+    engine, *_ = library.initialize(config=dict(config), **objects)
     return engine
 
 
@@ -164,7 +166,7 @@ def _compile_at_first_use() -> None:
 
 @contextmanager
 def _compiling_later() -> Iterator[None]:
-    """In the block, ``torch.compile`` puts its work off until the function is called."""
+    """Have ``torch.compile`` put its work off, in the block, until the function is called."""
     compiler: Any = torch
     compile_now = compiler.compile
 
@@ -182,11 +184,11 @@ def _compiling_later() -> Iterator[None]:
 
 
 def is_engine(model: Any) -> bool:
-    """Whether ``model`` is one of DeepSpeed's engines. Imports nothing."""
+    """Return whether ``model`` is one of DeepSpeed's engines. Imports nothing."""
     library: Any = sys.modules.get("deepspeed")
     return library is not None and isinstance(model, library.DeepSpeedEngine)
 
 
-def parameters_in_parts(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of which this rank holds a part, as stage 3 makes them."""
+def sharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters of which this rank holds a shard, as stage 3 makes them."""
     return [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]

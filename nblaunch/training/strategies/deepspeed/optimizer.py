@@ -86,7 +86,7 @@ def set_limit(engine: Any, max_norm: float) -> None:
 
 
 def measure(engine: Any) -> torch.Tensor:
-    """The norm of all gradients, in true size. All ranks must call it, between backward and step."""
+    """Return the norm of all gradients, in true size. All ranks must call it, between backward and step."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
         norms = [optimizer.scaled_global_norm()]
@@ -104,12 +104,12 @@ def measure(engine: Any) -> torch.Tensor:
 
 
 def last(engine: Any) -> torch.Tensor:
-    """The norm at the step before; 0 where there was none."""
+    """Return the norm at the step before; 0 where there was none."""
     return torch.as_tensor(engine.get_global_grad_norm() or 0.0, dtype=torch.float32)
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer. What it has, ``param_groups`` for one, is that of the engine's part on this rank.
+    """An engine's optimizer. Its ``param_groups`` and state are those of this rank's shard.
 
     Args:
         engine: DeepSpeed's, with an optimizer.
@@ -132,7 +132,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._step_engine = step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the engine clears gradients where it has stepped."""
+        """Do nothing: the engine clears gradients where it has stepped."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the engine; nothing in the middle of an accumulation window.
@@ -147,7 +147,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             self._backend.step_boundary()
 
     def reduce_gradients(self, wanted: Container[int] | None = None) -> None:
-        """Nothing: the engine averages gradients in backward."""
+        """Do nothing: the engine averages gradients in backward."""
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"
@@ -166,4 +166,4 @@ class EngineScheduler(AcceleratedScheduler):
         super().__init__(scheduler, [optimizer], gradients)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the engine does it."""
+        """Do nothing: the engine steps its scheduler."""

@@ -53,7 +53,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
         gradient_clipping: largest norm of the gradients of a step; None: what ``clip_grad_norm_`` is called with, and
             no clipping where it is not called.
-        zero_stage: what is cut into parts, one per rank: 0 nothing, 1 optimizer states, 2 gradients, too (the default),
+        zero_stage: what is sharded over ranks: 0 nothing, 1 optimizer states, 2 gradients, too (the default),
             3 weights, too.
         is_train_batch_min: of several loaders, the one with the smallest batches is trained on. False: the largest.
         offload_optimizer_device: where optimizer states lie: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
@@ -178,15 +178,15 @@ class DeepSpeedPlugin(StrategyPlugin):
         return DeepSpeedPlugins({"default": self}).build(setup)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key of the configuration, as ``"zero_optimization.stage"``."""
+        """Return the value of a key of the configuration, as ``"zero_optimization.stage"``."""
         return get(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a key of the configuration is still "auto"."""
+        """Return whether a key of the configuration is still "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are cut into parts while they are built: never by this plugin."""
+        """Return whether models are sharded while they are built: never by this plugin."""
         return False
 
 
@@ -233,7 +233,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
     def get(self, name: str) -> DeepSpeedPlugin:
-        """One of them; ValueError where there is none of that name."""
+        """Return one of them; ValueError where there is none of that name."""
         if name not in self.by_name:
             raise ValueError(
                 f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
@@ -248,7 +248,7 @@ class DeepSpeedPlugins(StrategyPlugin):
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """The plugin that DeepSpeed trains by, of several the one that is selected.
+    """Return the plugin that DeepSpeed trains by, of several the one that is selected.
 
     Args:
         state: an ``AcceleratorState``, or an Accelerator.

@@ -1,6 +1,6 @@
-"""ZeRO: DeepSpeed's engine trains the model, and each rank holds a part of what training keeps.
+"""ZeRO: DeepSpeed's engine trains the model, and each rank holds a shard of what training keeps.
 
-    stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      lie in parts, one per rank
+    stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      are sharded
 
 The engine accumulates, clips, scales losses, steps and clears gradients. The loop stays a user's own: what it calls
 is handed to the engine, at the place where it is called.
@@ -56,7 +56,7 @@ class _Given:
 class DeepSpeedStrategy(Strategy):
     """One engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
 
-    A model without an optimizer is evaluated only: stage 3 holds it in parts all the same, the others as it is.
+    A model without an optimizer is evaluated only: stage 3 shards it all the same, the others as it is.
 
     Args:
         plugins: the selected one describes the engine.
@@ -124,9 +124,9 @@ class DeepSpeedStrategy(Strategy):
         config = deepspeed_config.complete(plugin, self._describe(model, process))
         _keep_whole(library, model, plugin.transformer_moe_cls_names)
         with Waiting(process.slot):  # it compares and copies weights over ranks
-            engine = deepspeed_library.initialize(library, config, model=model, **self._parts())
-        if deepspeed_library.parameters_in_parts(model):
-            context.current().trained_weights = checkpoint.pieces
+            engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
+        if deepspeed_library.sharded_parameters(model):
+            context.current().trained_weights = checkpoint.shards
             checkpoint.warn_of_empty(model)
         _report_shards(engine, type(model).__name__, process)
         if optimizer is not None:
@@ -164,17 +164,17 @@ class DeepSpeedStrategy(Strategy):
             device_type=process.device.type,
         )
 
-    def _parts(self) -> dict[str, Any]:
-        """What the engine is made of beside model and configuration."""
-        parts: dict[str, Any] = {}
+    def _engine_arguments(self) -> dict[str, Any]:
+        """Return what the engine is made of beside model and configuration."""
+        arguments: dict[str, Any] = {}
         optimizer, scheduler = self._given.optimizer, self._given.scheduler
         if isinstance(optimizer, DummyOptim):
-            parts["model_parameters"] = list(optimizer.params)
+            arguments["model_parameters"] = list(optimizer.params)
         elif optimizer is not None:
-            parts["optimizer"] = optimizer
+            arguments["optimizer"] = optimizer
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
-            parts["lr_scheduler"] = scheduler.lr_scheduler_callable
-        return parts
+            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
+        return arguments
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
         if optimizer is not self._given.optimizer or self._optimizer is None:
@@ -208,7 +208,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """The engine's own ``no_sync`` refuses stages 2 and 3, but each stage can be set to expect more."""
+        """Have the engine expect more micro-steps: its own ``no_sync`` refuses stages 2 and 3."""
         before, self._is_unsynced = self._is_unsynced, True
         try:
             yield
@@ -298,7 +298,7 @@ def _batch_size(loader: DataLoader) -> int | None:
 
 
 def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
-    """Let stage 3 know which layers to fetch as a whole, as those whose parts are used by turns."""
+    """Have stage 3 gather some layers as a whole, as those whose submodules are used by turns."""
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}
@@ -312,7 +312,7 @@ def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -
 
 
 def _report_shards(engine: Any, name: str, process: ProcessContext) -> None:
-    """Report it, where several ranks hold shards. All of them call it.
+    """Report what each rank holds, where several hold shards. All of them call it.
 
     Args:
         engine: just made.
@@ -322,20 +322,20 @@ def _report_shards(engine: Any, name: str, process: ProcessContext) -> None:
     stage = int(engine.zero_optimization_stage())
     if not stage or process.topology.world_size == 1:
         return
-    sizes = operations.gather_object([_part_bytes(engine, stage)])
+    sizes = operations.gather_object([_shard_bytes(engine, stage)])
     if process.topology.rank == 0:
         text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
         context.current().emit(Note.of_job(text))
 
 
 def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
-    """What every rank holds, in one line.
+    """Return what every rank holds, as one line.
 
     Args:
         name: of the model's class.
         stage: of ZeRO, 1 to 3.
         model_bytes: of all weights, in the numbers that the model computes in.
-        sizes: bytes of every rank's part of what is sharded.
+        sizes: bytes of every rank's shard.
         kept_bytes: with stage 3, of the weights that are so small that they are never freed.
     """
     weights, share = formatting.size(model_bytes), formatting.size_range(sizes)
@@ -351,10 +351,10 @@ def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
     )
 
 
-def _part_bytes(engine: Any, stage: int) -> int:
-    """Of the weights on this rank; in stages 1 and 2 of the fp32 ones that its optimizer steps."""
+def _shard_bytes(engine: Any, stage: int) -> int:
+    """Return the size of the weights on this rank; in stages 1 and 2 of the fp32 ones that its optimizer steps."""
     if stage == 3:
-        held: list[Any] = deepspeed_library.parameters_in_parts(engine.module)
+        held: list[Any] = deepspeed_library.sharded_parameters(engine.module)
         return sum(_bytes(parameter.ds_tensor) for parameter in held)
     groups = getattr(engine.optimizer, "param_groups", [])  # none where an engine only evaluates
     return sum(_bytes(parameter) for group in groups for parameter in group["params"])
@@ -368,10 +368,10 @@ def _model_bytes(module: Any) -> int:
 
 
 def _kept_bytes(module: Any) -> int:
-    """Gathering them at each step would cost more than they take. Source: stage3_param_persistence_threshold."""
+    """Return the size of small weights that stay gathered. Source: stage3_param_persistence_threshold."""
     return sum(
         parameter.ds_numel * parameter.element_size()  # type: ignore[attr-defined]
-        for parameter in deepspeed_library.parameters_in_parts(module)
+        for parameter in deepspeed_library.sharded_parameters(module)
         if getattr(parameter, "ds_persist", False)
     )
 

@@ -1,4 +1,4 @@
-"""States of sharded models in a checkpoint, each rank writing its parts, through torch.distributed.checkpoint.
+"""States of sharded models in a checkpoint, each rank writing its shards, through torch.distributed.checkpoint.
 
     pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
     optimizer_0/             the same of the first optimizer
@@ -26,12 +26,12 @@ _OPTIMIZER = "optimizer_{}"
 
 
 def are_in(folder: Path) -> bool:
-    """Whether a checkpoint has such states."""
+    """Return whether a checkpoint has such states."""
     return (folder / _MODEL.format(0)).is_dir()
 
 
 def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
-    """Write this rank's parts; all ranks call it, unless one ``is_alone``."""
+    """Write this rank's shards; all ranks call it, unless one ``is_alone``."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     for index, model in enumerate(models):
@@ -42,12 +42,12 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
 
 
 def of_rank(folder: Path, rank: int) -> list[Path]:
-    """The files that :func:`save` has written on ``rank``; ``.metadata`` is written by rank 0."""
+    """Return the files that :func:`save` has written on ``rank``; ``.metadata`` is written by rank 0."""
     return sorted(folder.glob(f"*/__{rank}_*.distcp"))
 
 
 def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
-    """Load this rank's parts; all ranks call it, unless one ``is_alone``.
+    """Load this rank's shards; all ranks call it, unless one ``is_alone``.
 
     Raises:
         CheckpointError: the files are missing, damaged, or of another model.
@@ -76,7 +76,7 @@ def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
     except CheckpointException as error:
         raise CheckpointError(
-            f"parts of the state were not saved; nothing was changed. {_errors_of_ranks(error)}"
+            f"shards of the state were not saved; nothing was changed. {_errors_of_ranks(error)}"
         ) from error
 
 
@@ -97,14 +97,14 @@ def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's word on a process without a group, which knows that it is alone."""
+    """Silence torch's warning that a lone process has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         yield
 
 
 def _errors_of_ranks(error: BaseException) -> str:
-    """What went wrong on which rank, in one line."""
+    """Return what went wrong on which rank, as one line."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     lines = [
         (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"
@@ -114,12 +114,12 @@ def _errors_of_ranks(error: BaseException) -> str:
 
 
 def _torchs(optimizer: Any) -> Any:
-    """The user's own optimizer inside a prepared one."""
+    """Return the user's own optimizer inside a prepared one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
-    """The module whose parameters the optimizer steps: a model, or several as one.
+    """Return the module whose parameters the optimizer steps: a model, or several as one.
 
     Raises:
         CheckpointError: none of the prepared models.

@@ -37,8 +37,8 @@ _SHARDING_NUMBERS = {
 _WITHOUT_EFFECT = {
     "backward_prefetch": "version 2 always gathers the next layer while the one before computes its gradients",
     "forward_prefetch": "version 2 always gathers the next layer on a stream of its own while one computes",
-    "state_dict_config": "whole states go to the main process's CPU memory, parts stay where they are",
-    "optim_state_dict_config": "whole states go to the main process's CPU memory, parts stay where they are",
+    "state_dict_config": "whole states go to the main process's CPU memory, shards stay where they are",
+    "optim_state_dict_config": "whole states go to the main process's CPU memory, shards stay where they are",
     "use_orig_params": "version 2 always keeps the original parameters",
     "sync_module_states": "ranks compare their weights, and those of rank 0 are sent where they differ",
 }
@@ -68,16 +68,16 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
             itself names (``_no_split_modules``), else the members of its lists of equal blocks.
         transformer_cls_names_to_wrap: classes or their names; each of their modules is a unit.
         min_num_params: elements from which on a module is a unit of its own, 100 million by default.
-        cpu_offload: keep parts of weights, gradients and optimizer states in host memory; True, or torch's
+        cpu_offload: keep shards of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
         ignored_modules: modules, or a regular expression for their names, that are not sharded: every rank holds them
             whole, and trains them by itself; a warning says so where they are not frozen.
-        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's part, to be loaded on any
-            number of ranks. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
+        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shard, to be loaded
+            on any number of ranks. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
         activation_checkpointing: compute the activations of units anew in backward instead of keeping them.
         activation_checkpointing_offload: keep the inputs of those units in host memory meanwhile.
         cpu_ram_efficient_loading: weights that only rank 0 has (the others built the model on the meta device) are sent
-            to the others part by part. That is done in any case; False refuses such a model.
+            to the others shard by shard. That is done in any case; False refuses such a model.
         param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
             module that has such weights of its own, in CPU memory. None: its ``reset_parameters``.
         limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
@@ -164,7 +164,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
         return Fsdp2Strategy(setup.process, self, setup.precision.dtype)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """From now on, have ``save_state`` write states of this type; None: of the default one."""
+        """Have ``save_state`` write states of this type from now on; None: of the default one."""
         self.state_dict_type = _state_dict_type(state_dict_type or "SHARDED_STATE_DICT")
 
     def set_mixed_precision(
@@ -191,7 +191,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
 
     @property
     def saves_shards(self) -> bool:
-        """Whether checkpoints have each rank's parts."""
+        """Whether checkpoints have each rank's shards."""
         return bool(self.state_dict_type == "SHARDED_STATE_DICT")
 
     @property
@@ -202,7 +202,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
         return _SHARDING.get(self.sharding_strategy, True)
 
     def offload_policy(self) -> Any:
-        """Torch's object for ``cpu_offload``."""
+        """Return torch's object for ``cpu_offload``."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         if isinstance(self.cpu_offload, OffloadPolicy):
@@ -210,7 +210,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
         return CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.cpu_offload else OffloadPolicy()
 
     def precision_policy(self, dtype: torch.dtype | None) -> Any:
-        """Torch's object for ``mixed_precision_policy``.
+        """Return torch's object for ``mixed_precision_policy``.
 
         Args:
             dtype: of the Accelerator's mixed precision; None: full.
@@ -245,7 +245,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
 
 
 def _value(name: str, value: Any) -> Any:
-    """A field of a policy; dtypes may be given by name, as ``"bf16"`` or ``"bfloat16"``."""
+    """Return a field of a policy; dtypes may be given by name, as ``"bf16"`` or ``"bfloat16"``."""
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
         return value
     known = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
@@ -255,7 +255,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _sharding_name(strategy: Any) -> str | None:
-    """The name of one of version 1's sharding strategies, given as a name, a number, or torch's enumeration."""
+    """Return the name of one of version 1's sharding strategies, given as a name, a number, or torch's enumeration."""
     if strategy is None:
         return None
     name = str(getattr(strategy, "name", strategy)).upper()
@@ -270,7 +270,7 @@ def _sharding_name(strategy: Any) -> str | None:
 
 
 def _offload(offload: Any) -> Any:
-    """``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``, recognised by its fields without an import."""
+    """Return ``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``, which is known by its fields."""
     if offload is None or offload in (True, False):
         return bool(offload)
     if isinstance(offload, str) and offload.lower() in _TRUTH:
@@ -300,7 +300,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _class_names(names: Any) -> list[str] | None:
-    """Names of classes, from a list of names or classes, or from names with commas in between."""
+    """Return names of classes, from a list of names or classes, or from names with commas in between."""
     if names is None:
         return None
     if isinstance(names, str):

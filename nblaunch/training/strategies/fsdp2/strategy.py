@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): every rank holds a part of each weight, gathered unit by unit when needed.
+"""Fully sharded data parallelism (FSDP2): every rank holds a shard of each weight, gathered unit by unit when needed.
 
 What belongs to it: which modules are units (``units``), where their shards come from (``weights``), and how shards are
 saved (``checkpoint``).
@@ -111,8 +111,8 @@ class Fsdp2Strategy(Strategy):
         for _, module in sharded:
             fsdp2_units.keep_hooks(module)
             shard(module)
-        parts_device = torch.device("cpu") if self.plugin.cpu_offload else device
-        sources.make_parts(parts_device)
+        shards_device = torch.device("cpu") if self.plugin.cpu_offload else device
+        sources.make_shards(shards_device)
         for unit, module in sharded:
             fsdp2_units.adopt(module)
             fsdp2_units.name_in_errors(unit, module)
@@ -131,7 +131,7 @@ class Fsdp2Strategy(Strategy):
         return DeviceMesh.from_group(world, kind)
 
     def _report(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
-        """One line for the user: what every rank holds."""
+        """Report what every rank holds, in one line."""
         own = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
@@ -195,7 +195,7 @@ class Fsdp2Strategy(Strategy):
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         warn(
-            "join_uneven_inputs has no effect with fsdp_plugin: every rank has a part of every layer, and takes part "
+            "join_uneven_inputs has no effect with fsdp_plugin: every rank has a shard of every layer, and takes part "
             "in every step; keep even_batches=True"
         )
         return nullcontext()
@@ -238,7 +238,7 @@ class Fsdp2Strategy(Strategy):
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether ``fully_shard`` was applied to ``module``."""
+    """Return whether ``fully_shard`` was applied to ``module``."""
     if not _has_fully_shard():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -249,7 +249,7 @@ def is_sharded(module: Any) -> bool:
 def shares_line(
     model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
 ) -> str:
-    """What every rank holds of a model, in one line."""
+    """Return what every rank holds of a model, as one line."""
     kept = "freed after its forward" if reshards else "kept until its backward"
     return (
         f"{model_name}: {formatting.size(model_bytes)} of weights sharded over {len(sizes)} ranks, "

@@ -38,7 +38,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQ
 
 
 def choose(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[tuple[str, nn.Module]]:
-    """The units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
+    """Return the units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
 
     Raises:
         ValueError: a class name is not in the model; lists those that are.
@@ -54,7 +54,7 @@ def choose(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[tup
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
-    """The parameters of the modules that are not to be sharded.
+    """Return the parameters of the modules that are not to be sharded.
 
     Raises:
         ValueError: a regular expression fits no module.
@@ -105,7 +105,7 @@ def _of_classes(model: nn.Module, names: list[str], is_asked_for: bool) -> Calla
 
 
 def _classes_in(model: nn.Module) -> str:
-    """The classes of modules with submodules or parameters, those that occur several times first."""
+    """List the classes of modules with submodules or parameters, those that occur several times first."""
     counts: dict[str, int] = {}
     for module in list(model.modules())[1:]:
         if not isinstance(module, _NEVER_CALLED) and any(True for _ in module.parameters()):
@@ -115,7 +115,7 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """A user's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
+    """Return a user's policy as a function of the module alone; those of torch.distributed.fsdp.wrap take more."""
     try:
         takes = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -128,7 +128,7 @@ def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
-    """Ids of the modules with at least so many elements that lie in no smaller unit."""
+    """Return the ids of the modules with at least so many elements that lie in no smaller unit."""
     large: set[int] = set()
 
     def left_over(module: nn.Module) -> int:
@@ -144,7 +144,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
 
 
 def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out units that have one of two tied weights, because the other would lose it: both go to a unit around."""
+    """Leave out units that have one of two tied weights: both belong to a unit around them."""
     holders: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -222,7 +222,7 @@ _EXCHANGES = {
 
 
 def groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters of one sharded unit."""
+    """Return the groups of parameters of one sharded unit."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12 allows several
         return list(state._fsdp_param_groups)
@@ -238,7 +238,7 @@ def adopt(module: nn.Module) -> None:
 
 
 def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
-    """Gradients that a unit has accumulated without reducing them: of the whole parameters, on this rank alone."""
+    """Yield gradients that a unit has accumulated unreduced: of whole parameters, on this rank alone."""
     for group in groups(module):
         for parameter in group.fsdp_params:
             if parameter.unsharded_accumulated_grad is not None:
@@ -258,7 +258,7 @@ def name_in_errors(name: str, module: nn.Module) -> None:
 
 
 def _ordinary_tensors() -> AbstractContextManager[Any]:
-    """Gathered weights are kept, and training can't use what was made under ``torch.inference_mode``."""
+    """Leave ``torch.inference_mode``: gathered weights are kept, and training can't use its tensors."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -309,6 +309,6 @@ def _without_empty_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_filled(cache: Any) -> bool:
-    """Whether a cache of transformers, or of a user's own, has tokens."""
+    """Return whether a cache of transformers, or of a user's own, has tokens."""
     length = getattr(cache, "get_seq_length", None)
     return bool(length()) if callable(length) else bool(cache)

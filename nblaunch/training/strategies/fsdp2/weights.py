@@ -2,7 +2,7 @@
 
     before    every rank has the whole model: the kernel's very pages after a fork, a copy, or nothing but shapes
     shapes    its parameters are on the meta device; ``fully_shard`` is applied to that, which costs no memory
-    after     every rank has its parts, filled from what it had before: a copy of just so many bytes
+    after     every rank has its shards, filled from what it had before: a copy of just so many bytes
 
 Weights that ranks hold in common are never sent. Nothing here knows what a unit is.
 """
@@ -32,7 +32,7 @@ class Sources:
     Args:
         model: as the user built it.
         ignored: parameters that stay whole; those that get their memory anew are exchanged in it.
-        device: where parts go.
+        device: where shards go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
 
     Raises:
@@ -68,10 +68,10 @@ class Sources:
             _owner(self._model, name)[_own_name(name)] = empty[id(old)]
         for name, tensor in self._others.items():
             if self._origins[name] != "nowhere":
-                self._settle_whole(name, tensor)
+                self._place_whole(name, tensor)
 
-    def _settle_whole(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor that every rank holds whole: to the device, and equal to that of rank 0."""
+    def _place_whole(self, name: str, tensor: torch.Tensor) -> None:
+        """Move a tensor that every rank holds whole to the device, and make it equal to that of rank 0."""
         # Where only rank 0 has it, the others make room for what it sends.
         moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
         if self._origins[name] == "rank 0":
@@ -86,16 +86,16 @@ class Sources:
             self._put(tensor, moved)
 
     def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """``new`` wherever the model has ``old``, which may go by several names."""
+        """Put ``new`` wherever the model has ``old``, which may have several names."""
         for module in self._model.modules():
             for held in (module._parameters, module._buffers):
                 for name in [name for name, tensor in held.items() if tensor is old]:
                     held[name] = new  # type: ignore[assignment]
 
-    def make_parts(self, device: torch.device) -> None:
-        """Give memory to the parts that the model now has the shapes of.
+    def make_shards(self, device: torch.device) -> None:
+        """Give memory to the shards that the model now has the shapes of.
 
-        On the CPU, what this process shares with the kernel is not even copied: the part is a view of the kernel's
+        On the CPU, what this process shares with the kernel is not even copied: the shard is a view of the kernel's
         pages. The system copies a page when training first writes to it, and those of frozen weights never.
         """
         made: dict[int, nn.Parameter] = {}
@@ -113,37 +113,37 @@ class Sources:
                 )
             parameters[own_name] = made[id(shape)]
 
-    def _shared(self, name: str, source: torch.Tensor, part: Any) -> torch.Tensor | None:
-        """The part as it lies in memory that other processes have, too; None where this process alone has it."""
+    def _shared(self, name: str, source: torch.Tensor, shard: Any) -> torch.Tensor | None:
+        """Return the shard as a view of memory that is shared with other processes; None where it is not shared."""
         if self._origins[name] != "own" or not source.is_contiguous():
             return None
         if source.is_shared():  # by share_memory(): what is written to it is written for all
             return None
-        held = dtensor.slice_for(part, source.detach())
+        held = dtensor.slice_for(shard, source.detach())
         is_shared = memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
         return held if held.is_contiguous() and is_shared else None
 
     def fill(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Fill the parts that the model now holds.
+        """Fill the shards that the model now holds.
 
         Args:
             initialise: makes the weights of one module that has them nowhere yet; None: as the module does itself.
         """
         done: set[int] = set()
         for name, source in self._parameters.items():
-            part = _owner(self._model, name)[_own_name(name)]
-            if part is None or id(part) in done or self._origins[name] == "nowhere":
+            shard = _owner(self._model, name)[_own_name(name)]
+            if shard is None or id(shard) in done or self._origins[name] == "nowhere":
                 continue
-            done.add(id(part))
+            done.add(id(shard))
             if name in self._filled:
                 continue
             with torch.no_grad():
-                dtensor.local(part).copy_(dtensor.slice_for(part, self._whole(name, source)))
+                dtensor.local(shard).copy_(dtensor.slice_for(shard, self._whole(name, source)))
         if "nowhere" in self._origins.values():
             self._initialise(initialise)
 
     def _whole(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """The whole tensor: this rank's own, or that of rank 0, one at a time."""
+        """Return the whole tensor: this rank's own, or that of rank 0, one at a time."""
         if self._origins[name] == "own":
             return source.detach()
         is_sender = dist.get_rank() == 0
@@ -170,26 +170,26 @@ class Sources:
         self, module: nn.Module, names: list[str], buffers: list[str], make: Callable[[nn.Module], Any]
     ) -> None:
         held: dict[str, Any] = {name: module._parameters[name] for name in names}
-        for name, part in held.items():
-            whole = torch.empty(part.shape, dtype=part.dtype)
-            module._parameters[name] = nn.Parameter(whole, requires_grad=part.requires_grad)
+        for name, shard in held.items():
+            whole = torch.empty(shard.shape, dtype=shard.dtype)
+            module._parameters[name] = nn.Parameter(whole, requires_grad=shard.requires_grad)
         for name in buffers:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
         make(module)
-        for name, part in held.items():
+        for name, shard in held.items():
             made: Any = module._parameters[name]
-            if not dtensor.is_part(part):  # ignored: every rank holds the whole
+            if not dtensor.is_part(shard):  # ignored: every rank holds the whole
                 made.data = made.data.to(self._device)
                 continue
-            module._parameters[name] = part
+            module._parameters[name] = shard
             with torch.no_grad():
-                dtensor.local(part).copy_(dtensor.slice_for(part, made.detach()))
+                dtensor.local(shard).copy_(dtensor.slice_for(shard, made.detach()))
         for name in buffers:
             module._buffers[name] = module._buffers[name].to(self._device)  # type: ignore[union-attr]
 
 
 def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
-    """For every tensor whence a rank gets it: "own", "rank 0" or "nowhere". Compared over ranks in one message."""
+    """Return where a rank gets each tensor from: "own", "rank 0" or "nowhere". All ranks compare in one message."""
     mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
     everyones = operations.gather_object([mine])
     shapes = [[(name, shape) for name, shape, _ in one] for one in everyones]
@@ -226,7 +226,7 @@ def _fingerprint(tensor: torch.Tensor) -> Any:
 
 
 def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], Any]:
-    """How the model's own code makes the weights of one of its modules.
+    """Return how the model's own code makes the weights of one of its modules.
 
     Raises:
         ValueError: it does not say how; names the modules.
@@ -250,7 +250,7 @@ def _initialiser(model: nn.Module, nowhere: set[str]) -> Callable[[nn.Module], A
 
 @contextmanager
 def _random_state_of_main() -> Iterator[None]:
-    """The CPU generator of every rank is where that of rank 0 is, and afterwards where it was."""
+    """Give every rank the state of rank 0's CPU generator in the block, and its own again afterwards."""
     state = operations.broadcast_object_list([torch.get_rng_state()])[0]
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
