@@ -209,7 +209,7 @@ def _disk_full(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_can_not_write_leaves_the_old_checkpoint(tmp_path: Path, culprit: int) -> None:
     for message in ranks.run(_fail, 2, str(tmp_path / "state"), culprit):
-        assert "parts of the state were not saved; nothing was changed" in message
+        assert "nothing was changed" in message
         assert f"Rank {culprit}: OSError: [Errno 28] No space left on device" in message
     assert sorted(os.listdir(tmp_path)) == ["state"]
     ranks.run(_resume, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
