@@ -185,7 +185,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The function returned.
+    """The function of a rank returned.
 
     Args:
         contents: the return value.
@@ -219,7 +219,7 @@ class WeightsSent(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The function raised.
+    """The function of a rank raised.
 
     Args:
         info: the exception as text.
@@ -238,7 +238,7 @@ class Failed(Event):
 
 
 @dataclass(frozen=True)
-class JobStarted(Event):
+class AttemptStarted(Event):
     """An attempt of the job starts; ``rank`` is -1.
 
     Args:
@@ -247,11 +247,11 @@ class JobStarted(Event):
         backend: device family.
         start_method: of the workers.
         reason: for the start method.
-        detour: a sentence why the usual start method was not possible; empty otherwise.
+        fallback: a sentence why the usual start method was not possible; empty otherwise.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: number of the attempt, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
-        spans_devices: one worker drives all devices.
+        is_spmd: one worker drives all devices.
         mixed_precision: default of accelerators in the workers.
         first_rank: lowest rank of this machine.
     """
@@ -261,11 +261,11 @@ class JobStarted(Event):
     backend: str = ""
     start_method: str = ""
     reason: str = ""
-    detour: str = ""
+    fallback: str = ""
     log_dir: str = ""
     attempt: int = 0
     label_template: str | None = None
-    spans_devices: bool = False
+    is_spmd: bool = False
     mixed_precision: str = ""
     first_rank: int = 0
 
@@ -314,7 +314,7 @@ class Exited(Event):
 
 @dataclass(frozen=True)
 class JobFinished(Event):
-    """An attempt has ended; ``rank`` is -1.
+    """The job has ended; its last event. ``rank`` is -1.
 
     Args:
         outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.

@@ -13,9 +13,9 @@ from nblaunch import dashboard as dashboards
 from nblaunch import env
 from nblaunch.diagnosis.rendering import ShownAtCall
 from nblaunch.launcher.job import Job, remember
-from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner, Listener
-from nblaunch.spec import LaunchSpec, check_flag, parse_port, parse_strategy
+from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 from nblaunch.wire import descriptors
 
 
@@ -141,7 +141,7 @@ def notebook_launcher(
         specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
-            spans_devices=parse_strategy(strategy),
+            is_spmd=wants_spmd(strategy),
             master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
             rdzv_timeout_s=rdzv_timeout_s,

@@ -2,7 +2,7 @@
 
 ``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Its fields are checked when
 it is constructed, before anything is started: the function and its arguments (:func:`check_call`), choices, counts,
-durations, and the nodes. Settings that depend on the devices of this machine are checked by ``launcher/preflight.py``.
+durations, and the nodes. Settings that depend on the devices of this machine are checked by ``launcher/plan.py``.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class LaunchSpec:
         return_all: return a list of the values of all ranks instead of rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
         interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
-        spans_devices: one process drives all devices (XLA).
+        is_spmd: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
         hang_timeout_s: seconds without progress (steps, collectives, bars) after which stacks are shown; None = never.
@@ -270,7 +270,7 @@ class LaunchSpec:
     log_dir: str | None = None
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
-    spans_devices: bool = False
+    is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
@@ -338,7 +338,7 @@ class LaunchSpec:
         return float(conf.get("join_timeout") or conf.get("timeout") or DEFAULT_RDZV_TIMEOUT_S)
 
 
-def parse_strategy(strategy: Any) -> bool:
+def wants_spmd(strategy: Any) -> bool:
     """Return whether one process drives all devices, by the ``strategy`` argument of the Python API.
 
     Strategies for *models* are set by plugins of the Accelerator, or by the setting ``strategy``

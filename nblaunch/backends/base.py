@@ -165,7 +165,7 @@ class Backend(ABC):
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         """Environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
 
-    def spanning_env(self) -> dict[str, str | None] | None:
+    def spmd_env(self) -> dict[str, str | None] | None:
         """Return changes to :meth:`worker_env` for one worker that drives all devices; None where it can't."""
         return None
 
@@ -188,7 +188,7 @@ class Backend(ABC):
 
         process_group.join(self.process_group, topology, timeout_s)
 
-    def span_devices(self) -> None:
+    def enable_spmd(self) -> None:
         """Let this process drive all devices of the host as one; called before the device is first used.
 
         Raises:

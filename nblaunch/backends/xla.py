@@ -261,7 +261,7 @@ class XlaBackend(Backend):
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
-    def spanning_env(self) -> dict[str, str | None] | None:
+    def spmd_env(self) -> dict[str, str | None] | None:
         # No worker has a share: what the image says of its chips holds, as in any plain script on this host.
         image = env.snapshot()
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | tpu.NO_LOCAL_RANK
@@ -277,7 +277,7 @@ class XlaBackend(Backend):
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
 
-    def span_devices(self) -> None:
+    def enable_spmd(self) -> None:
         switch_on()
 
     def device(self, topology: Topology) -> torch.device:

@@ -25,7 +25,7 @@ from nblaunch.config.resolving import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
 from nblaunch.host import cgroup, notebook_service, nvml, tpu
-from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
 _PACKAGES = (
@@ -212,7 +212,7 @@ def _variables() -> dict[str, str]:
 
 
 def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
-    yield from filter(None, (plan.detour, *plan.warnings))
+    yield from filter(None, (plan.fallback, *plan.warnings))
     # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
     refusal = plan.backend.supports_precision("fp16")
     if refusal is not None:

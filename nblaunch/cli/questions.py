@@ -222,7 +222,7 @@ def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
 def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     choices = [("ddp", "ddp (a copy of the model per process)")]
     family = _family(answers)
-    if family.spanning_env() is not None:
+    if family.spmd_env() is not None:
         choices.append(("spmd", "spmd (one process; the compiler cuts batches over the chips)"))
     if not family.reduces_gradients:
         choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))

@@ -27,9 +27,9 @@ from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
-from nblaunch.events import Event, Failed, JobFinished, JobStarted, Started
-from nblaunch.launcher import rendezvous
-from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.events import AttemptStarted, Event, Failed, JobFinished, Started
+from nblaunch.launcher import store
+from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.notebook import make_runner
 from nblaunch.spec import LaunchSpec
@@ -64,7 +64,7 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
             f"{formatting.count(plan.num_processes, f'{plan.backend.name} process')} of "
             f"{formatting.count(plan.num_threads, 'CPU thread')}, started by {plan.start_method}"
         )
-        for text in filter(None, (plan.detour, *plan.warnings)):
+        for text in filter(None, (plan.fallback, *plan.warnings)):
             print(f"note: {text}")
     for note in resolved.notes:
         print(f"note: {note}")
@@ -144,7 +144,7 @@ def spec_of_script(
 def _plan_or_usage_error(spec: LaunchSpec) -> LaunchPlan:
     try:
         if spec.master_port and not spec.is_elastic:
-            rendezvous.RendezvousHost(spec.master_addr, spec.master_port).close()
+            store.StoreHost(spec.master_addr, spec.master_port).close()
         return plan_launch(spec)
     except (LaunchError, ValueError, RuntimeError) as error:
         raise UsageError(_in_one_line(error)) from None
@@ -160,7 +160,7 @@ class _Failures(Dashboard):
         self.has_started = False
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted):
+        if isinstance(event, AttemptStarted):
             self._failed = {}
         elif isinstance(event, Started):
             self.has_started = True
@@ -230,7 +230,7 @@ class _StorePreloader(Dashboard):
         return self._thread is not None and self._thread.is_alive()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and self._thread is not None:
+        if isinstance(event, AttemptStarted) and self._thread is not None:
             self._thread.join()  # a restart looks up types of torch, which must not be half imported
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))

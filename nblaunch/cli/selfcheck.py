@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import backends, formatting
 from nblaunch.cli import UsageError
-from nblaunch.launcher.preflight import LaunchPlan, plan_launch
+from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import START_METHODS, LaunchSpec
 
 if TYPE_CHECKING:

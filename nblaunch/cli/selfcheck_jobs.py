@@ -23,7 +23,7 @@ from nblaunch.cli import selfcheck_ranks as ranks
 from nblaunch.errors import WorkerDied
 from nblaunch.events import Event, LogLines
 from nblaunch.launcher.job import Job
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample

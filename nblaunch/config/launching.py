@@ -115,7 +115,7 @@ def spec_of(
         port = resolved["main_process_port"] or DEFAULT_PORTS["c10d"]
         values["rdzv_endpoint"] = f"{resolved['main_process_ip']}:{port}"
     values["num_processes"] = processes_per_machine(resolved)
-    values["spans_devices"] = resolved["strategy"] == "spmd"
+    values["is_spmd"] = resolved["strategy"] == "spmd"
     values["accelerator"] = accelerator_settings(resolved)
     try:
         return LaunchSpec(function=function, args=args, **(values | fields))

@@ -15,7 +15,7 @@ from typing import Protocol, final
 
 from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Event, JobFinished, JobStarted
+from nblaunch.events import AttemptStarted, Event, JobFinished
 from nblaunch.wire.board import Sample
 
 _log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class Controls(Protocol):
 class Dashboard(abc.ABC):
     """A listener that shows a job.
 
-    The launcher calls it from one thread at a time: ``on_event(JobStarted)``, then events of workers as they arrive and
-    ``on_samples`` about ten times a second, ``on_event(JobFinished)``, then ``close``. If the launch is aborted,
+    The launcher calls it from one thread at a time: ``on_event(AttemptStarted)``, then events of workers as they arrive
+    and ``on_samples`` about ten times a second, ``on_event(JobFinished)``, then ``close``. If the launch is aborted,
     ``close`` comes without ``JobFinished``.
 
     ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown in several
@@ -195,7 +195,7 @@ class ViewingDashboard(Dashboard):
         self._is_closed = False
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, JobStarted) and not self._view.is_started:
+        if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart()
         self._view = fold(self._view, event)
 

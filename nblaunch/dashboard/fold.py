@@ -183,7 +183,7 @@ def _with_rank(view: JobView, rank: RankView) -> JobView:
     return replace(view, ranks=(*view.ranks[: rank.rank], rank, *view.ranks[rank.rank + 1 :]))
 
 
-def _job_started(view: JobView, event: events.JobStarted) -> JobView:
+def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
     return replace(
         view,
         function_name=single_line(event.function_name),
@@ -191,8 +191,8 @@ def _job_started(view: JobView, event: events.JobStarted) -> JobView:
         backend=event.backend,
         start_method=event.start_method,
         reason=event.reason,
-        detour=single_line(event.detour),
-        spans_devices=event.spans_devices,
+        fallback=single_line(event.fallback),
+        is_spmd=event.is_spmd,
         mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
         log_dir=event.log_dir,
         attempt=event.attempt,
@@ -377,7 +377,7 @@ def _first_line(text: str) -> str:
 
 
 _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
-    events.JobStarted: _job_started,
+    events.AttemptStarted: _job_started,
     events.JobFinished: _job_finished,
     events.Note: _note,
     events.Fact: _fact,

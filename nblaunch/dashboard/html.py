@@ -209,8 +209,8 @@ def title(view: JobView, table: Table) -> str:
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""
     why = f' title="{escape(f"{view.start_method}: {view.reason}")}"' if view.reason else ""
     setting = f' <span style="{_MUTED}"{why}>on {escape(table.setting)}</span>' if view.is_started else ""
-    detour = line(table.detour) if table.detour else ""
-    return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>{detour}"
+    fallback = line(table.fallback) if table.fallback else ""
+    return f"<div>{_dot(colour)}{name}{escape(table.headline)}{setting}</div>{fallback}"
 
 
 def remarks(table: Table) -> str:

@@ -27,7 +27,7 @@ from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.text import LiveLine, write
 from nblaunch.dashboard.view import TAIL_LENGTH
-from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
+from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
@@ -187,7 +187,7 @@ class LinesPrinter(Dashboard):
             self._pending.append(
                 f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
             )
-        elif isinstance(event, JobStarted):
+        elif isinstance(event, AttemptStarted):
             self._num_processes = event.num_processes
             self._first_rank = event.first_rank
             self._log_dir = event.log_dir

@@ -243,7 +243,7 @@ class Table:
         name: of the function that runs.
         headline: state of the job: ``running for 12 s``.
         setting: number of processes, backend, start method.
-        detour: why the start method is not the usual one; empty if it is.
+        fallback: why the start method is not the usual one; empty if it is.
         columns: names of the columns between state and detail; empty columns are left out.
         rows: one per shown rank, and a summary if there are others.
         grid: the ranks without a row, by rank; :data:`GRID_COLUMNS` per line.
@@ -259,7 +259,7 @@ class Table:
     name: str
     headline: str
     setting: str
-    detour: str
+    fallback: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     grid: tuple[GridCell, ...]
@@ -285,7 +285,7 @@ def tabulate(view: JobView) -> Table:
         name=view.function_name or "job",
         headline=headline(view),
         setting=_setting(view),
-        detour=view.detour,
+        fallback=view.fallback,
         columns=tuple(columns[index] for index in used),
         rows=tuple(narrowed(row, used) for row in rows),
         grid=tuple(grid_cell(rank) for rank in others),
@@ -327,7 +327,7 @@ def _setting(view: JobView) -> str:
     precision = facts.pop(
         "precision", view.mixed_precision
     )  # reported by workers, where it differs from the setting
-    spanning = "spmd" if view.spans_devices else ""
+    spanning = "spmd" if view.is_spmd else ""
     parts = (view.backend, view.start_method, spanning, precision, *facts.values())
     how = ", ".join(part for part in parts if part)
     text = formatting.count(view.num_processes, "process") + (f" ({how})" if how else "")

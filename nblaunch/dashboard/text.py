@@ -198,7 +198,7 @@ def render_text(view: JobView, *, with_output: bool = False) -> str:
     table = tabulate(view)
     lines = [*(_table_lines(table) if table.rows else []), *_grid_lines(table.grid)]
     lines.append(f"{table.name}: {table.headline} on {table.setting}" if view.is_started else table.headline)
-    lines += [table.detour] if table.detour else []
+    lines += [table.fallback] if table.fallback else []
     lines += [f"{label}: {text}" for label, text in table.failures]
     for notice in table.notices:
         lines += [notice.text, *(f"    {line}" for line in notice.lines)]

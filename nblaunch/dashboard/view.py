@@ -278,8 +278,8 @@ class JobView:
         backend: device family.
         start_method: of the workers.
         reason: for the start method.
-        detour: a sentence why the usual start method was not possible; empty otherwise.
-        spans_devices: one worker drives all devices.
+        fallback: a sentence why the usual start method was not possible; empty otherwise.
+        is_spmd: one worker drives all devices.
         mixed_precision: ``"fp16"`` or ``"bf16"``; empty if unknown or full precision.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: folder of complete logs.
@@ -306,8 +306,8 @@ class JobView:
     backend: str = ""
     start_method: str = ""
     reason: str = ""
-    detour: str = ""
-    spans_devices: bool = False
+    fallback: str = ""
+    is_spmd: bool = False
     mixed_precision: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     log_dir: str = ""

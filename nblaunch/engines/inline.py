@@ -25,7 +25,7 @@ def run_inline(
     defaults: Mapping[str, Any],
     emit: Callable[[Event], None],
     environment: Mapping[str, str],
-    spans_devices: bool = False,
+    is_spmd: bool = False,
 ) -> Any:
     """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards.
 
@@ -36,7 +36,7 @@ def run_inline(
         defaults: as in :class:`nblaunch.context.WorkerContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.
         environment: further variables to set meanwhile.
-        spans_devices: let this process drive all devices, which it then does until it ends.
+        is_spmd: let this process drive all devices, which it then does until it ends.
 
     Raises:
         RuntimeError: it is too late for that: the process uses one device already.
@@ -44,11 +44,11 @@ def run_inline(
     function, args = call
     before = context.take()
     was_in_group = process_group.is_joined()
-    spanning = backend.spanning_env() if spans_devices else None
+    spanning = backend.spmd_env() if is_spmd else None
     settings = {**topology.to_env(), **environment, **backend.worker_env(topology), **(spanning or {})}
     with env.patched(settings):
-        if spans_devices:
-            backend.span_devices()
+        if is_spmd:
+            backend.enable_spmd()
         context.install(
             WorkerContext(topology=topology, backend=backend, emit=emit, defaults=defaults, is_launched=True)
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.peers import Peers
-from nblaunch.launcher.preflight import LaunchPlan
+from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire import descriptors, sealing
@@ -86,7 +86,7 @@ def assign(
                 backend=attempt.plan.backend.name,
                 environment=_environment(attempt, topology),
                 defaults=attempt.spec.defaults,
-                spans_devices=attempt.spec.spans_devices,
+                is_spmd=attempt.spec.is_spmd,
                 attempt=attempt.number,
                 board_fd=board.fd,
                 event_fd=writing,
@@ -114,6 +114,6 @@ def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
         **topology.to_env(attempt.number),
         **attempt.spec.environment,
         **backend.worker_env(topology),
-        **((backend.spanning_env() or {}) if attempt.spec.spans_devices else {}),
+        **((backend.spmd_env() or {}) if attempt.spec.is_spmd else {}),
         **(peers.worker_settings(topology, attempt.restart_count) if peers is not None else {}),
     }

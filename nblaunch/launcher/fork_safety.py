@@ -23,7 +23,7 @@ from typing import Any
 from nblaunch.backends.base import Backend
 from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.diagnosis.stacks import Position
-from nblaunch.launcher import rendezvous
+from nblaunch.launcher import store
 from nblaunch.wire.assignment import Call
 from nblaunch.wire.exceptions import is_user_file
 from nblaunch.wire.pickle_errors import captured_variables
@@ -81,7 +81,7 @@ def find_hazard(backend: Backend, call: Call) -> str | None:
             "workers start from a thread other than the main one, which may be running code whose locks a fork would "
             "copy as they are"
         )
-    if rendezvous.is_any_store_running():
+    if store.is_any_store_running():
         return "another job of this process is running, and a fork could copy its store in the middle of something"
     hazard = backend.fork_hazard()
     if hazard is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import ShownAtCall
-from nblaunch.launcher.preflight import LaunchPlan
+from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.results import JobOutcome, frame_of
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec

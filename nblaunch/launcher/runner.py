@@ -22,14 +22,14 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import LaunchError
-from nblaunch.events import Event, JobFinished, JobStarted, Metric, Note, Started
+from nblaunch.events import AttemptStarted, Event, JobFinished, Metric, Note, Started
 from nblaunch.launcher.assignments import Attempt
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.peers import Peers
-from nblaunch.launcher.preflight import LaunchPlan, judge_again
-from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
 from nblaunch.launcher.results import JobOutcome, conclude, row_of
+from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -261,7 +261,7 @@ class JobRunner:
             LaunchError: the workers could not be started.
         """
         self.topology = topology
-        self.plan = judge_again(self.plan, self.spec)
+        self.plan = replan_start_method(self.plan, self.spec)
         self._announce()
         self._start_attempt(peers, restart_count)
         return self._supervise()
@@ -305,7 +305,7 @@ class JobRunner:
     def _restart(self, report: AttemptReport) -> None:
         failure = self.keep_failure(report)
         self.next_attempt()
-        self.plan = judge_again(self.plan, self.spec)
+        self.plan = replan_start_method(self.plan, self.spec)
         text = (
             f"{failure}; starting all ranks again (restart {self.attempt} of at most {self.spec.max_restarts}) "
             f"by {self.plan.start_method}: {self.plan.reason}"
@@ -338,7 +338,7 @@ class JobRunner:
 
     def _run_inline(self) -> JobOutcome:
         spec = self.spec
-        rendezvous = RendezvousHost(spec.master_addr, spec.master_port)
+        rendezvous = StoreHost(spec.master_addr, spec.master_port)
         try:
             rendezvous.host()
             value = run_inline(
@@ -348,7 +348,7 @@ class JobRunner:
                 spec.defaults,
                 self.emit,
                 spec.environment,
-                spec.spans_devices,
+                spec.is_spmd,
             )
         finally:
             rendezvous.close()
@@ -374,7 +374,7 @@ class JobRunner:
 
     def _announce(self) -> None:
         self.emit(
-            JobStarted(
+            AttemptStarted(
                 rank=-1,
                 time_s=time.time(),
                 function_name=self.spec.function_name,
@@ -382,11 +382,11 @@ class JobRunner:
                 backend=self.plan.backend.name,
                 start_method=self.plan.start_method,
                 reason=self.plan.reason,
-                detour=self.plan.detour,
+                fallback=self.plan.fallback,
                 log_dir=str(self.log.attempt_path(self.attempt)),
                 attempt=self.attempt,
                 label_template=self.spec.log_line_prefix_template,
-                spans_devices=self.spec.spans_devices,
+                is_spmd=self.spec.is_spmd,
                 mixed_precision=self.spec.mixed_precision,
                 first_rank=self.topology.rank,
             )

@@ -36,8 +36,8 @@ from nblaunch.launcher.escalation import Escalation
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
-from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
 from nblaunch.wire import descriptors, outbox
 from nblaunch.wire.board import Board, Sample
@@ -188,14 +188,14 @@ class Supervisor:
             descriptors.keep_from_children(self._selector.fileno())
             stack.callback(descriptors.forget, self._selector.fileno())
 
-    def _host_rendezvous(self, stack: ExitStack) -> RendezvousHost | None:
+    def _host_rendezvous(self, stack: ExitStack) -> StoreHost | None:
         """Listen for workers that want the store; None where another machine does."""
         topology = self._attempt.topology
         if topology.master_port:
             return None
         # Among nodes, that port is where the agents meet.
         port = self._attempt.spec.master_port if self._peers is None else None
-        rendezvous = RendezvousHost(topology.master_addr, port)
+        rendezvous = StoreHost(topology.master_addr, port)
         stack.callback(rendezvous.close)
         if self._peers is not None:
             self._peers.send_port(rendezvous.port)
@@ -295,7 +295,7 @@ class Supervisor:
             self._emit(event)
         return is_closed
 
-    def _host_store(self, rendezvous: RendezvousHost) -> None:
+    def _host_store(self, rendezvous: StoreHost) -> None:
         self._selector.unregister(rendezvous)
         rendezvous.host()
 

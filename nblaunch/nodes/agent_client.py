@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
-from nblaunch.launcher.rendezvous import RendezvousHost
 from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
 from nblaunch.nodes.messages import AgentEnded, Heartbeat, Leave, PeerHeartbeats, WorldFormed
@@ -93,7 +93,7 @@ class AgentClient:
         self.ended = None
         self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # none are expected before
 
-    def _listen(self, host: str, port: int) -> RendezvousHost | None:
+    def _listen(self, host: str, port: int) -> StoreHost | None:
         """Open the socket of the store if this node hosts it, else return None."""
         wanted = (self._spec.rdzv_conf or {}).get("is_host")
         if self._spec.rdzv_backend == "static":

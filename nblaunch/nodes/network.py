@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.errors import LaunchError
-from nblaunch.launcher.rendezvous import RendezvousHost, family_of
+from nblaunch.launcher.store import StoreHost, family_of
 
 
 def resolve(host: str, port: int) -> str:
@@ -63,7 +63,7 @@ def interface_settings(interface: str | None) -> dict[str, str]:
     }
 
 
-def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | None:
+def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
     """Open the listening socket of the rendezvous.
 
     Args:
@@ -75,7 +75,7 @@ def listen(address: str, port: int, *, is_optional: bool) -> RendezvousHost | No
         LaunchError: ``is_optional`` is False, and the address is not of this machine or the port is in use.
     """
     try:
-        return RendezvousHost(address, port)
+        return StoreHost(address, port)
     except LaunchError as error:
         number = getattr(error.__cause__, "errno", None)
         if is_optional and number in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):

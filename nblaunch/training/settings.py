@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch import context, env
-from nblaunch.spec import parse_strategy
+from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
 from nblaunch.training.options import (
     RNG_TYPES,
@@ -64,8 +64,8 @@ def prepare_device(strategy: StrategyPlugin | str | None, downcast_bf16: bool) -
         ValueError: ``strategy`` is neither a plugin nor a known name.
     """
     backend = context.current().backend
-    if strategy is not None and not isinstance(strategy, StrategyPlugin) and parse_strategy(strategy):
-        backend.span_devices()
+    if strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy):
+        backend.enable_spmd()
     if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
         backend.downcast_to_bf16()
 

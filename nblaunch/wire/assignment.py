@@ -39,7 +39,7 @@ class Assignment:
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
-        spans_devices: whether this worker drives all devices of its machine, rather than one.
+        is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
@@ -60,7 +60,7 @@ class Assignment:
     log_path: str
     stacks_path: str
     num_threads: int
-    spans_devices: bool = False
+    is_spmd: bool = False
     returns_value: bool = True
     sends_weights_of: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False

@@ -125,8 +125,8 @@ class _Worker:
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
         backend.prepare_child(assignment.topology)
-        if assignment.spans_devices:
-            backend.span_devices()
+        if assignment.is_spmd:
+            backend.enable_spmd()
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)
         output.connect_displays(assignment.rank, self.sender.send)
         context.install(

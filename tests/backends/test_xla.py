@@ -82,7 +82,7 @@ def test_a_single_process_for_all_chips_has_what_the_image_says(monkeypatch: pyt
     monkeypatch.setenv("TPU_CHIPS_PER_PROCESS_BOUNDS", "2,4,1")
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "8")
     monkeypatch.delenv("TPU_VISIBLE_CHIPS", raising=False)
-    env = BACKEND.worker_env(Topology(master_port=1)) | (BACKEND.spanning_env() or {})
+    env = BACKEND.worker_env(Topology(master_port=1)) | (BACKEND.spmd_env() or {})
     assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
     assert env["TPU_VISIBLE_CHIPS"] is None
     assert env["PJRT_LOCAL_PROCESS_COUNT"] is None
@@ -193,7 +193,7 @@ def test_a_downcast_is_refused_elsewhere() -> None:
     with pytest.raises(ValueError, match="downcast_bf16=True is for XLA devices"):
         CpuBackend().downcast_to_bf16()
     with pytest.raises(ValueError, match="strategy='spmd' is for XLA devices"):
-        CpuBackend().span_devices()
+        CpuBackend().enable_spmd()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from nblaunch.events import *
 from nblaunch.wire.board import Sample
 
 def begin(n):
-    return [JobStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),
+    return [AttemptStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),
             *(Started(rank, time.time(), pid=1) for rank in range(n))]
 
 def end(n):

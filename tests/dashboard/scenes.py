@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import (
+    AttemptStarted,
     Event,
     ExceptionInfo,
     Exited,
@@ -16,7 +17,6 @@ from nblaunch.events import (
     Finished,
     FrameInfo,
     JobFinished,
-    JobStarted,
     Started,
     WorkerState,
 )
@@ -38,7 +38,7 @@ class Clock:
 def started(num_processes: int, **fields: object) -> list[Event]:
     """A job whose workers have all begun."""
     job = {"function_name": "train", "backend": "cpu", "start_method": "fork", "log_dir": "/logs/train-1"}
-    begin = JobStarted(-1, START_S, num_processes=num_processes, **{**job, **fields})  # type: ignore[arg-type]
+    begin = AttemptStarted(-1, START_S, num_processes=num_processes, **{**job, **fields})  # type: ignore[arg-type]
     return [begin, *(Started(rank, START_S, pid=100 + rank) for rank in range(num_processes))]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from nblaunch.dashboard.fold import fold
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Fact, JobStarted
+from nblaunch.events import AttemptStarted, Fact
 
-STARTED = JobStarted(-1, 1.0, num_processes=2, backend="xla", start_method="fork", mixed_precision="bf16")
+STARTED = AttemptStarted(-1, 1.0, num_processes=2, backend="xla", start_method="fork", mixed_precision="bf16")
 
 
 def test_facts_stand_in_the_head_and_the_last_of_a_name_counts() -> None:

@@ -18,7 +18,7 @@ from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.text import TextDashboard
-from nblaunch.events import Displayed, Event, JobStarted, LogLines, Note
+from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.wire.board import Sample
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
@@ -170,7 +170,7 @@ def test_labels_are_aligned_and_a_single_process_has_none() -> None:
 
 def test_a_label_of_ones_own_knows_the_rank_on_this_machine() -> None:
     stream = Writes()
-    begin = JobStarted(
+    begin = AttemptStarted(
         -1, START_S, num_processes=4, label_template="<${rank}, here ${local_rank}> ", first_rank=2
     )
     feed(printer := LinesPrinter(stream=stream), [begin, lines_of(2, 0, 1), lines_of(3, 0, 1)])

@@ -23,10 +23,10 @@ from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import live_line, progress_line, render_text
 from nblaunch.dashboard.view import Curve, JobView
 from nblaunch.events import (
+    AttemptStarted,
     Event,
     HostMemory,
     JobFinished,
-    JobStarted,
     LogLines,
     Metric,
     Note,
@@ -212,12 +212,12 @@ def test_memory_that_counts_shared_pages_for_each_rank_says_so() -> None:
 
 
 def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
-    detour = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
-    events = started(2, start_method="forkserver", reason="fork is not possible", detour=detour)
+    fallback = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
+    events = started(2, start_method="forkserver", reason="fork is not possible", fallback=fallback)
     for view in (view_of(events), view_of([*events, *ended(2)])):
         html = render_html(view)
-        assert detour in render_text(view).splitlines()
-        assert detour in Reader(html).text
+        assert fallback in render_text(view).splitlines()
+        assert fallback in Reader(html).text
         assert "CUDA is &lt;in use&gt;" in html.partition("<table")[0]
         assert CAUTION not in html
     assert 'title="fork: nothing is pickled"' in render_html(view_of(started(2, reason="nothing is pickled")))
@@ -245,7 +245,7 @@ def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
 def test_one_process_for_all_devices_and_the_precision_are_told_unless_they_are_the_usual_ones() -> None:
     assert "(cpu, fork)" in render_text(view_of(started(2, mixed_precision="no")))
     assert "(xla, fork, spmd, bf16)" in render_text(
-        view_of(started(1, backend="xla", spans_devices=True, mixed_precision="bf16"))
+        view_of(started(1, backend="xla", is_spmd=True, mixed_precision="bf16"))
     )
 
 
@@ -278,7 +278,7 @@ def golden_views() -> dict[str, JobView]:
     metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]
     consequences = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
     warned = [
-        *started(2, start_method="forkserver", detour="workers start through a forkserver: CUDA is in use"),
+        *started(2, start_method="forkserver", fallback="workers start through a forkserver: CUDA is in use"),
         Note(-1, START_S, text="memory may run out", kind="warning"),
         Note(-1, START_S, text="no progress for 300 s\nranks 0-1: waiting in all_reduce", kind="hang"),
         StatusLine(1, START_S, text="fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"),
@@ -495,7 +495,7 @@ def test_a_job_that_never_started_can_be_shown() -> None:
 
 
 def test_a_restart_is_named() -> None:
-    view = fold(view_of(started(2)), JobStarted(-1, START_S + 1, "train", 2, "cpu", "fork", attempt=1))
+    view = fold(view_of(started(2)), AttemptStarted(-1, START_S + 1, "train", 2, "cpu", "fork", attempt=1))
     assert "on 2 processes (cpu, fork), attempt 2" in render_text(view)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
+    AttemptStarted,
     Displayed,
     Event,
     ExceptionInfo,
@@ -21,7 +22,6 @@ from nblaunch.events import (
     Finished,
     HostMemory,
     JobFinished,
-    JobStarted,
     LogLines,
     Metric,
     Note,
@@ -115,7 +115,7 @@ def test_without_processes_of_their_own_ranks_are_done_when_the_job_is() -> None
 
 def test_a_restart_begins_anew_but_time_goes_on() -> None:
     view = view_of([*started(2), raised(1), Note(-1, START_S, text="restarting")])
-    view = fold(view, JobStarted(-1, START_S + 10, "train", 2, attempt=1))
+    view = fold(view, AttemptStarted(-1, START_S + 10, "train", 2, attempt=1))
     assert states(view) == ["starting", "starting"]
     assert (view.attempt, view.elapsed_s, view.notes) == (1, 10.0, ((-1, "restarting"),))
 
@@ -299,7 +299,7 @@ ranks = st.integers(-1, 4)
 texts = st.text(max_size=50)
 any_event = st.one_of(
     st.builds(
-        JobStarted, st.just(-1), st.floats(0, 1e9), texts, st.integers(0, 4), attempt=st.integers(0, 2)
+        AttemptStarted, st.just(-1), st.floats(0, 1e9), texts, st.integers(0, 4), attempt=st.integers(0, 2)
     ),
     st.builds(Started, ranks, st.just(1.0), pid=st.integers()),
     st.builds(LogLines, ranks, st.just(1.0), st.lists(texts, max_size=40).map(tuple)),

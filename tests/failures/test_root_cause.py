@@ -177,7 +177,7 @@ def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> N
 import gc, weakref
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.launcher.assignments import Attempt
-from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.store import StoreHost
 from nblaunch.wire.board import Board
 model = torch.nn.Linear(64, 64)
 alive = weakref.ref(model)
@@ -192,7 +192,7 @@ notebook_launcher(train, (model,), 2, start_method={method!r})
     left = value_of(
         shared,
         "(gc.collect(), [type(o).__name__ for o in gc.get_objects() "
-        "if isinstance(o, (Supervisor, Attempt, RendezvousHost, Board))])[1]",
+        "if isinstance(o, (Supervisor, Attempt, StoreHost, Board))])[1]",
     )
     assert left == []
     # With its job and its error forgotten, nothing of the launcher holds the model.

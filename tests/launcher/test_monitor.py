@@ -12,7 +12,7 @@ from nblaunch.backends.cpu import CpuBackend
 from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Exited, JobStarted, Started, WorkerState
+from nblaunch.events import AttemptStarted, Exited, Started, WorkerState
 from nblaunch.host.memory import proportional_bytes
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.host.nvml import NvmlMeter
@@ -161,7 +161,7 @@ def test_a_lost_gpu_does_not_shift_the_others_to_other_ranks() -> None:
 
 
 def test_the_table_shows_the_utilisation_while_the_rank_runs() -> None:
-    view = fold(fold(JobView(), JobStarted(-1, 1.0, num_processes=1)), Started(0, 1.0, pid=7))
+    view = fold(fold(JobView(), AttemptStarted(-1, 1.0, num_processes=1)), Started(0, 1.0, pid=7))
     now_s = 100.0
     sampler = DeviceSampler(_TwoDevices(), 0, 1, clock=lambda: now_s)
     now_s = 102.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nblaunch import backends
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 
 

@@ -14,7 +14,7 @@ from nblaunch.events import Event, Note
 from nblaunch.launcher import supervisor
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Sample

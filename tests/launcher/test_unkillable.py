@@ -17,7 +17,7 @@ from nblaunch.launcher import supervisor as module
 from nblaunch.launcher.assignments import Attempt
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.preflight import plan_launch
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec

@@ -11,13 +11,13 @@ from torch.distributed import TCPStore
 from torch.torch_version import TorchVersion
 
 from nblaunch.errors import LaunchError
-from nblaunch.launcher.rendezvous import RendezvousHost
+from nblaunch.launcher.store import StoreHost
 
 
 @pytest.fixture(autouse=True, scope="module")
 def first_store() -> None:
     """torch's store library makes a pipe at its first use and keeps it for good."""
-    host = RendezvousHost("127.0.0.1", None)
+    host = StoreHost("127.0.0.1", None)
     host.host()
     TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
     host.close()
@@ -34,7 +34,7 @@ def test_a_client_that_comes_before_the_store_is_served(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     before = listening()
-    host = RendezvousHost("127.0.0.1", None)
+    host = StoreHost("127.0.0.1", None)
     assert listening() - before == {("127.0.0.1", host.port)}
     early = socket.create_connection(("127.0.0.1", host.port))
     host.host()
@@ -53,19 +53,19 @@ def test_a_client_that_comes_before_the_store_is_served(
 
 def test_without_a_client_there_is_no_store() -> None:
     before = listening()
-    host = RendezvousHost("127.0.0.1", None)
+    host = StoreHost("127.0.0.1", None)
     host.close()
     host.close()
     assert listening() == before
 
 
 def test_two_hosts_have_two_ports_and_a_fixed_port_can_be_had_again() -> None:
-    one, two = RendezvousHost("127.0.0.1", None), RendezvousHost("127.0.0.1", None)
+    one, two = StoreHost("127.0.0.1", None), StoreHost("127.0.0.1", None)
     assert one.port != two.port
     with pytest.raises(LaunchError, match=f"port {one.port} on 127.0.0.1 is in use"):
-        RendezvousHost("127.0.0.1", one.port)
+        StoreHost("127.0.0.1", one.port)
     one.close()
     two.close()
-    again = RendezvousHost("127.0.0.1", one.port)
+    again = StoreHost("127.0.0.1", one.port)
     assert again.port == one.port
     again.close()

@@ -33,7 +33,7 @@ def is_any_store_running() -> bool:
     return bool(_running)
 
 
-class RendezvousHost:
+class StoreHost:
     """Listens for workers and becomes a ``TCPStore`` when the first one comes.
 
     Args:

@@ -36,7 +36,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their argument paths.
-        detour: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
+        fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
         warnings: what may go wrong, a sentence each.
@@ -48,7 +48,7 @@ class LaunchPlan:
     reason: str
     num_threads: int
     modules: Mapping[ArgPath, Any] = field(repr=False)
-    detour: str = ""
+    fallback: str = ""
     starts_later: bool = False
     warnings: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         modules=modules if spec.sync_weights and start_method != "inline" else {},
-        detour=_detour(spec, start_method, reason),
+        fallback=_fallback_text(spec, start_method, reason),
         starts_later=starts_later,
         warnings=(
             *_overlooked(backend),
@@ -106,14 +106,16 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     )
 
 
-def judge_again(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
+def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
     """Decide anew how workers start, for another start of the same job: here and now a fork may not be safe any more.
 
     Raises:
         LaunchError: the start method asked for can't be used now.
     """
     start_method, reason = _start_method(spec, plan.backend)
-    return replace(plan, start_method=start_method, reason=reason, detour=_detour(spec, start_method, reason))
+    return replace(
+        plan, start_method=start_method, reason=reason, fallback=_fallback_text(spec, start_method, reason)
+    )
 
 
 _LATER_FORK = (
@@ -164,7 +166,7 @@ def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
 
 
 def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
-    if spec.spans_devices:
+    if spec.is_spmd:
         return _one_process(spec, backend)
     if spec.engine == "inline":
         if spec.num_processes not in (None, 1):
@@ -198,7 +200,7 @@ def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> No
 
 
 def _one_process(spec: LaunchSpec, backend: Backend) -> int:
-    if backend.spanning_env() is None:
+    if backend.spmd_env() is None:
         raise ValueError(
             f"strategy='spmd' is for XLA devices (backend='xla'), and this launch is for {backend.name}; there, "
             "strategy='auto' runs one process per device"
@@ -228,11 +230,13 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     return "fork", "shares the model with the kernel, nothing is pickled"
 
 
-def _detour(spec: LaunchSpec, start_method: str, reason: str) -> str:
+def _fallback_text(spec: LaunchSpec, start_method: str, reason: str) -> str:
     """Return a sentence where workers are not forked: fresh processes start slower and need the call pickled."""
-    is_detour = spec.start_method == "auto" and start_method not in ("fork", "inline")
+    is_fallback = spec.start_method == "auto" and start_method not in ("fork", "inline")
     return (
-        f"workers start through a {start_method}: {reason}; nothing has to be restarted" if is_detour else ""
+        f"workers start through a {start_method}: {reason}; nothing has to be restarted"
+        if is_fallback
+        else ""
     )
 
 

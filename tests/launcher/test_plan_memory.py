@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nblaunch.diagnosis import memory
-from nblaunch.launcher import preflight
+from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from tests.kernels import Kernel
 
@@ -25,7 +25,7 @@ def warnings_with(
 ) -> tuple[str, ...]:
     facts = replace(memory.read_facts(), available=available)
     monkeypatch.setattr(memory, "read_facts", lambda: facts)
-    plan = preflight.plan_launch(LaunchSpec(train, args, num_processes=8, backend="cpu", start_method="fork"))
+    plan = plan_launch(LaunchSpec(train, args, num_processes=8, backend="cpu", start_method="fork"))
     return tuple(text for text in plan.warnings if "host memory" in text)
 
 
