@@ -115,11 +115,11 @@ def read(path: Path) -> Layer:
     """
     raw = _flattened(path, _load(path))
     try:
-        ours, notes = _translated(raw)
-        unknown_keys = [key for key in ours if key not in SETTINGS]
+        settings, notes = _translated(raw)
+        unknown_keys = [key for key in settings if key not in SETTINGS]
         if unknown_keys:
             raise ConfigError("; ".join(unknown(named(key), SETTINGS) for key in unknown_keys[:_MAX_UNKNOWN]))
-        values = {name: convert(name, value) for name, value in ours.items() if value is not None}
+        values = {name: convert(name, value) for name, value in settings.items() if value is not None}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Layer(f"file {path}", values, tuple(notes))
@@ -270,7 +270,7 @@ def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: the file asks for a feature that nblaunch does not have.
     """
-    ours: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     notes = []
     for key, value in raw.items():
         if key == "num_processes" and value == -1:
@@ -283,9 +283,9 @@ def _translated(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if _has_effect_in_accelerate(key, value):
                 notes.append(f"{key} changes nothing: {_UNUSED[key]}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):
-            ours[_OLD_NAMES.get(key, key)] = value
+            settings[_OLD_NAMES.get(key, key)] = value
     _check_environment(raw)
-    return _translated_device(raw) | ours, notes
+    return _translated_device(raw) | settings, notes
 
 
 def _has_effect_in_accelerate(key: str, value: Any) -> bool:

@@ -106,7 +106,7 @@ def spec_of(
         ConfigError: the settings contradict each other.
     """
     values = {name: resolved[name] for name in _SAME_NAMES}
-    values |= {ours: resolved[name] for name, ours in _RENAMED.items() if resolved[name] is not None}
+    values |= {field: resolved[name] for name, field in _RENAMED.items() if resolved[name] is not None}
     if (
         resolved["rdzv_backend"] == "c10d"
         and resolved["rdzv_endpoint"] is None
@@ -125,7 +125,7 @@ def spec_of(
 
 def with_setting_names(text: str) -> str:
     """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
-    names = {ours: name for name, ours in _RENAMED.items()} | {"use_port": "main_process_port"}
+    names = {field: name for name, field in _RENAMED.items()} | {"use_port": "main_process_port"}
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 

@@ -169,7 +169,7 @@ class Watchdog:
             if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
                 known.restart_checks(moved_s)  # other ranks make progress, or did until a moment ago
                 continue
-            is_hung = now_s - moved_s >= self.timeout_s and self._stands_still(rank, known)
+            is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
             (hung if is_hung else suspected).append(rank)
         busy = tuple(rank for rank, known in ranks.items() if known.checks and not known.is_idle(alone=True))
         return self._finding(now_s, hung, suspected, busy)
@@ -193,7 +193,7 @@ class Watchdog:
     def _running_ranks(self) -> list[_Rank]:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
-    def _stands_still(self, rank: int, known: _Rank) -> bool:
+    def _is_hung(self, rank: int, known: _Rank) -> bool:
         """Return whether a rank without progress certainly hangs, rather than working without steps."""
         if known.has_moved or known.position.is_long_work:
             return False

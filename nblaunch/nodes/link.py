@@ -1,6 +1,6 @@
 """The connection of a launcher to the other nodes: it sends summaries of its workers and handles heartbeats.
 
-    runner ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
+    attempts ──> next_world ──> attempt, run by the supervisor ──> conclude ──> next_world ... until the agent ends
                                   │ receive, exchange
                                 agent
 

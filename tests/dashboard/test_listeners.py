@@ -447,7 +447,7 @@ def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCa
         guarded.close()
     assert broken.num_calls == 1
     assert [record.message for record in caplog.records] == [
-        "BrokenDashboard failed and is switched off; the job goes on without it"
+        "BrokenDashboard failed and is switched off; the job continues without it"
     ]
     assert "the front end went away" in caplog.text
 
