@@ -1,6 +1,11 @@
 """Device families, found by name: one file each in this folder, and those that were registered.
 
-``base.py`` describes what a backend is and how to add one.
+base            Backend: what a device family is, and how to add one
+cpu             CPU cores, gloo
+cuda            NVIDIA GPUs, NCCL; what their errors mean (cuda_errors)
+xla             TPUs, and the CPU in their place; torch_xla and its compiler (xla_runtime)
+first_use       whether and where this process first used a device, which rules out a fork
+process_group   joining, leaving and forgetting torch's default process group
 """
 
 from __future__ import annotations
@@ -78,7 +83,7 @@ def choose(name: str) -> Backend:
 
     Raises:
         ValueError: no backend has this name; lists those that exist.
-        RuntimeError: the backend exists but can't be used on this machine; says why.
+        RuntimeError: the backend exists but can't be used on this machine, with the reason.
     """
     found = discover()
     if name == "auto":

@@ -158,7 +158,7 @@ class Backend(ABC):
         """Prepare this process before workers are forked from it, with what each would otherwise do by itself.
 
         Raises:
-            RuntimeError: the device's library can't be imported; says why.
+            RuntimeError: the device's library can't be imported, with the reason.
         """
 
     @abstractmethod
@@ -202,7 +202,7 @@ class Backend(ABC):
     def observe(
         self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
     ) -> None:
-        """Set what is called with what this device does by itself.
+        """Set what is called with reports of the device.
 
         Args:
             note: takes a sentence for the user.

@@ -1,4 +1,4 @@
-"""What errors of CUDA and NCCL mean, and what to try: their own messages do not say.
+"""What errors of CUDA and NCCL mean, and what to try: their messages alone do not explain.
 
     explain      an error -> lines for the user; nothing for errors that are not of the device
     FAULTS       kinds of errors by their messages

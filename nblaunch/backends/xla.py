@@ -13,7 +13,7 @@ Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compile
 fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
-will have to say, in its own way: how chips are counted without ``import torch_tpu`` (which aborts the process where
+will have to answer: how chips are counted without ``import torch_tpu`` (which aborts the process where
 there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_hazard`` there is; the variables that its
 ``set_tpu_launch_env`` sets, for ``worker_env`` (TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY); its process
 group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and
@@ -112,7 +112,7 @@ class Representation:
         )
 
     def switch_on(self) -> bool:
-        """Ask the runtime for it; whether it took effect. Makes the first tensor of the process on the device."""
+        """Switch it on; return whether it took effect. Makes the first tensor of the process on the device."""
         other = "XLA_USE_BF16" if self.has_fp32_doubles else "XLA_DOWNCAST_BF16"
         # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without a
         # successor of the same meaning; the test below fails when they are gone.
@@ -236,7 +236,7 @@ class XlaBackend(Backend):
         return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_runtime.num_chips()}"
 
     def fork_hazard(self) -> str | None:
-        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has spoken already
+        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has refused already
             who = first_use.xla_first_use()
             return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
         if "torch" not in sys.modules:
@@ -262,7 +262,7 @@ class XlaBackend(Backend):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        # No worker has a share: what the image says of its chips holds, as in any plain script on this host.
+        # No worker has a share: what the image sets for its chips holds, as in any plain script on this host.
         image = env.snapshot()
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | tpu.NO_LOCAL_RANK
 

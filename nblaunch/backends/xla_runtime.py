@@ -28,8 +28,8 @@ INSTALL = 'pip install "nblaunch[tpu]"'
 
 def kind() -> str:
     """Return what the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
-    asked = env.read("PJRT_DEVICE")
-    return asked.upper() if asked else "TPU" if num_chips() else "CPU"
+    wanted = env.read("PJRT_DEVICE")
+    return wanted.upper() if wanted else "TPU" if num_chips() else "CPU"
 
 
 def num_chips() -> int:
@@ -64,12 +64,12 @@ def package() -> Any:
     """Import torch_xla and return it.
 
     Raises:
-        RuntimeError: it can't be imported; says why.
+        RuntimeError: it can't be imported, with the reason.
     """
     if "torch_xla" in sys.modules:
         return sys.modules["torch_xla"]
     try:
-        # Left alone, the import would settle PJRT_DEVICE for the whole process.
+        # Left alone, the import would fix PJRT_DEVICE for the whole process.
         with env.patched({"PJRT_DEVICE": kind(), **readable_accelerator_type()}):
             for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
                 importlib.import_module(f"torch_xla.{name}")
@@ -187,7 +187,7 @@ class CompileWatch:
         self._show(known.shapes[shapes] <= WARM_UP_STEPS)
 
     def end_step(self) -> None:
-        """Look at what the step that runs has compiled, if one does."""
+        """Report what the current step has compiled, if there is one."""
         if self._open is None:
             return
         (phase, shapes), self._open = self._open, None
@@ -198,8 +198,8 @@ class CompileWatch:
         if num_graphs:
             total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
             self._state("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
-        self._look_at_graphs(phase, shapes, num_graphs, seconds)
-        self._look_at_fallbacks(now.fallbacks)
+        self._check_graphs(phase, shapes, num_graphs, seconds)
+        self._check_fallbacks(now.fallbacks)
         self._before = now
 
     def end_pass(self) -> None:
@@ -208,7 +208,7 @@ class CompileWatch:
         for phase in self._phases:
             self._report(phase)
 
-    def _look_at_graphs(self, phase: str, shapes: str, num_graphs: int, seconds: float) -> None:
+    def _check_graphs(self, phase: str, shapes: str, num_graphs: int, seconds: float) -> None:
         known = self._phases[phase]
         if known.num_steps <= WARM_UP_STEPS and len(known.shapes) == 1:
             known.num_graphs += num_graphs
@@ -233,7 +233,7 @@ class CompileWatch:
                 "step, as a Python number that enters a computation, a branch, or a value that is read by item()",
             )
 
-    def _look_at_fallbacks(self, fallbacks: Mapping[str, int]) -> None:
+    def _check_fallbacks(self, fallbacks: Mapping[str, int]) -> None:
         for name in sorted(fallbacks):
             count = fallbacks[name] - self._before.fallbacks.get(name, 0)
             if count <= 0:

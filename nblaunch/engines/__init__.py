@@ -1,4 +1,12 @@
-"""How workers come to be. Local processes start by fork, through a forkserver, or by spawn: one file each."""
+"""Start methods, one file each.
+
+base            Engine, which starts workers, and WorkerGroup, by which they are watched
+fork            forks of this process; forkserver: forks of a clean interpreter; spawn: fresh interpreters
+inline          no worker: the function runs in this process
+children        a group of child processes: wait, signal, reap
+saved_call      the call as it was at one moment, for fresh interpreters
+interpreter     starts a fresh interpreter; child_main: what that does
+"""
 
 from __future__ import annotations
 

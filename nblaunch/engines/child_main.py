@@ -3,9 +3,9 @@
     kernel ── boot file: assignments, random states                    (plain, needs no user code)
            ── call file: the function and its arguments, by cloudpickle (may import the user's modules)
 
-As a *zygote* (forkserver) it loads the call once and forks all workers from itself, so that they share one model, and
+As a *forkserver* it loads the call once and forks all workers from itself, so that they share one model, and
 reports each one's start and end to the kernel; where loading the call has used the device, it starts fresh workers
-instead. As a *worker* (spawn) it is itself the one rank of its assignment.
+instead. As a *worker* (spawn), it is itself the one rank of its assignment.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from nblaunch.worker import bootstrap, guard, output
 from nblaunch.worker.failure import describe_failure
 
 REPORT = struct.Struct("<iii")
-"""What a zygote reports to the kernel: kind, rank, and a process id or an exit code."""
+"""What a server reports to the kernel: kind, rank, and a process id or an exit code."""
 
 STARTED, ENDED = 0, 1
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run what the launcher wrote to the pipes whose descriptors are given: a worker, or the zygote of all."""
+    """Run what the launcher wrote to the pipes whose descriptors are given: a worker, or the server of all."""
     boot_fd, call_fd = (int(argument) for argument in arguments)
     with os.fdopen(boot_fd, "rb") as file:
         boot: Boot = pickle.load(file)
     if boot.report_fd < 0:
         _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
-        _be_worker(boot, call_fd)
-    _be_zygote(boot, call_fd)
+        _run_worker(boot, call_fd)
+    _run_forkserver(boot, call_fd)
 
 
-def _be_worker(boot: Boot, call_fd: int) -> NoReturn:
+def _run_worker(boot: Boot, call_fd: int) -> NoReturn:
     os.set_inheritable(call_fd, False)
     originals = Originals(call_fd)
 
@@ -68,21 +68,21 @@ def _ensure_shell(boot: Boot) -> None:
         output.ensure_shell()
 
 
-def _be_zygote(boot: Boot, call_fd: int) -> NoReturn:
+def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
-    guard.enter_own_session()
-    guard.die_with(first.parent_pid)
+    guard.start_session()
+    guard.end_with_parent(first.parent_pid)
     descendants.carry(first.mark)
     try:
         output.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
-        guard.let_signals_in()
+        guard.unblock_signals()
         _ensure_shell(boot)
         call: Call = payload.load(call_fd)
         restore_random_states(pickle.loads(boot.random_states))
         pids = _start_workers(boot, call, call_fd)
     except BaseException as error:
-        # No worker runs yet that could report it: the zygote does for the first rank.
+        # No worker runs yet that could report it: the server does for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
         os._exit(1)

@@ -66,7 +66,7 @@ def fork_workers(
     with (
         _memory_shown(assignments) as originals,
         _frozen_heap(),
-        guard.signals_held_back(),
+        guard.signals_blocked(),
         warnings.catch_warnings(),
     ):
         # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
@@ -78,7 +78,7 @@ def fork_workers(
                 kill_and_reap(pids.values())  # those that were started before this one was refused
                 raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
             if pid == 0:
-                _be_worker(assignment, assignments, load_call, board, parent_pid, is_paused, originals)
+                _run_worker(assignment, assignments, load_call, board, parent_pid, is_paused, originals)
             pids[assignment.rank] = pid
     return pids
 
@@ -90,7 +90,7 @@ def _prepare(backend: Backend) -> None:
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
 
 
-def _be_worker(
+def _run_worker(
     own: Assignment,
     assignments: Sequence[Assignment],
     load_call: Callable[[], Call],

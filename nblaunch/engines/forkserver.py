@@ -1,6 +1,6 @@
 """Workers forked from a clean interpreter: for kernels that can't be forked, with one model in memory all the same.
 
-kernel ── call by cloudpickle ──> zygote (fresh interpreter, loads it once)
+kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0
    └── started / ended of each rank ─┴── fork ──> worker 1
 """
@@ -34,22 +34,22 @@ class ForkserverEngine(Engine):
         with saved_or_now(saved, call) as file:
             reading, writing = os.pipe()
             try:
-                zygote = disown(start_interpreter(assignments, file, writing))
+                server = disown(start_interpreter(assignments, file, writing))
             except BaseException:
                 os.close(reading)
                 raise
             finally:
                 os.close(writing)
-        return ZygoteGroup(zygote, reading, [assignment.rank for assignment in assignments])
+        return ForkserverGroup(server, reading, [assignment.rank for assignment in assignments])
 
 
-class ZygoteGroup(WorkerGroup):
-    """Workers that are grandchildren: the zygote waits for them and reports."""
+class ForkserverGroup(WorkerGroup):
+    """Workers that are grandchildren: the server waits for them and reports."""
 
-    def __init__(self, zygote: int, report_fd: int, ranks: Sequence[int]) -> None:
-        self._zygote = zygote
-        self._zygote_status: ExitStatus | None = None
-        self._zygote_fd = open_pidfd(zygote)
+    def __init__(self, server: int, report_fd: int, ranks: Sequence[int]) -> None:
+        self._server = server
+        self._server_status: ExitStatus | None = None
+        self._server_fd = open_pidfd(server)
         self._report_fd = report_fd
         self._pids: dict[int, int] = {}
         self._alive = set(ranks)
@@ -61,22 +61,22 @@ class ZygoteGroup(WorkerGroup):
         return dict(self._pids)
 
     def process_groups(self) -> list[int]:
-        zygote = [self._zygote] if self._zygote_status is None else []
-        return zygote + [pid for rank, pid in self._pids.items() if rank in self._alive] + self._abandoned
+        server = [self._server] if self._server_status is None else []
+        return server + [pid for rank, pid in self._pids.items() if rank in self._alive] + self._abandoned
 
     def waitables(self) -> list[int]:
         fds = [self._report_fd]
-        if self._zygote_fd is not None and self._zygote_status is None:
-            fds.append(self._zygote_fd)
+        if self._server_fd is not None and self._server_status is None:
+            fds.append(self._server_fd)
         return fds
 
     def poll(self) -> list[tuple[int, ExitStatus]]:
-        if self._zygote_status is None:
-            self._zygote_status = reap_with_group(self._zygote)
+        if self._server_status is None:
+            self._server_status = reap_with_group(self._server)
         ended = self._read_reports()
-        if self._zygote_status is not None and self._alive:
-            # Without its zygote no worker lives (they die with it), and how each one ended is not known.
-            ended += [(rank, self._zygote_status) for rank in sorted(self._alive)]
+        if self._server_status is not None and self._alive:
+            # Without its server no worker lives (they die with it), and how each one ended is not known.
+            ended += [(rank, self._server_status) for rank in sorted(self._alive)]
             self._alive.clear()
         return ended
 
@@ -85,8 +85,8 @@ class ZygoteGroup(WorkerGroup):
             return
         if rank in self._pids:
             signal_group(self._pids[rank], signum)
-        elif self._zygote_status is None:
-            signal_group(self._zygote, signum)  # still loading: there are no workers yet
+        elif self._server_status is None:
+            signal_group(self._server, signum)  # still loading: there are no workers yet
 
     def abandon(self, rank: int) -> None:
         self._alive.discard(rank)
@@ -96,11 +96,11 @@ class ZygoteGroup(WorkerGroup):
     def close(self) -> None:
         for rank in self._alive & self._pids.keys():
             self.signal(rank, signal.SIGKILL)
-        if self._zygote_status is None:
-            kill_and_reap([self._zygote])  # a worker that it was just about to start ends with it
+        if self._server_status is None:
+            kill_and_reap([self._server])  # a worker that it was just about to start ends with it
         descriptors.close(self._report_fd)
-        if self._zygote_fd is not None:
-            descriptors.close(self._zygote_fd)
+        if self._server_fd is not None:
+            descriptors.close(self._server_fd)
 
     def _read_reports(self) -> list[tuple[int, ExitStatus]]:
         ended: list[tuple[int, ExitStatus]] = []

@@ -71,7 +71,7 @@ def _registered_backend(name: str) -> bytes:
 
 def start_program(
     module: str,
-    orders: object,
+    message: object,
     further_fds: Sequence[int] = (),
     inherited: Iterable[int] = (),
     environment: Mapping[str, str] | None = None,
@@ -82,7 +82,7 @@ def start_program(
 
     Args:
         module: its name.
-        orders: pickled into a memory file, whose number is the first of ``main``'s arguments.
+        message: pickled into a memory file, whose number is the first of ``main``'s arguments.
         further_fds: what follows it.
         inherited: descriptors that the process gets besides the memory file.
         environment: all of its variables; None = those of this process.
@@ -92,23 +92,23 @@ def start_program(
     Raises:
         OSError: the system refused the process.
     """
-    orders_fd = create_memory_file("nblaunch-orders")
+    message_fd = create_memory_file("nblaunch-message")
     try:
-        os.write(orders_fd, pickle.dumps(orders))
-        os.lseek(orders_fd, 0, os.SEEK_SET)
+        os.write(message_fd, pickle.dumps(message))
+        os.lseek(message_fd, 0, os.SEEK_SET)
         program = _PROGRAM.format(path=list(sys.path if path is None else path), module=module)
         # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with guard.signals_held_back():
+        with guard.signals_blocked():
             return subprocess.Popen(
-                [sys.executable, "-c", program, *map(str, (orders_fd, *further_fds))],
+                [sys.executable, "-c", program, *map(str, (message_fd, *further_fds))],
                 stdin=subprocess.DEVNULL,
                 cwd=_working_folder(folder),
                 env=environment,
-                pass_fds=sorted({orders_fd, *inherited}),
+                pass_fds=sorted({message_fd, *inherited}),
                 start_new_session=True,
             )
     finally:
-        os.close(orders_fd)
+        os.close(message_fd)
 
 
 def _working_folder(wanted: str | None) -> str | None:

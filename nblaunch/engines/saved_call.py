@@ -63,7 +63,7 @@ def save_call(call: Call, remedy: str = "with start_method='fork' nothing needs 
         remedy: what to do where it can't be pickled, beyond creating inside the function what can't.
 
     Raises:
-        PayloadError: some variable of the call can't be pickled; names it and says what to do.
+        PayloadError: some variable of the call can't be pickled; names it and what to do.
     """
     fd = create_memory_file("nblaunch-call")
     descriptors.keep_from_children(fd)

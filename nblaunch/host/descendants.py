@@ -80,7 +80,7 @@ class Descendants:
         return self._digits in _read(f"/proc/{pid}/limits")
 
     def _kill(self, pid: int, groups: Collection[int]) -> list[str]:
-        """Kill one, unless it has ended by itself and another has its number; returns its name if it was running."""
+        """Kill one, unless it has ended by itself and another has its number; return its name if it was running."""
         fd = _hold(pid)
         try:
             name, _, rest = _read(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")

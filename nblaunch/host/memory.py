@@ -4,7 +4,7 @@ A model that moves from the host to a device passes through private copies of it
 heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nothing uses.
 :func:`tune_allocator` has it take large blocks straight from the system, to which they return when they are freed;
 :func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing, and
-what was measured afterwards says so.
+what was measured afterwards shows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which notebook service this process runs on, and what is different there.
 
 Recognised from the environment and from files that each service puts into its machines; nothing is imported, nothing is
-asked over the network. What can be measured (memory, /dev/shm, chips) is measured elsewhere: services change it.
+asked over the network. What can be measured (memory, /dev/shm, chips) is measured in other modules: services change it.
 Values of variables are never kept: some services put tokens there.
 """
 

@@ -1,4 +1,4 @@
-"""What the system says of itself and of a running process, where it does: ``/proc``, ``/sys`` and their like."""
+"""Readings of the system and of running processes from ``/proc`` and ``/sys``, where there are such folders."""
 
 from __future__ import annotations
 

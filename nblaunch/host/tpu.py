@@ -34,7 +34,7 @@ _CHIPS = {
 _BASE_PORT = 8476
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
-# Everything that may say, before a worker starts, which chips it owns and who its neighbours are. torch_xla sets them
+# Everything that may set, before a worker starts, which chips it owns and which are its peers. torch_xla sets them
 # only where they are unset, so one left over from the image or from another library would silently win
 # (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
 TOPOLOGY_VARIABLES = (
@@ -81,7 +81,7 @@ def device_files_in(dev: Path, names_tpu: bool) -> int:
 
     Args:
         dev: the folder of device files.
-        names_tpu: whether the environment speaks of a TPU: VFIO groups may belong to any device.
+        names_tpu: whether the environment names a TPU: VFIO groups may belong to any device.
     """
     accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
     groups = [path for path in dev.glob("vfio/*") if path.name.isdigit()] if names_tpu else []
@@ -102,7 +102,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
     """Return the variables of one worker per chip, or of a single worker; None removes a variable.
 
     All that torch_xla's ``configure_topology`` would set, so that it finds nothing to complete, whatever the metadata
-    server or the environment says. One worker alone sees one chip.
+    server or the environment has. One worker alone sees one chip.
 
     Args:
         local_rank: the worker.
@@ -131,7 +131,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     """Return the process that uses the chips through libtpu, by its open lock file or device; or None.
 
-    The file alone says nothing: it stays behind when a process is killed (jax-ml/jax#10192), and is never deleted here.
+    The file alone is no evidence: it stays when a process is killed (jax-ml/jax#10192), and is never deleted here.
     Processes of other users can't be looked into and are not found.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")

@@ -25,7 +25,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.S
 
 @dataclass(frozen=True)
 class Assignment:
-    """One worker's orders. Descriptors are numbers that are valid in the worker.
+    """What one worker has to do. Descriptors are numbers that are valid in the worker.
 
     Args:
         topology: its ranks.
@@ -82,13 +82,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Boot:
-    """What a fresh interpreter needs to know before it can load the call.
+    """What a fresh interpreter needs before it can load the call.
 
     Args:
-        assignments: one for a worker, all for a zygote.
-        report_fd: a zygote's pipe to the kernel; -1 for a worker.
+        assignments: one for a worker, all for a forkserver.
+        report_fd: a forkserver's pipe to the kernel; -1 for a worker.
         has_shell: the kernel is an IPython shell, so ``display`` shall work here too.
-        log_path: where a zygote's own output goes.
+        log_path: where the output of a forkserver goes.
         random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
             must not be imported before the number of threads is set.
     """

@@ -88,7 +88,7 @@ class Slot:
     def __init__(self, memory: memoryview) -> None:
         self._write_to(memory)
 
-    def become_private(self) -> None:
+    def detach(self) -> None:
         """Write to private memory from now on, in a process that inherited this slot from the rank that forked it."""
         self._write_to(memoryview(bytearray(_SLOT_BYTES)))
 

@@ -37,7 +37,7 @@ _CLOSED = (
 
 
 class EventSender:
-    """The worker's end. Threads of a worker may share it; a forked process calls :meth:`become_another`.
+    """The worker's end. Threads of a worker may share it; a forked process calls :meth:`renew_after_fork`.
 
     Args:
         fd: writing end of the pipe.
@@ -50,9 +50,9 @@ class EventSender:
         self.fd = fd
         self._uninterrupted = uninterrupted
         self._file = _identity(fd)
-        self.become_another()
+        self.renew_after_fork()
 
-    def become_another(self) -> None:
+    def renew_after_fork(self) -> None:
         """Send as a sender of its own from now on, and wait for no thread that a fork has left behind."""
         self._name = os.urandom(8)
         self._lock = threading.Lock()

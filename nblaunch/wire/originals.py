@@ -79,7 +79,7 @@ class Originals:
             noted = ((name, _original(tensor)) for name, tensor in tensors)
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
-    def tests_of(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
+    def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
         """Return ``id`` of each tensor in ``state`` -> whether its values, given on the CPU, are those of the start.
 
         Those of which it isn't known have none.

@@ -37,7 +37,7 @@ def load(cls: type[_T], text: bytes) -> _T:
     """Load what :func:`dump` wrote of a ``cls``.
 
     Raises:
-        ValueError: ``text`` is anything else; says where it differs.
+        ValueError: ``text`` is anything else, with the difference.
     """
     try:
         value: _T = _read(cls, json.loads(text), cls.__name__)

@@ -8,12 +8,12 @@
     function  the user's function is called
     delivery  value, then weights
     ──> Finished (the value is in the outbox), or Failed
-    farewell  threads joined, exit handlers run, process group left; then ``os._exit``
+    finish    threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
 
-A process that the function forks (a data loader's, a pool's) has copies of all that speaks for the rank, and must not:
-what it displays and logs arrives under the rank's number, nothing else of it counts.
+A process that the function forks (a data loader's, a pool's) has copies of all that reports for the rank, and must not
+use them: what it displays and logs arrives under the rank's number, nothing else of it counts.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def run(
     slot: Slot | None = None,
     originals: Originals | None = None,
 ) -> NoReturn:
-    """Be the worker that ``assignment`` describes, then end the process.
+    """Run the worker that ``assignment`` describes, then end the process.
 
     Args:
-        assignment: its orders.
+        assignment: what it has to do.
         load_call: gives the function and its arguments; called once output is captured, so that an import error in a
             pickled function is shown like any other.
         slot: its slot of the board, where the caller has the board mapped already.
@@ -63,22 +63,22 @@ def run(
     try:
         exit_code = _Worker(assignment, slot).live(load_call, originals)
     except BaseException:
-        # nblaunch's own mistake, a last interrupt, or a function that has closed all descriptors: the log has it.
-        output.write_last_words(assignment.log_path, traceback.format_exc())
+        # an error of nblaunch, a last interrupt, or a function that has closed all descriptors: the log has it.
+        output.append_to_log(assignment.log_path, traceback.format_exc())
     finally:
         os._exit(exit_code)
 
 
 class _Worker:
     def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
-        guard.enter_own_session()
-        guard.die_with(assignment.parent_pid)
+        guard.start_session()
+        guard.end_with_parent(assignment.parent_pid)
         guard.reset_signals()
         descendants.carry(assignment.mark)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.interrupts = guard.Interrupts(self.slot)
-        self.sender = EventSender(assignment.event_fd, self.interrupts.held_back)
+        self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
         self.interrupts.install()
         self._state_before = WorkerState.RUNNING
         self._is_child = False
@@ -87,7 +87,7 @@ class _Worker:
         """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
         try:
             self._prepare()
-            guard.let_signals_in()
+            guard.unblock_signals()
             function, args = load_call()
             modules = modules_at(args, self.assignment.sends_weights_of)
             delivery = Delivery(self.assignment, modules, originals, self.sender.send)
@@ -95,11 +95,11 @@ class _Worker:
             if self._is_child:
                 return _end_of_child(exit_code)
             if exit_code != 0:
-                self.interrupts.hold_for_good()
-                return self._farewell(exit_code)
+                self.interrupts.only_count()
+                return self._finish(exit_code)
             output.show_pending_figures()
             self.slot.set_state(WorkerState.FINISHING)
-            with self.interrupts.held_back():
+            with self.interrupts.deferred():
                 delivery.deliver(value, left_by_exit=value is _LEFT)
         except BaseException as error:
             if self._is_child:
@@ -107,18 +107,18 @@ class _Worker:
                     return 1
                 traceback.print_exc()
                 return _end_of_child(1)
-            self.interrupts.hold_for_good()
+            self.interrupts.only_count()
             self.slot.set_state(WorkerState.FAILED)
             rank, log_path = self.assignment.rank, self.assignment.log_path
             send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
-            return self._farewell(1)
-        return self._farewell(0)
+            return self._finish(1)
+        return self._finish(0)
 
     def _prepare(self) -> None:
         assignment = self.assignment
         kernel_streams = (sys.stdout, sys.stderr)
         output.capture(assignment.log_path)
-        guard.be_first_to_go()
+        guard.prefer_for_oom_kill()
         guard.watch_faults(assignment.stacks_path)
         inherited.forget(kernel_streams)
         progress.watch(self.slot)
@@ -143,19 +143,19 @@ class _Worker:
                 is_launched=True,
             )
         )
-        os.register_at_fork(after_in_child=self._become_child)
+        os.register_at_fork(after_in_child=self._leave_rank)
         backend.observe(self._note, self._show_compiling, self._state)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
-    def _become_child(self) -> None:
+    def _leave_rank(self) -> None:
         """Leave the rank, in a process that was just forked from the worker."""
         self._is_child = True
-        self.sender.become_another()
-        self.slot.become_private()
-        self.interrupts.belong_to_child()
+        self.sender.renew_after_fork()
+        self.slot.detach()
+        self.interrupts.reset_in_child()
         output.renew_buffers()
         guard.watch_faults_of_child()
 
@@ -190,7 +190,7 @@ class _Worker:
         elif self.slot.state is WorkerState.COMPILING:
             self.slot.set_state(self._state_before)
 
-    def _farewell(self, exit_code: int) -> int:
+    def _finish(self, exit_code: int) -> int:
         """Do what the end of a script does: join threads, run exit handlers, flush. Errors are shown, not raised."""
         try:
             # What the interpreter calls at its own end, which os._exit leaves out; none of it has a public name.

@@ -1,4 +1,4 @@
-"""A worker's last duty once its function has returned: the value goes to the launcher, then the trained weights.
+"""What a worker sends once its function has returned: the value, then the trained weights.
 
     value ──> Finished ──> weights of one module ──> WeightsSent ──> weights of the next ...
 
@@ -24,7 +24,7 @@ class Delivery:
     """Sends what a worker has made. Created before the function is called, which may replace modules in containers.
 
     Args:
-        assignment: the worker's orders.
+        assignment: of the worker.
         modules: those whose weights are wanted, by their argument paths.
         originals: where their tensors can still be read as they are now; None: all are sent.
         send: takes events for the launcher.
@@ -79,5 +79,5 @@ class Delivery:
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
         # Of parts of tensors it isn't known where they lay.
-        tests = self._originals.tests_of(path, state) if self._originals and held is None else {}
+        tests = self._originals.equality_tests(path, state) if self._originals and held is None else {}
         return outbox.put_weights(path, state, tests)

@@ -51,7 +51,7 @@ def describe_failure(rank: int, error: BaseException) -> Failed:
 def send_failure(
     send: Callable[[Event], None], rank: int, error: BaseException, evidence: tuple[str, ...], log_path: str
 ) -> None:
-    """Send what :func:`describe_failure` makes, with what the device has to say about ``error``.
+    """Send what :func:`describe_failure` makes, with what the device explains about ``error``.
 
     A message that is too long to be shown is written to a file beside ``log_path``.
 
@@ -96,7 +96,7 @@ def _folded(event: Failed, error: BaseException, path: Path) -> Failed:
 
 
 def _written(message: str, path: Path) -> str:
-    """Write ``message`` to a file; returns a line that says where it is."""
+    """Write ``message`` to a file; return a line with its path."""
     try:
         path.write_text(message, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

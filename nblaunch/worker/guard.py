@@ -46,18 +46,18 @@ class Interrupts:
         else:
             raise KeyboardInterrupt
 
-    def belong_to_child(self) -> None:
+    def reset_in_child(self) -> None:
         """Forget what the worker received, in a process that was forked from it."""
         self._is_pending = False
         if not _forked_by_main_thread:
             self._held = 0  # by the main thread, which is not in this process
 
-    def hold_for_good(self) -> None:
+    def only_count(self) -> None:
         """Count interrupts only from now on: the function is over, and its exit handlers get their time."""
         self._held += 1
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Hold interrupts back until the block ends. Only the main thread is ever interrupted."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -73,7 +73,7 @@ class Interrupts:
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Hold signals back in the block, for a process started in it that has no handlers of its own yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_DURING_START)
     try:
@@ -82,13 +82,13 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def enter_own_session() -> None:
+def start_session() -> None:
     """Leave the kernel's process group, which Jupyter signals as a whole, for one that the worker leads."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
 
-def die_with(parent_pid: int) -> None:
+def end_with_parent(parent_pid: int) -> None:
     """Have the system kill this process when its parent's starting thread ends, and children of it likewise.
 
     Where there is no such system call (macOS), the launcher's guardian process does it alone.
@@ -99,12 +99,12 @@ def die_with(parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent died before the call above could take effect
     os.register_at_fork(
-        before=_remember_forking_thread, after_in_child=partial(_die_with_worker, os.getpid())
+        before=_remember_forking_thread, after_in_child=partial(_end_with_worker, os.getpid())
     )
 
 
-def be_first_to_go() -> None:
-    """When memory runs out, have the system kill a worker, not the kernel with everything the user has in it.
+def prefer_for_oom_kill() -> None:
+    """Have the system kill a worker when memory runs out, not the kernel with everything the user has in it.
 
     Raising one's own score needs no privilege. Source: proc_pid_oom_score_adj(5).
     """
@@ -128,7 +128,7 @@ def reset_signals() -> None:
     signal.set_wakeup_fd(-1)
 
 
-def let_signals_in() -> None:
+def unblock_signals() -> None:
     """Undo the blocking of signals around the fork."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_DURING_START)
 
@@ -166,7 +166,7 @@ def _remember_forking_thread() -> None:
     _forked_by_main_thread = threading.current_thread() is threading.main_thread()
 
 
-def _die_with_worker(pid: int) -> None:
+def _end_with_worker(pid: int) -> None:
     """Die with the worker in its own children, as data loaders' processes, but not in theirs, which may be daemons.
 
     The signal comes when the forking *thread* ends: children of other threads than the main one are left out.

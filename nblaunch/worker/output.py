@@ -112,7 +112,7 @@ def flush() -> int:
     return lost
 
 
-def write_last_words(log_path: str, text: str) -> None:
+def append_to_log(log_path: str, text: str) -> None:
     """Append ``text`` to the log, also where descriptors 1 and 2 are no longer what they were."""
     with contextlib.suppress(OSError, ValueError):
         flush()

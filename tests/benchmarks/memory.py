@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.memory
 
-Proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over kernel, zygote and
+Proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over kernel, forkserver and
 workers is the memory that they take together. Every worker reads all of the weights; then it collects its garbage,
 which writes to the headers of Python objects and must not copy the model either.
 """

@@ -75,7 +75,7 @@ def test_forked_processes_that_send_at_the_same_time_are_senders_of_their_own(
     for name in "abc":
         pid = os.fork()
         if pid == 0:
-            sender.become_another()
+            sender.renew_after_fork()
             send_many(name)
             os._exit(0)
         pids.append(pid)
@@ -97,7 +97,7 @@ def test_a_sender_that_is_killed_in_the_middle_of_an_event_cuts_no_other(
     receiver, sender = pipe
     pid = os.fork()
     if pid == 0:
-        sender.become_another()
+        sender.renew_after_fork()
         sender.send(Note(0, 0.0, "x" * 10_000_000))  # far more than a pipe takes
         os._exit(0)
     select.select([receiver.fd], [], [], 30)

@@ -116,7 +116,7 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
     """Names of the tensors that go into an outbox; the others are marked as unchanged, and have their shape."""
     state = module.state_dict()
     fd = create_memory_file("test")
-    at, _, lost = outbox.Outbox(fd).put_weights(0, state, originals.tests_of(0, state))
+    at, _, lost = outbox.Outbox(fd).put_weights(0, state, originals.equality_tests(0, state))
     arrived = payload.load(fd, at)
     os.close(fd)
     assert not lost
@@ -199,5 +199,5 @@ def test_what_is_not_plainly_in_memory_counts_as_changed() -> None:
     originals = Originals(-1)
     odd = Odd()
     originals.remember({0: odd})
-    assert len(originals.tests_of(0, odd.state_dict())) == 1
-    assert originals.tests_of(1, odd.state_dict()) == {}
+    assert len(originals.equality_tests(0, odd.state_dict())) == 1
+    assert originals.equality_tests(1, odd.state_dict()) == {}
