@@ -215,10 +215,11 @@ class Inspector:
 
     Args:
         hang_timeout_s: seconds without progress after which a rank hangs; None = never.
+        memory: gets the memory that is read.
     """
 
-    def __init__(self, hang_timeout_s: float | None) -> None:
-        self.memory = MemoryRecord()
+    def __init__(self, hang_timeout_s: float | None, memory: MemoryRecord) -> None:
+        self._memory = memory
         self.hang_timeout_s = hang_timeout_s
         self._watchdog = Watchdog(hang_timeout_s) if hang_timeout_s is not None else None
         self._next_s = 0.0
@@ -243,7 +244,7 @@ class Inspector:
         if now_s < self._next_s:
             return False
         self._next_s = now_s + _INTERVAL_S
-        self.memory.add(pids)
+        self._memory.add(pids)
         if self._watchdog is None:
             return False
         progress = {

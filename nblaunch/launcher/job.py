@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import ShownAtCall
+from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.results import JobOutcome, frame_of
+from nblaunch.launcher.results import JobOutcome
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath

@@ -1,11 +1,8 @@
-"""What is left of a job that has ended: its outcome, the values and weights of its ranks, and what it logged."""
+"""The outcome of a job that has ended: values and trained weights of its ranks, or its error."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,16 +12,16 @@ from nblaunch.diagnosis.rendering import hide_launcher
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.errors import JobCancelled, ResultError
-from nblaunch.events import Metric, Note
+from nblaunch.events import Note
 from nblaunch.launcher import weights
-from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.unpassed import describe_unpassed_modules
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import Outcome
-from nblaunch.wire.pickle_errors import captured_variables
 from nblaunch.worker.failure import without_own_frames
 
 if TYPE_CHECKING:
-    import pandas
+    pass
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class JobOutcome:
             del error  # or the traceback, which refers to this frame, would keep itself alive
 
 
-def conclude(
+def load_weights_and_conclude(
     attempt: Attempt,
     report: AttemptReport,
     outcomes: Mapping[int, Outcome],
@@ -121,7 +118,7 @@ def conclude(
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
     kept, notes = _load_weights(attempt, report, outcomes)
-    notes += [Note.of_job(text) for text in _uncollected(attempt, report)]
+    notes += [Note.of_job(text) for text in _describe_unpassed(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
     values = {rank: outcome.value for rank, outcome in outcomes.items()}
@@ -130,6 +127,15 @@ def conclude(
         JobOutcome("done", error_of_value, is_early=report.stopped_early, values=values, weights=kept),
         notes,
     )
+
+
+def _describe_unpassed(attempt: Attempt, report: AttemptReport) -> list[str]:
+    """Describe the modules that the function of a job without modules in its arguments has trained."""
+    has_trained = any(sample.loss is not None for sample in report.last_samples)
+    if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
+        return []
+    text = describe_unpassed_modules(attempt.spec.function, attempt.spec.function_name)
+    return [text] if text else []
 
 
 # --- trained weights -------------------------------------------------------------------------------------------------
@@ -194,119 +200,3 @@ def _result_error(report: AttemptReport, outcomes: Mapping[int, Outcome]) -> Res
             partial=outcome.value,
         )
     return None
-
-
-# --- modules that were trained, but not passed -----------------------------------------------------------------------
-def _uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
-    """Describe the modules that the function of a job without modules in its arguments has trained."""
-    has_trained = any(sample.loss is not None for sample in report.last_samples)
-    if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
-        return []
-    text = describe_uncollected(attempt.spec.function, attempt.spec.function_name)
-    return [text] if text else []
-
-
-def describe_uncollected(function: Callable[..., Any], name: str) -> str:
-    """Describe the modules that a function takes from the notebook without getting them in ``args``.
-
-    Workers train such a module like any other, but its weights were not asked for, and end with the workers. Only what
-    is in plain sight is found: closures, global names, the object of a bound method, the arguments of a ``partial``.
-
-    Args:
-        function: what the workers ran.
-        name: by which the user knows it.
-
-    Returns:
-        A sentence; empty where there is no such module.
-    """
-    modules = _modules(function)
-    if not modules:
-        return ""
-    named = ", ".join(f"{where} ({type(module).__name__})" for where, module in modules.items())
-    verb, them = ("was", "it") if len(modules) == 1 else ("were", "them")
-    return (
-        f"{named} of the notebook {verb} used by {name} without being in args: what workers changed in {them} is gone "
-        f"with them. For trained weights pass {them} as an argument, as in "
-        f"notebook_launcher({name.rpartition('.')[2]}, (model,))"
-    )
-
-
-def _modules(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the trainable modules that ``function`` uses by itself, each once, by the name it has there."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    found: dict[str, Any] = {}
-    for where, value in _reached(function):
-        is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
-        if (
-            is_module
-            and not any(value is other for other in found.values())
-            and weights.trainable_bytes(value)
-        ):
-            found[where] = value
-    return found
-
-
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(function, functools.partial):
-        for position, value in enumerate(function.args):
-            yield f"argument {position} of the partial", value
-        yield from function.keywords.items()
-        yield from _reached(function.func)
-        return
-    owner = getattr(function, "__self__", None) if inspect.ismethod(function) else function
-    if owner is not None and not inspect.isroutine(owner) and not inspect.isclass(owner):
-        yield "self", owner
-        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(plain):
-        yield from captured_variables(plain)
-
-
-# --- what it logged --------------------------------------------------------------------------------------------------
-_ABOUT = ("step", "time_s", "rank", "attempt")
-
-
-def row_of(metric: Metric, attempt: int) -> dict[str, Any]:
-    """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
-
-    A value that is called as one of these takes its place, except that a step given to ``log`` is the step.
-    """
-    about = {"step": metric.step, "time_s": metric.time_s, "rank": metric.rank, "attempt": attempt}
-    return {**about, **metric.values, **({} if metric.step is None else {"step": metric.step})}
-
-
-def frame_of(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Return a table with one row per step and one column per value, in the order in which they came.
-
-    Values that were logged for a step in several calls share its row. The index is the step; rows without one are not
-    joined, and have no number there. The last column is ``time_s``, of the row's last call; before it stand ``rank``
-    and ``attempt`` where there is more than one.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(
-            "metrics_frame needs pandas (pip install pandas); job.metrics has the same as a list of dicts"
-        ) from error
-    joined = _joined(rows)
-    names = dict.fromkeys(name for row in joined for name in row if name not in _ABOUT)
-    several = [name for name in ("rank", "attempt") if len({row[name] for row in joined}) > 1]
-    steps = [row["step"] for row in joined]
-    is_counted = all(isinstance(step, int) for step in steps)
-    index = pandas.Index(steps, name="step", dtype="int64" if is_counted else "float64")
-    return pandas.DataFrame(joined, columns=[*names, *several, "time_s"], index=index)
-
-
-def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join the rows of a step, where its first one stood."""
-    joined: dict[Any, dict[str, Any]] = {}
-    for number, row in enumerate(rows):
-        is_counted = row["step"] is not None
-        key = ("step", row["attempt"], row["rank"], row["step"]) if is_counted else ("row", number)
-        joined.setdefault(key, {}).update(row)
-    return list(joined.values())

@@ -1,4 +1,4 @@
-"""JobRunner: runs a job to its end, attempt after attempt, until one counts.
+"""JobRunner: runs a job to its end, attempt after attempt, until one succeeds or no restart is left.
 
     start    in the calling thread, while the kernel runs no other code: announce the job, start the first workers
     finish   in that thread or another: supervise them, start them again after a failure, load what they leave
@@ -23,12 +23,13 @@ from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import LaunchError
 from nblaunch.events import AttemptStarted, Event, JobFinished, Metric, Note, Started
-from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
-from nblaunch.launcher.results import JobOutcome, conclude, row_of
+from nblaunch.launcher.results import JobOutcome, load_weights_and_conclude
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
@@ -293,7 +294,9 @@ class JobRunner:
             while self._wants_restart(report):
                 self._restart(report)
                 report, outcomes = self._supervise()
-        outcome, notes = conclude(self._attempt(), report, outcomes, self.pids, self.past_failures)
+        outcome, notes = load_weights_and_conclude(
+            self._attempt(), report, outcomes, self.pids, self.past_failures
+        )
         for note in notes:
             self.emit(note)
         return outcome
@@ -320,9 +323,8 @@ class JobRunner:
         )
 
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
-        attempt = self._attempt(peers, restart_count)
-        self._supervisor = Supervisor(attempt, self.requests, self.emit, self.update)
-        self._supervisor.start()
+        running = start_attempt(self._attempt(peers, restart_count))
+        self._supervisor = Supervisor(running, self.requests, self.emit, self.update)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, Outcome]]:
         """Watch the workers that have been started to their end."""

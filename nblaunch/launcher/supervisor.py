@@ -1,4 +1,4 @@
-r"""Supervisor: starts the workers of one attempt and runs the one wait loop until they have ended.
+r"""Supervisor: the one wait loop, from the start of an attempt's workers until they have ended.
 
     event pipes ──┐
     process ends ─┤                ┌──> listeners: events, log lines, board samples
@@ -15,32 +15,25 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 
-from nblaunch import engines, env, formatting
+from nblaunch import formatting
 from nblaunch.diagnosis.hang import Finding, Inspector, describe_hang
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.stacks import Position, StackDump
-from nblaunch.engines.base import KILL_PATIENCE_S, Engine
-from nblaunch.errors import LaunchError
+from nblaunch.engines.base import KILL_PATIENCE_S
 from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
 from nblaunch.host import proc
-from nblaunch.host.descendants import Descendants
 from nblaunch.launcher import fork_safety
-from nblaunch.launcher.assignments import Attempt, assign
+from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.escalation import Escalation
-from nblaunch.launcher.guardian import Guardian
-from nblaunch.launcher.logtail import LogTail
-from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
-from nblaunch.wire import descriptors, outbox
-from nblaunch.wire.board import Board, Sample
+from nblaunch.wire import outbox
+from nblaunch.wire.board import Sample
 from nblaunch.wire.outbox import Outcome
 from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
@@ -63,33 +56,34 @@ _MAX_NAMED = 5
 
 
 class Supervisor:
-    """Starts the workers of one attempt and watches them to their end.
+    """Watches the workers of one attempt to their end.
 
     Args:
-        attempt: what to start.
+        running: the workers; closed at the end.
         requests: requests to the job.
         emit: receives every event.
         update: receives the state of every rank, 10 times a second.
-        engine: starts the workers; None = that of the attempt's start method.
     """
 
     def __init__(
         self,
-        attempt: Attempt,
+        running: RunningAttempt,
         requests: StopRequests,
         emit: Callable[[Event], None],
         update: Callable[[Sequence[Sample]], None],
-        engine: Engine | None = None,
     ) -> None:
-        self._attempt = attempt
+        self._running = running
+        self._attempt = attempt = running.attempt
+        self._peers = attempt.peers
+        self._group = running.group
+        self._board = running.board
+        self._selector = running.selector
         self._requests = requests
         self._emit = emit
         self._update = update
-        self._engine = engine or engines.local(attempt.plan.start_method)
-        self._peers = attempt.peers
         self._grace_s = attempt.spec.interrupt_grace_s
-        self._stack = ExitStack()
-        self._leak_check = DeviceLeakCheck(attempt.plan.backend)
+        self._inspector = Inspector(attempt.spec.hang_timeout_s, running.memory)
+        self._report = AttemptReport(memory=running.memory)
         self._watched_ends: set[int] = set()
         self._next_tick = 0.0
         self._deferred_at: float | None = None
@@ -105,24 +99,13 @@ class Supervisor:
         self._num_outputs = dict.fromkeys(attempt.ranks, 0)
         self._num_metrics = dict.fromkeys(attempt.ranks, 0)
 
-    def start(self) -> None:
-        """Start the workers, with everything that they need; :meth:`run` or :meth:`close` must follow.
-
-        Raises:
-            PayloadError: the call can't be sent to workers.
-            LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
-        """
-        with ExitStack() as stack, self._refusals_as_launch_errors():
-            self._start_workers(stack)
-            self._stack = stack.pop_all()
-
     def run(self) -> tuple[AttemptReport, dict[int, Outcome]]:
         """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
 
         Raises:
             LaunchError: the system refused what workers need while they run.
         """
-        with self._stack:
+        try:
             self._register()
             self._deferred_at = time.monotonic() + _DEFERRED_S
             self._next_tick = time.monotonic() + TICK_S
@@ -130,89 +113,27 @@ class Supervisor:
                 self._loop()
             self._drain()
             if self._report.unkillable:
-                self._guardian.stay()
+                self._running.guardian.stay()
             outcomes = self._collect()
-        for line in self._leak_check.leaks():
+        finally:
+            self.close()
+        for line in self._running.leak_check.leaks():
             self._note(line, "warning")
         return self._report, outcomes
 
     def close(self) -> None:
-        """End workers that were started and are not watched."""
-        self._stack.close()
-
-    # --- start ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _refusals_as_launch_errors(self) -> Iterator[None]:
-        """Around what the start of workers needs of the system, and nothing else: other errors are not refusals."""
-        try:
-            yield
-        except OSError as error:
-            raise LaunchError(
-                f"the system refused what {len(self._attempt.ranks)} workers need: {error}. If descriptors ran out "
-                "(ulimit -n), close some or use fewer processes."
-            ) from error
-
-    def _start_workers(self, stack: ExitStack) -> None:
-        """Acquire what workers need and start them; ``stack`` releases it all, in the reverse order."""
-        attempt, log = self._attempt, self._attempt.log
-        log.start_attempt(attempt.number, attempt.ranks)
-        descendants = Descendants()
-        # Before the fork: each page that is written afterwards, as by any Python code, is copied.
-        self._inspector = Inspector(attempt.spec.hang_timeout_s)
-        self._report = AttemptReport(memory=self._inspector.memory)
-        self._board = Board.create(attempt.topology.world_size)
-        stack.callback(self._board.close)
-        self._rendezvous = self._host_rendezvous(stack)
-        if self._rendezvous is not None:
-            topology = replace(attempt.topology, master_port=self._rendezvous.port)
-            attempt = replace(attempt, topology=topology)
-        with ExitStack() as worker_ends:
-            self._assignments, self._receivers = assign(
-                attempt, self._board, descendants.mark, stack, worker_ends
-            )
-            call = (attempt.spec.function, attempt.spec.args)
-            self._group = self._engine.start(call, self._assignments, self._board, attempt.saved)
-        # After the group was closed: then no worker is left that could start another process.
-        stack.callback(self._end_descendants, descendants, self._group.process_groups())
-        stack.callback(self._group.close)
-        self._tails = self._open_tails(stack)
-        self._monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
-        stack.callback(self._monitor.close)
-        self._guardian = Guardian(self._group.process_groups(), descendants.mark)
-        stack.callback(self._guardian.dismiss)
-        self._selector = selectors.DefaultSelector()
-        stack.callback(self._selector.close)
-        # epoll has a descriptor that workers must not keep open; other selectors have none.
-        if hasattr(self._selector, "fileno"):
-            descriptors.keep_from_children(self._selector.fileno())
-            stack.callback(descriptors.forget, self._selector.fileno())
-
-    def _host_rendezvous(self, stack: ExitStack) -> StoreHost | None:
-        """Listen for workers that want the store; None where another machine does."""
-        topology = self._attempt.topology
-        if topology.master_port:
-            return None
-        # Among nodes, that port is where the agents meet.
-        port = self._attempt.spec.master_port if self._peers is None else None
-        rendezvous = StoreHost(topology.master_addr, port)
-        stack.callback(rendezvous.close)
-        if self._peers is not None:
-            self._peers.send_port(rendezvous.port)
-        return rendezvous
-
-    def _open_tails(self, stack: ExitStack) -> dict[int, LogTail]:
-        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
-        log, number = self._attempt.log, self._attempt.number
-        tails = {rank: LogTail(rank, log.log_path(rank, number), max_bytes) for rank in self._attempt.ranks}
-        for tail in tails.values():
-            stack.callback(tail.close)
-        return tails
+        """End workers that still run, and release what the attempt holds."""
+        self._running.close()
+        found = self._running.left_running
+        if found:
+            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            named = ", ".join(found[:_MAX_NAMED]) + more
+            self._note(f"ended with the job, though out of the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
         """Do what workers need not wait for, and the shortest jobs do without."""
-        with self._refusals_as_launch_errors():
-            self._guardian.start()
+        with refusals_as_launch_errors(self._attempt):
+            self._running.guardian.start()
         try:
             self._attempt.log.prune()
         except OSError as error:  # old logs are no reason to end a job
@@ -236,11 +157,11 @@ class Supervisor:
 
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
-        for rank, receiver in self._receivers.items():
+        for rank, receiver in self._running.receivers.items():
             self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
-        if self._rendezvous is not None and self._rendezvous.fileno() >= 0:
+        if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
-                self._rendezvous, selectors.EVENT_READ, partial(self._host_store, self._rendezvous)
+                self._running.store, selectors.EVENT_READ, partial(self._host_store, self._running.store)
             )
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
@@ -271,18 +192,18 @@ class Supervisor:
     def _listener_to(self, rank: int) -> Callable[[], None]:
         def listen() -> None:
             if self._receive(rank):
-                self._selector.unregister(self._receivers[rank].fd)
+                self._selector.unregister(self._running.receivers[rank].fd)
 
         return listen
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
-        events, is_closed = self._receivers[rank].receive()
+        events, is_closed = self._running.receivers[rank].receive()
         for event in events:
             if isinstance(event, Started):
                 self._started.add(event.rank)
                 # A forkserver's group may not list it yet.
-                self._guardian.watch_only({event.pid, *self._group.process_groups()})
+                self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
             elif isinstance(event, Finished):
                 self._report.finished.setdefault(event.rank, event)
             elif isinstance(event, WeightsSent):
@@ -295,9 +216,9 @@ class Supervisor:
             self._emit(event)
         return is_closed
 
-    def _host_store(self, rendezvous: StoreHost) -> None:
-        self._selector.unregister(rendezvous)
-        rendezvous.host()
+    def _host_store(self, store: StoreHost) -> None:
+        self._selector.unregister(store)
+        store.host()
 
     def _reap(self) -> None:
         ended = self._group.poll()
@@ -307,9 +228,9 @@ class Supervisor:
             self._alive.discard(rank)
             now = time.time()
             self._report.exits[rank] = (status, now)
-            if self._receivers[rank].fd in self._selector.get_map():
+            if self._running.receivers[rank].fd in self._selector.get_map():
                 self._listener_to(rank)()  # its last words, before anything is concluded from its end
-            self._guardian.watch_only(self._group.process_groups())
+            self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.finished:
                 self._begin_stop_after_failure()
@@ -332,7 +253,7 @@ class Supervisor:
                 Escalation.kill(now) if is_second else Escalation.after_interrupt(now, self._grace_s)
             )
         if requests.wants_stop and self._agreement is None:
-            slots = {rank: self._board.slot(rank) for rank in self._receivers}
+            slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
             self._agreement = (
                 StopAgreement(slots, time.monotonic())
                 if self._peers is None
@@ -343,7 +264,7 @@ class Supervisor:
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
-        slots = {rank: self._board.slot(rank) for rank in self._receivers}
+        slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
         self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
 
@@ -387,7 +308,7 @@ class Supervisor:
         now, status = time.time(), ExitStatus(-signal.SIGKILL)
         self._report.exits[rank] = (status, now)
         self._note(text, "warning")
-        self._guardian.watch_only(self._group.process_groups())
+        self._running.guardian.watch_only(self._group.process_groups())
         self._emit(Exited(rank=rank, time_s=now, status=status))
 
     def _has_noticed(self, rank: int) -> bool:
@@ -462,14 +383,14 @@ class Supervisor:
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
-        for rank, tail in self._tails.items():
+        for rank, tail in self._running.tails.items():
             events = tail.read()
             self._num_outputs[rank] += len(events)
             for event in events:
                 self._emit(event)
         samples = self._sample()
         self._update(samples)
-        for event in self._monitor.sample(self._answering()):
+        for event in self._running.monitor.sample(self._answering()):
             self._emit(event)
         if self._inspector.inspect(
             time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
@@ -504,9 +425,9 @@ class Supervisor:
 
     def _drain(self) -> None:
         """Read pipes, logs and the board to their end."""
-        for rank in self._receivers:
+        for rank in self._running.receivers:
             self._receive(rank)
-        for tail in self._tails.values():
+        for tail in self._running.tails.values():
             for event in tail.read_rest():
                 self._emit(event)
         self._report.last_samples = self._sample()
@@ -519,16 +440,9 @@ class Supervisor:
             own.rank: outbox.read(
                 own.outbox_fd, report.finished[own.rank].contents, report.weights.get(own.rank, {})
             )
-            for own in self._assignments
+            for own in self._running.assignments
             if own.outbox_fd >= 0 and own.rank in report.finished
         }
-
-    def _end_descendants(self, descendants: Descendants, first_groups: Sequence[int]) -> None:
-        found = descendants.end({*first_groups, *self._group.pids().values()})
-        if found:
-            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-            named = ", ".join(found[:_MAX_NAMED]) + more
-            self._note(f"ended with the job, though out of the workers' process groups: {named}")
 
 
 def _unkillable(rank: int, pid: int | None) -> str:

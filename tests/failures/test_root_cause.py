@@ -176,7 +176,7 @@ def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> N
         f"""
 import gc, weakref
 from nblaunch.launcher.supervisor import Supervisor
-from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.store import StoreHost
 from nblaunch.wire.board import Board
 model = torch.nn.Linear(64, 64)

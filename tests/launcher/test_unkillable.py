@@ -14,7 +14,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.events import Event, Exited, ExitStatus, Note
 from nblaunch.launcher import supervisor as module
-from nblaunch.launcher.assignments import Attempt
+from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.plan import plan_launch
@@ -88,9 +88,8 @@ def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: 
     spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=0.1, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, topology, JobLog(spec.log_dir))
-    supervisor = Supervisor(attempt, requests, events.append, lambda samples: None, Starting(group))
-    supervisor.start()
-    report, outcomes = supervisor.run()
+    running = start_attempt(attempt, Starting(group))
+    report, outcomes = Supervisor(running, requests, events.append, lambda samples: None).run()
     assert outcomes == {}
     assert group.is_closed
     return report

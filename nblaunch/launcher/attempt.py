@@ -1,0 +1,273 @@
+"""One attempt of a job: what it is, and the start of its workers with everything that they need.
+
+    Attempt ── start_attempt ──> RunningAttempt: the workers, and what this process holds for them until they have ended
+
+Each worker gets an assignment of its own: event pipe, outbox, log files, environment.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from nblaunch import engines, env
+from nblaunch.diagnosis.memory import MemoryRecord
+from nblaunch.engines.base import Engine, WorkerGroup
+from nblaunch.engines.saved_call import SavedCall
+from nblaunch.errors import LaunchError
+from nblaunch.host.descendants import Descendants
+from nblaunch.launcher.guardian import Guardian
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.monitor import DeviceLeakCheck, Monitor
+from nblaunch.launcher.peers import Peers
+from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.store import StoreHost
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire import descriptors, sealing
+from nblaunch.wire.assignment import Assignment
+from nblaunch.wire.board import Board, create_memory_file
+from nblaunch.wire.channel import EventReceiver
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks of this machine.
+
+    Args:
+        spec: what to run.
+        plan: how.
+        number: of this attempt, from 0.
+        topology: of the first of these ranks. ``master_port`` 0: the workers' store is hosted here.
+        log: the job's log folder.
+        saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
+        peers: the other nodes of the job, where there are any.
+        restart_count: how often workers were started before, the same number on all nodes.
+    """
+
+    spec: LaunchSpec
+    plan: LaunchPlan
+    number: int
+    topology: Topology
+    log: JobLog
+    saved: SavedCall | None = None
+    peers: Peers | None = None
+    restart_count: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """Those that run on this machine."""
+        return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
+
+
+@dataclass(frozen=True)
+class RunningAttempt:
+    """The workers of an attempt, and what this process holds for them. Must be closed.
+
+    Args:
+        attempt: with the port of the store in its topology.
+        assignments: one per worker.
+        group: the processes.
+        board: the progress of all ranks.
+        receivers: rank -> where its events arrive.
+        tails: rank -> its log.
+        store: the store that workers may ask for; None where another node hosts it.
+        selector: to wait for all of these.
+        memory: host memory from before the start on.
+        monitor: samples the workers' memory and devices.
+        guardian: kills the workers if this process dies; not started yet.
+        leak_check: compares the memory of the devices before and after.
+        left_running: what was ended when the attempt was closed, though it had left the workers' process groups.
+    """
+
+    attempt: Attempt
+    assignments: Sequence[Assignment]
+    group: WorkerGroup
+    board: Board
+    receivers: Mapping[int, EventReceiver]
+    tails: Mapping[int, LogTail]
+    store: StoreHost | None
+    selector: selectors.BaseSelector
+    memory: MemoryRecord
+    monitor: Monitor
+    guardian: Guardian
+    leak_check: DeviceLeakCheck
+    left_running: list[str]
+    _resources: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        """End what still runs, and release everything."""
+        self._resources.close()
+
+
+def start_attempt(attempt: Attempt, engine: Engine | None = None) -> RunningAttempt:
+    """Start the workers of an attempt.
+
+    Args:
+        attempt: what to start.
+        engine: how; None = by the start method of the plan.
+
+    Raises:
+        PayloadError: the call can't be sent to workers.
+        LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
+    """
+    engine = engine or engines.local(attempt.plan.start_method)
+    leak_check = DeviceLeakCheck(attempt.plan.backend)
+    with ExitStack() as stack, refusals_as_launch_errors(attempt):
+        return _start(attempt, engine, leak_check, stack)
+
+
+@contextmanager
+def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
+    """Raise :class:`LaunchError` for what the system refuses in the block, which must need nothing but the system."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(
+            f"the system refused what {len(attempt.ranks)} workers need: {error}. If descriptors ran out (ulimit -n), "
+            "close some or use fewer processes."
+        ) from error
+
+
+def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack: ExitStack) -> RunningAttempt:
+    """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
+    attempt.log.start_attempt(attempt.number, attempt.ranks)
+    descendants = Descendants()
+    memory = (
+        MemoryRecord()
+    )  # before a fork: each page that is written afterwards, as by any Python code, is copied
+    board = Board.create(attempt.topology.world_size)
+    stack.callback(board.close)
+    store = _host_store(attempt, stack)
+    if store is not None:
+        attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
+    with ExitStack() as worker_ends:
+        assignments, receivers = assign(attempt, board, descendants.mark, stack, worker_ends)
+        call = (attempt.spec.function, attempt.spec.args)
+        group = engine.start(call, assignments, board, attempt.saved)
+    left_running: list[str] = []
+    # After the group was closed: then no worker is left that could start another process.
+    stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
+    stack.callback(group.close)
+    tails = _open_tails(attempt, stack)
+    monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
+    stack.callback(monitor.close)
+    guardian = Guardian(group.process_groups(), descendants.mark)
+    stack.callback(guardian.dismiss)
+    return RunningAttempt(
+        attempt, assignments, group, board, receivers, tails, store, _open_selector(stack), memory, monitor,
+        guardian, leak_check, left_running, stack.pop_all(),
+    )  # fmt: skip
+
+
+def _host_store(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
+    """Listen for workers that want the store; None where another node does."""
+    if attempt.topology.master_port:
+        return None
+    # Among nodes, that port is where the agents meet.
+    port = attempt.spec.master_port if attempt.peers is None else None
+    store = StoreHost(attempt.topology.master_addr, port)
+    stack.callback(store.close)
+    if attempt.peers is not None:
+        attempt.peers.send_port(store.port)
+    return store
+
+
+def _open_tails(attempt: Attempt, stack: ExitStack) -> dict[int, LogTail]:
+    max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
+    log, number = attempt.log, attempt.number
+    tails = {rank: LogTail(rank, log.log_path(rank, number), max_bytes) for rank in attempt.ranks}
+    for tail in tails.values():
+        stack.callback(tail.close)
+    return tails
+
+
+def _open_selector(stack: ExitStack) -> selectors.BaseSelector:
+    selector = selectors.DefaultSelector()
+    stack.callback(selector.close)
+    # epoll has a descriptor that workers of other jobs must not keep open; other selectors have none.
+    if hasattr(selector, "fileno"):
+        descriptors.keep_from_children(selector.fileno())
+        stack.callback(descriptors.forget, selector.fileno())
+    return selector
+
+
+def _end_descendants(
+    descendants: Descendants, group: WorkerGroup, first_groups: Sequence[int], found: list[str]
+) -> None:
+    found += descendants.end({*first_groups, *group.pids().values()})
+
+
+def assign(
+    attempt: Attempt, board: Board, mark: int, stack: ExitStack, worker_ends: ExitStack
+) -> tuple[list[Assignment], dict[int, EventReceiver]]:
+    """Make each worker's descriptors and assignment.
+
+    Args:
+        attempt: with the port of the store in its topology.
+        board: for the progress of all ranks.
+        mark: by which the processes that come from the workers are found.
+        stack: closes what this process keeps until the end of the attempt.
+        worker_ends: closes what only the workers need, once they have it.
+
+    Returns:
+        The assignments, and rank -> where its events arrive.
+
+    Raises:
+        OSError: descriptors or memory ran out.
+    """
+    assignments, receivers = [], {}
+    key = sealing.new_key() if attempt.topology.num_nodes == 1 else b""
+    for local_rank, rank in enumerate(attempt.ranks):
+        topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
+        reading, writing = os.pipe()
+        descriptors.keep_from_children(reading)
+        receivers[rank] = EventReceiver(reading, f"rank {rank}")
+        stack.callback(descriptors.close, reading)
+        worker_ends.callback(os.close, writing)
+        outbox_fd = -1
+        # Of weights, any rank may hold a shard.
+        if _returns_value(attempt, topology) or attempt.plan.modules:
+            outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
+            stack.callback(os.close, outbox_fd)
+        assignments.append(
+            Assignment(
+                topology=topology,
+                backend=attempt.plan.backend.name,
+                environment=_environment(attempt, topology),
+                defaults=attempt.spec.defaults,
+                is_spmd=attempt.spec.is_spmd,
+                attempt=attempt.number,
+                board_fd=board.fd,
+                event_fd=writing,
+                outbox_fd=outbox_fd,
+                log_path=str(attempt.log.log_path(rank, attempt.number)),
+                stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
+                num_threads=attempt.plan.num_threads,
+                returns_value=_returns_value(attempt, topology),
+                sends_weights_of=tuple(attempt.plan.modules),
+                key=key,
+                mark=mark,
+            )
+        )
+    return assignments, receivers
+
+
+def _returns_value(attempt: Attempt, topology: Topology) -> bool:
+    return topology.local_rank == 0 or attempt.spec.return_all
+
+
+def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
+    """Return what a worker sets, or with None unsets, before anything else."""
+    backend, peers = attempt.plan.backend, attempt.peers
+    return {
+        **topology.to_env(attempt.number),
+        **attempt.spec.environment,
+        **backend.worker_env(topology),
+        **((backend.spmd_env() or {}) if attempt.spec.is_spmd else {}),
+        **(peers.worker_settings(topology, attempt.restart_count) if peers is not None else {}),
+    }
