@@ -60,7 +60,7 @@ _PUBLIC = {
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
     "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
     "notebook_launcher": "nblaunch.notebook",
-    "one_at_a_time": "nblaunch.training.process_context",
+    "one_at_a_time": "nblaunch.training.joining",
     "set_seed": "nblaunch.training.collectives.rng",
     "skip_first_batches": "nblaunch.training.data.resuming",
     "synchronize_rng_states": "nblaunch.training.collectives.rng",
@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
     from nblaunch.training.data.resuming import skip_first_batches
+    from nblaunch.training.joining import one_at_a_time
     from nblaunch.training.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -149,7 +150,6 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
-    from nblaunch.training.process_context import one_at_a_time
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin

@@ -277,7 +277,7 @@ class Backend(ABC):
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 
-    def end_pass(self) -> None:
+    def end_loop(self) -> None:
         """Handle the end of a loader."""
 
     def step_boundary(self) -> None:

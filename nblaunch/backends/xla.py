@@ -368,10 +368,10 @@ class XlaBackend(Backend):
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
 
-    def end_pass(self) -> None:
+    def end_loop(self) -> None:
         self.step_boundary()
         if self._watch is not None:
-            self._watch.end_pass()
+            self._watch.end_loop()
 
     def step_boundary(self) -> None:
         if self._device is not None:

@@ -202,7 +202,7 @@ class CompileWatch:
         self._check_fallbacks(now.fallbacks)
         self._before = now
 
-    def end_pass(self) -> None:
+    def end_loop(self) -> None:
         """Handle the end of a loader."""
         self.end_step()
         for phase in self._phases:

@@ -31,7 +31,7 @@ _COLLECTIVE_FILES = (
     "/nblaunch/training/collectives/",
     "/torch_xla/core/xla_model.py",
 )
-_RENDEZVOUS = "/nblaunch/training/checkpoints/rendezvous.py"
+_RENDEZVOUS = "/nblaunch/training/checkpoints/save_rendezvous.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
 _DATA_LOADER = "the data loader"
 _LONG_WORK_FILES = (

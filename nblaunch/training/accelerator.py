@@ -37,6 +37,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.resuming import skip_first_batches
 from nblaunch.training.gradients import Gradients
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -53,7 +54,6 @@ from nblaunch.training.options import (
     project_of,
 )
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
-from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
@@ -159,7 +159,7 @@ class Accelerator(PreparationProperties):
         plugin = settings.strategy_plugin(session, plugins, handlers)
         asked = plugin.precision(mixed_precision, session.process.backend)
         own = settings.precision_of(session, asked, handlers)
-        session.gradients.configure(plugin.accumulation(accumulation))
+        session.accumulation.configure(plugin.accumulation(accumulation))
         self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
         self._strategy, self._precision = settings.build_strategy(session, plugin, own, data.split_batches)
         self._preparer = Preparer(
@@ -179,8 +179,8 @@ class Accelerator(PreparationProperties):
         self.flag_tensor: torch.Tensor | None = None
 
     @property
-    def _process(self) -> ProcessContext:
-        self._session.check_home()
+    def _process(self) -> JoinedProcess:
+        self._session.check_context()
         return self._session.process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -252,7 +252,7 @@ class Accelerator(PreparationProperties):
 
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
-        self._session.check_home()
+        self._session.check_context()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placements) != len(args):
             raise ValueError(
@@ -347,7 +347,7 @@ class Accelerator(PreparationProperties):
         """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the micro-steps of a window.
 
         With fp16, the loss is scaled as well. Its value is shown on the dashboard, at most twice a second and at the
-        end of a pass: reading it makes the process wait for the device.
+        end of an epoch: reading it makes the process wait for the device.
 
         Args:
             loss: a tensor of one element.
@@ -455,29 +455,29 @@ class Accelerator(PreparationProperties):
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-step ends in an optimizer step; may be set."""
-        return self._session.gradients.sync_gradients
+        return self._session.accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._session.gradients.sync_gradients = value
+        self._session.accumulation.sync_gradients = value
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps per optimizer step; may be set, for the windows that follow."""
-        return self._session.gradients.num_steps
+        return self._session.accumulation.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._session.gradients.set_num_steps(num_steps)
+        self._session.accumulation.set_num_steps(num_steps)
 
     @property
     def step(self) -> int:
         """Micro-steps since the last window that a loader's end closed; may be set."""
-        return self._session.gradients.step
+        return self._session.accumulation.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._session.gradients.step = step
+        self._session.accumulation.step = step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -518,7 +518,7 @@ class Accelerator(PreparationProperties):
                 predictions, labels = accelerator.gather_for_metrics((predictions, labels))
                 num_correct += (predictions == labels).sum()
         """
-        return operations.gather_for_metrics(input_data, use_gather_object, self._session.gradients)
+        return operations.gather_for_metrics(input_data, use_gather_object, self._session.accumulation)
 
     def gather_object(self, items: Any) -> Any:
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.
@@ -863,15 +863,15 @@ class Accelerator(PreparationProperties):
         if desc is not None and context.current().is_launched:
             print(desc, end="\r", flush=True)
         length = total if total is not None else _length_of(iterable)
-        passes = self._session.passes
-        one = passes.begin(length, passes.epoch, WorkerState.RUNNING)
+        loops = self._session.loops
+        loop = loops.begin(length, loops.epoch, WorkerState.RUNNING)
         try:
             for item in iterable:
                 yield item
-                passes.advance(one)
+                loops.advance(loop)
         finally:
             self._session.losses.flush()
-            passes.end(one)
+            loops.end(loop)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

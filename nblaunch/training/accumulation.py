@@ -1,4 +1,4 @@
-"""When gradients are synchronised and the optimizer steps: :class:`GradientSync`.
+"""When gradients are synchronised and the optimizer steps: :class:`AccumulationState`.
 
 It counts micro-steps and knows the loader that is being read. It neither touches gradients nor communicates: the
 strategy's ``no_sync`` and the optimizer wrapper act on what it decides.
@@ -18,7 +18,7 @@ from nblaunch import context
 from nblaunch.training.options import GradientAccumulationPlugin
 
 
-class GradientSync:
+class AccumulationState:
     """The accumulation window of one process, and the stack of prepared loaders that it is reading.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
@@ -115,6 +115,6 @@ class GradientSync:
         return -1 if loader is None else int(loader.remainder)
 
 
-def _of_this_process() -> GradientSync:
+def _of_this_process() -> AccumulationState:
     session = context.current().training
-    return GradientSync() if session is None else session.gradients
+    return AccumulationState() if session is None else session.accumulation

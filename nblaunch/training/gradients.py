@@ -44,11 +44,11 @@ class Gradients:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
         session = self._session
-        if context.current() is not session.home:
-            session.check_home()
+        if context.current() is not session.worker_context:
+            session.check_context()
         if not session.has_checked_models:
             session.check_models()
-        divisor = session.gradients.divisor
+        divisor = session.accumulation.divisor
         session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
         session.own_time.end_backward()
@@ -57,12 +57,12 @@ class Gradients:
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-        gradients = self._session.gradients
-        gradients.advance()
-        if gradients.rescale != 1.0:
+        accumulation = self._session.accumulation
+        accumulation.advance()
+        if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
-                self._strategy.multiply_gradients(model, gradients.rescale)
-        if gradients.sync_gradients or gradients.plugin.sync_each_batch:
+                self._strategy.multiply_gradients(model, accumulation.rescale)
+        if accumulation.sync_gradients or accumulation.plugin.sync_each_batch:
             yield
             return
         with ExitStack() as stack:
@@ -94,7 +94,7 @@ class Gradients:
             The parameters as a list.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._session.gradients.sync_gradients:
+        if self._session.accumulation.sync_gradients:
             wanted = {id(parameter) for parameter in listed}
             for optimizer in self._preparer.optimizers:
                 optimizer.reduce_gradients(wanted)

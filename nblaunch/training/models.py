@@ -21,8 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from nblaunch import context, formatting
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.training.process_context import ProcessContext, barrier
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -152,14 +152,14 @@ def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
     return held if dtensor.is_part(held) else held.to(dtensor.local(parameter).device)
 
 
-def to_device(model: torch.nn.Module, process: ProcessContext) -> None:
+def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
     """Move ``model`` to the device of ``process``."""
     turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
     with turn():
         process.backend.to_device(model, process.device)
 
 
-def memory_line(model: torch.nn.Module, process: ProcessContext) -> str | None:
+def memory_line(model: torch.nn.Module, process: JoinedProcess) -> str | None:
     """Return what the job takes of the host's memory once all ranks have placed the model; None: not reported.
 
     All ranks must call it; rank 0 gets the line.

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.precision import Precision
 
 
@@ -22,7 +22,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: the user's; kept as ``.optimizer``.
-        gradients: says when to step.
+        accumulation: says when to step.
         precision: how to step.
         backend: notified of every step.
         place_state: bring state that lies on another device than its parameter to the parameter's.
@@ -31,14 +31,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        gradients: GradientSync,
+        accumulation: AccumulationState,
         precision: Precision,
         backend: Backend,
         place_state: bool = True,
     ) -> None:
         # No super().__init__(): everything that an optimizer has is the inner one's.
         self.optimizer = optimizer
-        self._gradients = gradients
+        self._accumulation = accumulation
         self._precision = precision
         self._backend = backend
         self._is_overflow = False
@@ -102,12 +102,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; nothing in the middle of an accumulation window."""
-        if self._gradients.sync_gradients:
+        if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window."""
-        if self._gradients.sync_gradients:
+        if self._accumulation.sync_gradients:
             self.reduce_gradients()
             self._is_reduced = False
             self._is_overflow = self._precision.step(self.optimizer, closure)
@@ -148,7 +148,7 @@ class AcceleratedScheduler:
     Args:
         scheduler: the user's; kept as ``.scheduler``.
         optimizers: the prepared optimizers it goes with.
-        gradients: says when optimizers step.
+        accumulation: says when optimizers step.
         steps_per_call: inner steps per optimizer step. Schedules are written for the steps of a single process, of
             which every rank takes one at a time: the number of processes, or 1 with ``split_batches``.
         step_with_optimizer: False: one inner step per call, always.
@@ -161,13 +161,13 @@ class AcceleratedScheduler:
         self,
         scheduler: Any,
         optimizers: Sequence[AcceleratedOptimizer],
-        gradients: GradientSync,
+        accumulation: AccumulationState,
         steps_per_call: int = 1,
         step_with_optimizer: bool = True,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
-        self._gradients = gradients
+        self._accumulation = accumulation
         self._steps_per_call = 1 if isinstance(scheduler, ReduceLROnPlateau) else steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._is_accelerate_prepared = True
@@ -176,8 +176,8 @@ class AcceleratedScheduler:
         """Step with the optimizers; nothing where they did not step."""
         if not self._step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
-        elif not self._gradients.sync_gradients:
-            if self._gradients.plugin.adjust_scheduler:
+        elif not self._accumulation.sync_gradients:
+            if self._accumulation.plugin.adjust_scheduler:
                 # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):

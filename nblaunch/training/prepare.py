@@ -17,7 +17,7 @@ from nblaunch import context
 from nblaunch.events import Note
 from nblaunch.training import models, precision
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import Share, share_loader
+from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.models import Replacements, memory_line, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
@@ -163,7 +163,7 @@ class Preparer:
         self._replacements.hand_to(optimizer)
         return AcceleratedOptimizer(
             optimizer,
-            self.session.gradients,
+            self.session.accumulation,
             self.precision,
             self.session.process.backend,
             self._places(placement),
@@ -188,7 +188,7 @@ class Preparer:
         return AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
-            self.session.gradients,
+            self.session.accumulation,
             1 if self.data.split_batches else world_size,
             self.step_scheduler_with_optimizer,
         )
@@ -199,7 +199,7 @@ class Preparer:
         """Return this rank's part of ``loader``."""
         if not isinstance(loader, PreparedLoader):
             process = self.session.process
-            share = Share(
+            share = LoaderTarget(
                 rank=process.topology.rank,
                 world_size=process.topology.world_size,
                 device=process.device if self._places(placement) else None,
@@ -207,7 +207,7 @@ class Preparer:
                 slice_fn=slice_fn,
                 is_static=process.backend.needs_static_shapes,
             )
-            loader = share_loader(loader, share, self.data)
+            loader = shard_loader(loader, share, self.data)
         if not any(loader is known for known in self.loaders):
             self.loaders.append(loader)
         return loader

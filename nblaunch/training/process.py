@@ -1,7 +1,7 @@
 """A process among the others, as users call it: ranks, barriers, work that only some ranks do.
 
-:class:`ProcessControl` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
-needs nothing but a :class:`ProcessContext`, and never looks at models, loaders or precision.
+:class:`ProcessMethods` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
+needs nothing but a :class:`JoinedProcess`, and never looks at models, loaders or precision.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.training.collectives.operations import compares_shapes
-from nblaunch.training.process_context import ProcessContext, barrier, is_distributed
+from nblaunch.training.joining import JoinedProcess, barrier, is_distributed
 from nblaunch.wire import stop_agreement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ProcessControl(ABC):
+class ProcessMethods(ABC):
     """Ranks, barriers, and work that only some ranks do. Final classes provide its ``_process``."""
 
     @property
     @abstractmethod
-    def _process(self) -> ProcessContext:
+    def _process(self) -> JoinedProcess:
         """The ranks, device and board slot of this process."""
 
     # --- who am I ------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class ProcessControl(ABC):
 
 
 def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -> Any:
-    """Return a rank's share of ``inputs``; see ``ProcessControl.split_between_processes``."""
+    """Return a rank's share of ``inputs``; see ``ProcessMethods.split_between_processes``."""
     if world_size == 1:
         return inputs
     if isinstance(inputs, Mapping):

@@ -16,12 +16,12 @@ from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.process import ProcessControl
+from nblaunch.training.process import ProcessMethods
 from nblaunch.training.state import AcceleratorState
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 
-class PreparationProperties(ProcessControl):
+class PreparationProperties(ProcessMethods):
     """How objects are prepared. The final class provides its ``_preparer``."""
 
     _preparer: Preparer

@@ -11,12 +11,12 @@ import torch
 from nblaunch import context
 from nblaunch.context import WorkerContext
 from nblaunch.errors import warn
-from nblaunch.training import process_context
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training import joining
+from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
-from nblaunch.training.process_context import ProcessContext
-from nblaunch.training.tracking.progress import DeviceMemoryReport, LossReport, OwnTime, PassStack
+from nblaunch.training.tracking.progress import DeviceMemoryReport, LoopStack, LossReport, OwnTime
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies import Strategy, StrategyPlugin
@@ -28,8 +28,8 @@ class Session:
 
     Args:
         process: its ranks, device and slot.
-        gradients: its accumulation window and active loaders.
-        passes: what it shows on the board.
+        accumulation: its accumulation window, and the loaders that it is reading.
+        loops: those over loaders and iterables that run, as the board shows them.
         losses: the loss that it shows there.
         own_time: the part of its steps that it does not wait for others, likewise.
         models: prepared models, by whose mode training and evaluating differ.
@@ -39,14 +39,14 @@ class Session:
         strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
-        home: the context that it was opened in.
+        worker_context: that of the worker in which it was opened: ``context.current()`` there.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
-        rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
+        save_rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
     """
 
-    process: ProcessContext
-    gradients: GradientSync
-    passes: PassStack
+    process: JoinedProcess
+    accumulation: AccumulationState
+    loops: LoopStack
     losses: LossReport
     own_time: OwnTime
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
@@ -58,22 +58,22 @@ class Session:
     )
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
-    home: WorkerContext | None = field(default=None, compare=False, repr=False)
+    worker_context: WorkerContext | None = field(default=None, compare=False, repr=False)
     has_checked_models: bool = False
-    rendezvous: Any = field(default=None, compare=False, repr=False)
+    save_rendezvous: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.
         return open_session, ()
 
-    def check_home(self) -> None:
+    def check_context(self) -> None:
         """Refuse the use of a notebook's own session in a worker: there it would go on alone, unnoticed.
 
         Raises:
             RuntimeError: this worker was forked from the process that the session describes.
         """
         here = context.current()
-        if here.is_launched and here is not self.home:
+        if here.is_launched and here is not self.worker_context:
             raise RuntimeError(
                 "this Accelerator was made in the notebook, outside of the function that was launched, and knows "
                 "nothing of the other processes; make it inside the function, and call its prepare there: "
@@ -108,18 +108,23 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.
     """
-    ctx = context.current()
+    worker = context.current()
     init = init or InitProcessGroupKwargs()
-    if process_context.is_distributed() and init.to_kwargs():
+    if joining.is_distributed() and init.to_kwargs():
         given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
         warn(f"{given} has no effect: this process has joined its process group already")
-    if ctx.training is None:
-        process = process_context.join(cpu, init)
+    if worker.training is None:
+        process = joining.join(cpu, init)
         losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
-        ctx.training = Session(
-            process, GradientSync(), PassStack(process.slot), losses, OwnTime(process.slot), home=ctx
+        worker.training = Session(
+            process,
+            AccumulationState(),
+            LoopStack(process.slot),
+            losses,
+            OwnTime(process.slot),
+            worker_context=worker,
         )
-    session: Session = ctx.training
+    session: Session = worker.training
     if cpu and session.process.device.type != "cpu":
         raise ValueError(
             f"cpu=True, but this process computes on {session.process.device} since its first Accelerator "

@@ -221,7 +221,7 @@ def build_strategy(
         own: the precision that was asked for.
         splits_batches: a loader's ``batch_size`` is that of all ranks together.
     """
-    built = plugin.build(TrainingSetup(session.process, own, session.gradients, splits_batches))
+    built = plugin.build(TrainingSetup(session.process, own, session.accumulation, splits_batches))
     session.label = built.label if built.holds_shards else ""
     session.strategies[id(built)] = built
     resolved = built.precision(own)

@@ -10,10 +10,10 @@ import enum
 from typing import Any
 
 from nblaunch import context
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
-from nblaunch.training.process import ProcessControl
-from nblaunch.training.process_context import ProcessContext
+from nblaunch.training.process import ProcessMethods
 from nblaunch.training.session import Session, open_session
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -33,7 +33,7 @@ class DistributedType(str, enum.Enum):
         return f"DistributedType.{self.name}"
 
 
-def label(process: ProcessContext, strategy: str = "") -> DistributedType:
+def label(process: JoinedProcess, strategy: str = "") -> DistributedType:
     """Return the ``DistributedType`` of a job.
 
     Args:
@@ -103,7 +103,7 @@ class View:
         return type(self), ()  # where it arrives, it shows the process that it arrives in
 
 
-class PartialState(View, ProcessControl):
+class PartialState(View, ProcessMethods):
     """The ranks, device and process group of this process, without an Accelerator.
 
     Args:
@@ -119,7 +119,7 @@ class PartialState(View, ProcessControl):
         self._share(open_session(cpu, InitProcessGroupKwargs(**kwargs)))
 
     @property
-    def _process(self) -> ProcessContext:
+    def _process(self) -> JoinedProcess:
         return self._session.process
 
     @property
@@ -141,7 +141,7 @@ class PartialState(View, ProcessControl):
         )
 
 
-class AcceleratorState(View, ProcessControl):
+class AcceleratorState(View, ProcessMethods):
     """What the Accelerator of this process decided.
 
     Args:
@@ -163,7 +163,7 @@ class AcceleratorState(View, ProcessControl):
         self._share(session)
 
     @property
-    def _process(self) -> ProcessContext:
+    def _process(self) -> JoinedProcess:
         return self._session.process
 
     @property
@@ -248,46 +248,46 @@ class GradientState(View):
         session = open_session()
         self._share(session)
         if gradient_accumulation_plugin is not None:
-            session.gradients.configure(gradient_accumulation_plugin)
+            session.accumulation.configure(gradient_accumulation_plugin)
 
     @property
-    def _gradients(self) -> GradientSync:
-        return self._session.gradients
+    def _accumulation(self) -> AccumulationState:
+        return self._session.accumulation
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-step ends in an optimizer step."""
-        return self._gradients.sync_gradients
+        return self._accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
-        self._gradients.sync_gradients = sync_gradients
+        self._accumulation.sync_gradients = sync_gradients
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Do what the setter does, for trainers of other libraries that count micro-steps by themselves."""
-        self._gradients.sync_gradients = sync_gradients
+        self._accumulation.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
         """Micro-steps per optimizer step."""
-        return self._gradients.num_steps
+        return self._accumulation.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
         """Whether schedulers count the calls that they leave out."""
-        return self._gradients.plugin.adjust_scheduler
+        return self._accumulation.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader ends the window."""
-        return self._gradients.plugin.sync_with_dataloader
+        return self._accumulation.plugin.sync_with_dataloader
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The accumulation settings in force, as keyword arguments."""
-        plugin = self._gradients.plugin
+        plugin = self._accumulation.plugin
         return {
-            "num_steps": self._gradients.num_steps,
+            "num_steps": self._accumulation.num_steps,
             "adjust_scheduler": plugin.adjust_scheduler,
             "sync_with_dataloader": plugin.sync_with_dataloader,
             "sync_each_batch": plugin.sync_each_batch,
@@ -297,33 +297,33 @@ class GradientState(View):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch in the user's hands is the last one of the active loader."""
-        return self._gradients.end_of_dataloader
+        return self._accumulation.end_of_dataloader
 
     @property
     def remainder(self) -> int:
         """Real rows in the last global batch of the active loader: 0 = all, -1 = not known."""
-        return self._gradients.remainder
+        return self._accumulation.remainder
 
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader being read, the innermost of several; None outside of any."""
-        return self._gradients.active_loader
+        return self._accumulation.active_loader
 
     @property
     def dataloader_references(self) -> list[Any]:
         """None, then the prepared loaders being read, outermost first."""
-        return [None, *self._gradients.loaders]
+        return [None, *self._accumulation.loaders]
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being read."""
-        return self._gradients.active_loader is not None
+        return self._accumulation.active_loader is not None
 
     @staticmethod
     def _reset_state() -> None:
         session: Session | None = context.current().training
         if session is not None:
-            session.gradients = GradientSync()
+            session.accumulation = AccumulationState()
             session.attributes.pop(GradientState, None)
 
     def __repr__(self) -> str:

@@ -44,9 +44,9 @@ class Sample:
     Args:
         rank: whose slot.
         state: what the worker says it does.
-        step: batches taken from prepared loaders (or steps of ``progress``) in the current pass, from 0.
-        total: batches of the current pass; -1 where that is not known.
-        epoch: passes over the training loader that were completed.
+        step: batches taken from prepared loaders (or steps of ``progress``) in the current loop, from 0.
+        total: batches of the current loop; -1 where that is not known.
+        epoch: loops over the training loader that were completed.
         samples: samples seen by this rank since the start.
         loss: last loss sampled by ``backward``; None before the first.
         step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
@@ -106,8 +106,8 @@ class Slot:
         """Set what the rank does."""
         self._ints[_STATE] = state
 
-    def start_pass(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
-        """Start a pass over a loader of ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer pass."""
+    def start_loop(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
+        """Start a loop over a loader of ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer loop."""
         ints = self._ints
         ints[_STEP] = step
         ints[_TOTAL] = total
@@ -116,7 +116,7 @@ class Slot:
         self._doubles[_STEP_TIME] = monotonic()
 
     def advance_to(self, step: int, samples: int) -> None:
-        """Another batch was handed to the user's loop: how many of this pass, and samples since the start."""
+        """Another batch was handed to the user's loop: how many of this loop, and samples since the start."""
         ints = self._ints
         ints[_STEP] = step
         ints[_SAMPLES] = samples

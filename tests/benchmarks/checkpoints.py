@@ -240,7 +240,7 @@ _WRITES: dict[str, tuple[Any, str]] = {
     "objects": (files, "write_object"),
     "weights": (model_files, "write_weights"),
     "parts": (FileSystemWriter, "write_data"),
-    "contents": (files.Contents, "write"),
+    "manifest": (files.Manifest, "write"),
     "sync": (safe_save, "sync_file"),
 }
 
@@ -249,7 +249,7 @@ def disk_round(draw: random.Random, folder: Path) -> str:
     kind = draw.choice(("ddp", "fsdp2"))
     shared = ["objects"] if kind == "ddp" else ["objects", "parts"]
     culprit = draw.randrange(2)
-    writes = [*shared, "folder", "contents", "sync", *(["weights"] if kind == "ddp" else [])]
+    writes = [*shared, "folder", "manifest", "sync", *(["weights"] if kind == "ddp" else [])]
     write = draw.choice(writes if culprit == 0 else shared)
     asynchronous = draw.random() < 0.5
     try:

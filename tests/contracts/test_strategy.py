@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
 from nblaunch.backends.base import Backend
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin
-from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
 from tests.kernels import Kernel
 
@@ -30,11 +30,11 @@ class ToyStrategy(Strategy):
     name = "toy"
     holds_shards = True
 
-    def __init__(self, process: ProcessContext) -> None:
+    def __init__(self, process: JoinedProcess) -> None:
         self._process = process
         self._is_synced = True
 
-    def setup_module(self, model: nn.Module, process: ProcessContext) -> nn.Module:
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
             parameter.register_post_accumulate_grad_hook(self._average)
@@ -84,7 +84,7 @@ class ToyPlugin(StrategyPlugin):
 
     def build(self, setup: TrainingSetup) -> Strategy:
         assert setup.precision.name == "bf16"
-        assert setup.gradients.num_steps == STEPS
+        assert setup.accumulation.num_steps == STEPS
         return ToyStrategy(setup.process)
 
 

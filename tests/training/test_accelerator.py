@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.sharding import SeedableRandomSampler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -311,8 +311,8 @@ def test_fp16_scales_and_unscales_once() -> None:
 
 def test_an_overflow_skips_optimizer_and_scheduler() -> None:
     precision, weight, inner = _fp16()
-    optimizer = AcceleratedOptimizer(inner, GradientSync(), precision, context.current().backend)
-    scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], GradientSync())
+    optimizer = AcceleratedOptimizer(inner, AccumulationState(), precision, context.current().backend)
+    scheduler = AcceleratedScheduler(StepLR(inner, 1, gamma=0.5), [optimizer], AccumulationState())
     precision.backward((weight * math.inf).sum())
     optimizer.step()
     scheduler.step()
@@ -434,7 +434,7 @@ def test_a_prepared_optimizer_is_an_optimizer() -> None:
 
 
 def _scheduler(inner: Any, steps_per_call: int = 4, **options: Any) -> AcceleratedScheduler:
-    return AcceleratedScheduler(inner, [], GradientSync(), steps_per_call, **options)
+    return AcceleratedScheduler(inner, [], AccumulationState(), steps_per_call, **options)
 
 
 def _sgd() -> torch.optim.Optimizer:
@@ -467,10 +467,10 @@ def test_a_scheduler_stops_at_its_total() -> None:
 
 def test_a_scheduler_on_its_own_steps_once_per_call() -> None:
     optimizer = _sgd()
-    gradients = GradientSync()
-    gradients.sync_gradients = False
+    accumulation = AccumulationState()
+    accumulation.sync_gradients = False
     inner = StepLR(optimizer, 1)
-    scheduler = AcceleratedScheduler(inner, [], gradients, 4, step_with_optimizer=False)
+    scheduler = AcceleratedScheduler(inner, [], accumulation, 4, step_with_optimizer=False)
     optimizer.step()
     scheduler.step()
     assert inner.last_epoch == 1

@@ -442,12 +442,12 @@ def test_damage_that_leaves_the_size_is_told_too(tmp_path: Path) -> None:
             CheckpointError, match=rf"{name} has the checksum crc32:.*bytes have changed since"
         ):
             accelerator.load_state(tmp_path / "state")
-    contents = tmp_path / "state" / "nblaunch_checkpoint.json"
-    text = contents.read_text()
-    contents.write_text(text[:30])
+    manifest = tmp_path / "state" / "nblaunch_checkpoint.json"
+    text = manifest.read_text()
+    manifest.write_text(text[:30])
     with pytest.raises(CheckpointError, match=r"damaged.* nblaunch_checkpoint\.json"):
         accelerator.load_state(tmp_path / "state")
-    contents.write_text(text.replace('"version": 2', '"version": 3'))
+    manifest.write_text(text.replace('"version": 2', '"version": 3'))
     with pytest.raises(CheckpointError, match=r"newer nblaunch \(format 3.* 2\)"):
         accelerator.load_state(tmp_path / "state")
 
@@ -467,11 +467,11 @@ def test_a_flipped_bit_in_any_file_is_told_before_anything_changes(tmp_path: Pat
     folder = Path(accelerator.save_state())
     _step(accelerator, model, optimizer)
     before = _weights(model)
-    contents = files.contents_of(folder)
-    assert contents is not None
-    assert contents.checksums.keys() == contents.files.keys()
-    assert len(contents.files) == 6
-    for name, size in contents.files.items():
+    manifest = files.read_manifest(folder)
+    assert manifest is not None
+    assert manifest.checksums.keys() == manifest.files.keys()
+    assert len(manifest.files) == 6
+    for name, size in manifest.files.items():
         for bit in (0, 4 * size, 8 * size - 1):
             _flip(folder / name, bit)
             with pytest.raises(CheckpointError, match=f"{name} has the checksum crc32:") as caught:
@@ -493,9 +493,9 @@ def test_a_flipped_bit_in_the_list_of_files_is_told(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=f"checkpoint {folder} is damaged|was written by a newer nblaunch"
         ):
-            files.contents_of(folder)
+            files.read_manifest(folder)
         _flip(path, bit)
-    files.contents_of(folder)
+    files.read_manifest(folder)
 
 
 def test_checkpoints_without_checksums_are_read(tmp_path: Path) -> None:
@@ -517,8 +517,8 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     sizes = {"a": 0, "b": 100, "c": 7, "d": 8}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(data[:size])
-    contents = files.Contents(2, files=sizes, checksums=files.checksums(tmp_path, sizes))
-    assert contents.checksums == {
+    manifest = files.Manifest(2, files=sizes, checksums=files.checksums(tmp_path, sizes))
+    assert manifest.checksums == {
         name: f"crc32:{zlib.crc32(data[:size]):08x}" for name, size in sizes.items()
     }
     for name in sizes:
@@ -527,7 +527,7 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     found = ""
     for rank in range(2):
         with pytest.raises(CheckpointError) as caught:
-            files.check_bytes(tmp_path, contents, rank, 2)
+            files.check_bytes(tmp_path, manifest, rank, 2)
         found += str(caught.value)
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
@@ -566,7 +566,7 @@ def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_reference_is_read_on_trust(tmp_path: Path) -> None:
-    """The same file names, ``module.`` before every weight, no list of contents, random states in its own form."""
+    """The same file names, ``module.`` before every weight, no manifest, random states in its own form."""
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state", safe_serialization=False)
     before = _weights(model)

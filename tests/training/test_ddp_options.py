@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     TorchDynamoPlugin,
 )
-from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.session import open_session
 from nblaunch.training.strategies.ddp import DdpStrategy
 from tests.training import ranks
@@ -251,5 +251,5 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
     assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
 
 
-def _process(device: torch.device) -> ProcessContext:
+def _process(device: torch.device) -> JoinedProcess:
     return dataclasses.replace(open_session().process, device=device)

@@ -192,17 +192,19 @@ def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str)
 
 
 def test_what_can_not_be_dispatched() -> None:
-    from nblaunch.training.data.prepare import Share, share_loader
+    from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 
-    share = Share(rank=0, world_size=2, device=torch.device("cpu"))
+    share = LoaderTarget(rank=0, world_size=2, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="batch_size=3 is not a multiple of 2"):
-        share_loader(
+        shard_loader(
             DataLoader(range(6), batch_size=3),
             share,
             DataLoaderConfiguration(dispatch_batches=True, split_batches=True),
         )
     with pytest.raises(ValueError, match="device_placement=False"):
-        share_loader(DataLoader(range(6)), Share(0, 2, None), DataLoaderConfiguration(dispatch_batches=True))
+        shard_loader(
+            DataLoader(range(6)), LoaderTarget(0, 2, None), DataLoaderConfiguration(dispatch_batches=True)
+        )
 
 
 def _break_and_go_on() -> tuple[list[list[int]], list[list[int]]]:

@@ -25,7 +25,7 @@ from nblaunch import Accelerator, context, set_seed
 from nblaunch.events import WorkerState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import Share, share_loader
+from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.data.sharding import BatchSamplerShard, SeedableRandomSampler
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.wire.board import Sample
@@ -41,8 +41,8 @@ def _board() -> Sample:
 
 def _second_of_two(loader: DataLoader, **options: Any) -> PreparedLoader:
     """As prepared on rank 1 of 2; can't be iterated here where it would communicate."""
-    share = Share(rank=1, world_size=2, device=torch.device("cpu"))
-    return share_loader(loader, share, DataLoaderConfiguration(dispatch_batches=False, **options))
+    share = LoaderTarget(rank=1, world_size=2, device=torch.device("cpu"))
+    return shard_loader(loader, share, DataLoaderConfiguration(dispatch_batches=False, **options))
 
 
 class _Stream(IterableDataset):

@@ -15,7 +15,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     pid = os.fork()
     if pid == 0:
         slot = board.slot(1)
-        slot.start_pass(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
+        slot.start_loop(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
         slot.advance_to(5, samples=32)
         slot.set_loss(0.25)
         slot.note_interrupt()

@@ -1,5 +1,12 @@
-"""Saved states and models: ``checkpointer`` is what scripts call, ``saving`` and ``restoring`` what is done then.
+"""Saved states and models.
 
-``snapshot`` is what one checkpoint is made of, ``rendezvous`` how ranks meet to save it, ``files`` what lies in its
-folder, ``model_files`` the weights, ``safe_save`` why a folder is never half written.
+checkpointer.py      what the ``Accelerator`` calls
+saving.py            ``save_state``, also in a thread
+restoring.py         ``load_state``
+snapshot.py          what one checkpoint is made of
+save_rendezvous.py   how ranks meet to save it
+files.py             what lies in its folder, and the manifest
+model_files.py       files of weights: safetensors or torch's format, whole or in shards
+safe_save.py         why a folder is never half written
+dispatching.py       weights straight from disk to devices
 """

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder: names, contents, and whether it is whole.
+"""What lies in a checkpoint folder: names, the manifest, and whether it is whole.
 
 ``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that a folder that was cut short, and
 bytes that have changed, are known before anything is loaded. Checkpoints of other tools with the same file names have
@@ -42,7 +42,7 @@ SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
-CONTENTS = "nblaunch_checkpoint.json"
+MANIFEST = "nblaunch_checkpoint.json"
 SCALER = SCALER_NAME
 SAMPLER = f"{SAMPLER_NAME}.bin"
 LOADER = "dl_state_dict.bin"
@@ -98,12 +98,12 @@ def in_order(checkpoints: Path) -> list[Path]:
 
 def is_removable(folder: Path) -> bool:
     """Return whether ``save_state`` made the folder where it is; a link or a folder of that name may be anything."""
-    return (folder / CONTENTS).is_file() and not folder.is_symlink()
+    return (folder / MANIFEST).is_file() and not folder.is_symlink()
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds.
+class Manifest:
+    """What a checkpoint holds: the file ``nblaunch_checkpoint.json`` in its folder.
 
     Args:
         world_size: ranks of the job that wrote it.
@@ -130,19 +130,19 @@ class Contents:
     checksums: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it down, last of all files of ``folder``."""
+        """Write the manifest, last of all files of ``folder``."""
         values = {"version": _VERSION, **asdict(self)}
         text = json.dumps({**values, "checksum": _checksum_of(values)}, indent=2) + "\n"
-        (folder / CONTENTS).write_text(text)
+        (folder / MANIFEST).write_text(text)
 
 
-def contents_of(folder: Path) -> Contents | None:
-    """Return what is in the checkpoint; None where it does not say.
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint; None where it has none, as those of other tools.
 
     Raises:
-        CheckpointError: it says something that can't be read, or a newer version than this one wrote it.
+        CheckpointError: it can't be read, or a newer version than this one wrote it.
     """
-    path = folder / CONTENTS
+    path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
@@ -155,18 +155,18 @@ def contents_of(folder: Path) -> Contents | None:
         if version > 1 and values.pop("checksum") != _checksum_of(values):
             raise ValueError("its checksum is another")
         del values["version"]
-        return Contents(**values)
+        return Manifest(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder} is damaged: {CONTENTS} can't be read ({error!r}). {_other_than(folder)}"
+            f"checkpoint {folder} is damaged: {MANIFEST} can't be read ({error!r}). {_other_than(folder)}"
         ) from error
 
 
-def check_whole(folder: Path, contents: Contents) -> None:
+def check_whole(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError where files are missing or have another size than was written, naming them."""
     found = safe_save.files_below(folder)
     wrong = []
-    for name, size in contents.files.items():
+    for name, size in manifest.files.items():
         if name not in found:
             wrong.append(f"{name} is missing")
         elif found[name] != size:
@@ -188,16 +188,16 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     return {name: checksum(folder / name) for name in names}
 
 
-def check_bytes(folder: Path, contents: Contents, rank: int = 0, world_size: int = 1) -> None:
+def check_bytes(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
     """Raise CheckpointError where bytes are not those that were written, naming the files.
 
     Args:
         folder: the checkpoint.
-        contents: what it says of itself.
+        manifest: that of the checkpoint.
         rank: of this process, which reads its share of the files.
         world_size: how many processes have a share.
     """
-    by_size = sorted(contents.checksums, key=lambda name: (-contents.files.get(name, 0), name))
+    by_size = sorted(manifest.checksums, key=lambda name: (-manifest.files.get(name, 0), name))
     try:
         found = checksums(folder, by_size[rank::world_size])
     except OSError as error:
@@ -205,10 +205,10 @@ def check_bytes(folder: Path, contents: Contents, rank: int = 0, world_size: int
     _raise_damaged(
         folder,
         [
-            f"{name} has the checksum {value}, and {contents.checksums[name]} was written: bytes have changed "
+            f"{name} has the checksum {value}, and {manifest.checksums[name]} was written: bytes have changed "
             "since, by a fault of the disk, of memory or of a copy"
             for name, value in found.items()
-            if value != contents.checksums[name]
+            if value != manifest.checksums[name]
         ],
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.training.checkpoints import files, model_files, safe_save
-from nblaunch.training.checkpoints.files import Contents
+from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
@@ -50,18 +50,18 @@ class Restorer:
         reading = {"map_location": device, **(load_kwargs or {})}
         self._settle()
         folder = self._common(self._agree(lambda: self._find(input_dir)))
-        contents = self._agree(lambda: self._checked(folder, any_world_size))
-        if contents is not None:
+        manifest = self._agree(lambda: self._checked(folder, any_world_size))
+        if manifest is not None:
             # Each rank reads a share of the files, which it then finds in the file system's cache.
-            self._agree(lambda: files.check_bytes(folder, contents, self._state.rank, self._state.world_size))
-            for model, order in zip(self._state.preparer.models, contents.gradient_orders, strict=False):
+            self._agree(lambda: files.check_bytes(folder, manifest, self._state.rank, self._state.world_size))
+            for model, order in zip(self._state.preparer.models, manifest.gradient_orders, strict=False):
                 self._state.strategy.set_gradient_order(model, order)
         if not self._load_models(folder, device, strict):
             for index, optimizer in enumerate(self._state.preparer.optimizers):
                 state = files.read_object(folder / files.numbered(files.OPTIMIZER, index), **reading)
                 self._state.strategy.load_optimizer_state_dict(optimizer, state)
-        self._load_objects(folder, contents, reading)
-        self._load_random_states(folder, contents, reading)
+        self._load_objects(folder, manifest, reading)
+        self._load_random_states(folder, manifest, reading)
         number = files.iteration_of(folder)
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = max(self._project.iteration, number + 1)
@@ -102,35 +102,35 @@ class Restorer:
         So do scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all files to the main one's.
         """
         (main,) = operations.broadcast_object_list([str(folder)])
-        if not (folder / files.CONTENTS).is_file() and (Path(main) / files.CONTENTS).is_file():
+        if not (folder / files.MANIFEST).is_file() and (Path(main) / files.MANIFEST).is_file():
             return Path(main)
         return folder
 
-    def _checked(self, folder: Path, any_world_size: bool) -> Contents | None:
-        contents = files.contents_of(folder)
-        if contents is None:
+    def _checked(self, folder: Path, any_world_size: bool) -> Manifest | None:
+        manifest = files.read_manifest(folder)
+        if manifest is None:
             found = len(list(folder.glob("custom_checkpoint_*.pkl")))
             _check_custom(folder, found, len(self._state.custom))
             return None
-        files.check_whole(folder, contents)
-        if contents.world_size != self._state.world_size and not any_world_size:
+        files.check_whole(folder, manifest)
+        if manifest.world_size != self._state.world_size and not any_world_size:
             raise CheckpointError(
-                f"checkpoint {folder} was saved by {contents.world_size} processes, but this job has "
+                f"checkpoint {folder} was saved by {manifest.world_size} processes, but this job has "
                 f"{self._state.world_size}; its random states and the order of its data don't fit. Start "
-                f"{contents.world_size} processes, or pass load_state(..., any_world_size=True) to take over the rest"
+                f"{manifest.world_size} processes, or pass load_state(..., any_world_size=True) to take over the rest"
             )
-        if contents.in_parts and contents.in_parts != self._state.strategy.name:
+        if manifest.in_parts and manifest.in_parts != self._state.strategy.name:
             raise CheckpointError(
-                f"checkpoint {folder} was saved in parts, by the ranks of strategy {contents.in_parts!r}, and this "
+                f"checkpoint {folder} was saved in parts, by the ranks of strategy {manifest.in_parts!r}, and this "
                 f"job's is {self._state.strategy.name!r}; build the Accelerator as then: "
-                f"Accelerator({argument_of(contents.in_parts)}=...)"
+                f"Accelerator({argument_of(manifest.in_parts)}=...)"
             )
         for kind in ("optimizers", "schedulers"):
-            saved, here = getattr(contents, kind), len(getattr(self._state.preparer, kind))
+            saved, here = getattr(manifest, kind), len(getattr(self._state.preparer, kind))
             if here > saved:
                 raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
-        _check_custom(folder, contents.custom, len(self._state.custom))
-        return contents
+        _check_custom(folder, manifest.custom, len(self._state.custom))
+        return manifest
 
     def _load_models(self, folder: Path, device: Any, strict: bool) -> bool:
         """Load weights; whether the strategy did it, and loaded optimizers as well."""
@@ -144,14 +144,14 @@ class Restorer:
             model_files.load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
-    def _load_objects(self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]) -> None:
+    def _load_objects(self, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]) -> None:
         prepared = self._state.preparer
         for index, scheduler in enumerate(prepared.schedulers):
             name = files.numbered(files.SCHEDULER, index)
             scheduler.load_state_dict(files.read_object(folder / name, **reading))
         for index, loader in enumerate(prepared.loaders):
             path = folder / files.numbered(files.SAMPLER, index)
-            if contents is not None and path.is_file():
+            if manifest is not None and path.is_file():
                 resuming.restore(loader, files.read_object(path), self._state.session)
                 inside = folder / files.numbered(files.LOADER, index)
                 if hasattr(loader, "load_state_dict") and inside.is_file():
@@ -167,10 +167,10 @@ class Restorer:
             )
 
     def _load_random_states(
-        self, folder: Path, contents: Contents | None, reading: Mapping[str, Any]
+        self, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
     ) -> None:
         """Last of all, because loading may draw random numbers."""
-        is_same_size = contents is None or contents.world_size == self._state.world_size
+        is_same_size = manifest is None or manifest.world_size == self._state.world_size
         path = folder / files.random_states(self._state.rank)
         if not path.is_file():
             path = folder / files.random_states(0)
@@ -182,7 +182,7 @@ class Restorer:
                     f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0"
                 )
         state = files.read_object(path, **{**reading, "map_location": "cpu"})
-        self._state.session.gradients.step = state.get("step", 0)
+        self._state.session.accumulation.step = state.get("step", 0)
         if is_same_size and path.name == files.random_states(self._state.rank):
             restore_random_states(state, self._state.session.process.backend)
 

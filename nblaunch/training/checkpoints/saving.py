@@ -4,7 +4,7 @@
     main process  hooks, states ──> Snapshot ── written aside, committed by a rename
     others        hooks, parts of weights, random states ──> files of their own in the same folder
 
-How files are made safe is the business of ``safe_save``, how ranks meet that of ``rendezvous``.
+How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_rendezvous``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
-from nblaunch.training.checkpoints import files, rendezvous, safe_save
-from nblaunch.training.checkpoints.files import Contents
-from nblaunch.training.checkpoints.rendezvous import Coordinator, Outcome, Participant, Report
+from nblaunch.training.checkpoints import files, safe_save, save_rendezvous
+from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
+from nblaunch.training.checkpoints.save_rendezvous import Coordinator, Participant, Report, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
     CpuCopies,
     Snapshot,
@@ -34,7 +34,7 @@ from nblaunch.training.checkpoints.snapshot import (
     contribute,
     write_own_files,
 )
-from nblaunch.training.process_context import is_distributed
+from nblaunch.training.joining import is_distributed
 
 
 class Saver:
@@ -94,23 +94,23 @@ class Saver:
             if error is not None:
                 raise error
         elif number:
-            self._state.session.rendezvous.outcome(number).check()
+            self._state.session.save_rendezvous.outcome(number).check()
 
     def _meet(self) -> Any:
         """Return this rank's side of the rendezvous of its process group; None for a lone process."""
         state, session = self._state, self._state.session
         if state.world_size == 1 or not is_distributed():
             return None
-        if session.rendezvous is None or not session.rendezvous.is_current():
+        if session.save_rendezvous is None or not session.save_rendezvous.is_current():
             # The store has no public name; torch's own modules take it so, since 1.13 at least.
             store = dist.distributed_c10d._get_default_store()
-            collectives = partial(rendezvous.collectives_begun, session.process.backend)
-            session.rendezvous = (
+            collectives = partial(save_rendezvous.collectives_begun, session.process.backend)
+            session.save_rendezvous = (
                 Coordinator(store, state.world_size, collectives)
                 if state.rank == 0
                 else Participant(store, state.rank, collectives)
             )
-        return session.rendezvous
+        return session.save_rendezvous
 
     def _refuse_to_save_alone(self) -> None:
         strategy = self._state.strategy
@@ -202,11 +202,11 @@ class Saver:
         """Write, commit, and only then remove what is too many."""
         target = staging.target
         try:
-            before: Contents | None = None
+            before: Manifest | None = None
             with suppress(CheckpointError):  # a damaged one is about to be replaced
-                before = files.contents_of(target)
-            contents = snapshot.write(staging.folder)
-            staging.commit(before.files.keys() - contents.files.keys() if before is not None else ())
+                before = files.read_manifest(target)
+            manifest = snapshot.write(staging.folder)
+            staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
             _give_up(coordinator, staging, target, error)
             if not isinstance(error, Exception):
@@ -277,11 +277,12 @@ class Saver:
             safe_save.remove_folder(path)
 
     def _warn_of_open_window(self) -> None:
-        gradients = self._state.session.gradients
-        if not gradients.sync_gradients and gradients.step % gradients.num_steps:
+        accumulation = self._state.session.accumulation
+        micro_steps = accumulation.step % accumulation.num_steps
+        if not accumulation.sync_gradients and micro_steps:
             warn(
-                f"save_state in the middle of gradient accumulation (micro-step {gradients.step % gradients.num_steps} "
-                f"of {gradients.num_steps}): accumulated gradients are not saved. Save where "
+                f"save_state in the middle of gradient accumulation (micro-step {micro_steps} of "
+                f"{accumulation.num_steps}): accumulated gradients are not saved. Save where "
                 "accelerator.sync_gradients is True to continue training exactly."
             )
 
@@ -293,9 +294,9 @@ def _give_up(
     # What the caller gave is no folder; all ranks have given it.
     is_of_caller = isinstance(error, ValueError) and staging is None
     outcome = (
-        Outcome("ValueError", str(error))
+        SaveOutcome("ValueError", str(error))
         if is_of_caller
-        else Outcome("CheckpointError", _not_saved(target, 0, error))
+        else SaveOutcome("CheckpointError", _not_saved(target, 0, error))
     )
     try:
         if coordinator is not None:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch.backends.base import Backend
 from nblaunch.training.checkpoints import files, model_files, safe_save
-from nblaunch.training.checkpoints.files import Contents
+from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
@@ -92,14 +92,14 @@ class Snapshot:
     """What one checkpoint is made of, before it is written.
 
     Args:
-        contents: what it says of itself.
+        manifest: that of the checkpoint; sizes and checksums are added as files are written.
         weights: state dict of every model that no hook took over.
         objects: state dicts, or their bytes, by file name.
         safe_serialization: weights in safetensors' format.
         checksums: of files that other ranks have written and summed up.
     """
 
-    contents: Contents
+    manifest: Manifest
     weights: list[Mapping[str, Any]] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     safe_serialization: bool = True
@@ -109,8 +109,8 @@ class Snapshot:
         """Copy everything to memory that training does not write to."""
         self.weights, self.objects = copies.take((self.weights, self.objects))
 
-    def write(self, folder: Path) -> Contents:
-        """Write all files to ``folder``; returns the contents with their sizes and checksums."""
+    def write(self, folder: Path) -> Manifest:
+        """Write all files to ``folder``; returns the manifest with their sizes and checksums."""
         name = files.SAFE_WEIGHTS_NAME if self.safe_serialization else files.WEIGHTS_NAME
         for index, weights in enumerate(self.weights):
             model_files.write_weights(weights, folder / files.numbered(name, index), self.safe_serialization)
@@ -119,9 +119,9 @@ class Snapshot:
         found = safe_save.files_below(folder)
         known = {name: value for name, value in self.checksums.items() if name in found}
         known |= files.checksums(folder, found.keys() - known.keys())
-        contents = replace(self.contents, models=len(self.weights), files=found, checksums=known)
-        contents.write(folder)
-        return contents
+        manifest = replace(self.manifest, models=len(self.weights), files=found, checksums=known)
+        manifest.write(folder)
+        return manifest
 
 
 def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Snapshot:
@@ -129,7 +129,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
     weights, optimizers, is_in_parts = _models_and_optimizers(state, folder)
     weights = _run_hooks(state, folder, weights)
     prepared = state.preparer
-    contents = Contents(
+    manifest = Manifest(
         world_size=state.world_size,
         optimizers=len(prepared.optimizers),
         schedulers=len(prepared.schedulers),
@@ -138,7 +138,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
         in_parts=state.strategy.name if is_in_parts else "",
         gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
-    snapshot = Snapshot(contents, weights, {}, safe_serialization)
+    snapshot = Snapshot(manifest, weights, {}, safe_serialization)
     schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
     for name, states in ((files.OPTIMIZER, optimizers), (files.SCHEDULER, schedulers)):
         for index, one in enumerate(states):
@@ -200,7 +200,7 @@ def _run_hooks(
 
 def _random_states(state: TrainingState) -> bytes:
     generators = capture_random_states(state.session.process.backend)
-    return _as_bytes({**generators, "step": state.session.gradients.step})
+    return _as_bytes({**generators, "step": state.session.accumulation.step})
 
 
 def _as_bytes(state: Any) -> bytes:

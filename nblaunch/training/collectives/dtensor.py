@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
-from nblaunch.training.process_context import waiting
+from nblaunch.training.joining import waiting
 from nblaunch.wire.modules import Piece
 
 T = TypeVar("T")

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from nblaunch import context, env
 from nblaunch.errors import DistributedOperationException, warn
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
+from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.training.options import check_choice
-from nblaunch.training.process_context import is_distributed, waiting
 from nblaunch.wire import sealing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
@@ -138,20 +138,20 @@ def gather_object(object: Any) -> Any:
     return [item for part in parts for item in part]
 
 
-def gather_for_metrics(data: Any, use_gather_object: bool, gradients: GradientSync) -> Any:
+def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: AccumulationState) -> Any:
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
         data: as there.
         use_gather_object: as there.
-        gradients: has the loader that is being read.
+        accumulation: has the loader that is being read.
     """
     is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
     gathered = gather_object(data) if is_object else gather(data)
-    loader = gradients.active_loader
+    loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader or not _may_be_completed(loader):
         return gathered
-    remainder = gradients.remainder
+    remainder = accumulation.remainder
     if remainder < 0 and not _drops_last(loader):
         warn(
             "the loader's length is not known, so samples that completed its last batch are still among the "

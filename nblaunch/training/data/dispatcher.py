@@ -20,7 +20,7 @@ from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.session import Session
-from nblaunch.training.tracking.progress import Pass
+from nblaunch.training.tracking.progress import Loop
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 
@@ -58,7 +58,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _is_reader(self) -> bool:
         return operations.rank() == 0
 
-    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
         rank, size = operations.rank(), self.num_processes
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
@@ -70,8 +70,8 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 self.remainder = num_rows
                 self.end_of_dataloader = True
-            session.passes.advance(one, rows)
-            self._begin_step(session, one, part)
+            session.loops.advance(loop, rows)
+            self._begin_step(session, loop, part)
             yield part
 
     # --- rank 0 --------------------------------------------------------------------------------------------------

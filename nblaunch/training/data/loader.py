@@ -33,7 +33,7 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.session import Session, open_session
-from nblaunch.training.tracking.progress import Pass
+from nblaunch.training.tracking.progress import Loop
 
 
 class PreparedLoader(DataLoader):
@@ -96,23 +96,23 @@ class PreparedLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         session = open_session()
         self._start_epoch(session)
-        one = self._begin_pass(session)
+        loop = self._begin_loop(session)
         try:
-            yield from self._hand_out(session, one)
-            session.process.backend.end_pass()
+            yield from self._hand_out(session, loop)
+            session.process.backend.end_loop()
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
-            if one.state is WorkerState.TRAINING:
-                session.passes.epoch = self.iteration
+            if loop.state is WorkerState.TRAINING:
+                session.loops.epoch = self.iteration
         finally:
-            session.gradients.leave(self)
+            session.accumulation.leave(self)
             session.losses.flush()
             session.own_time.pause()
-            session.passes.end(one)
+            session.loops.end(loop)
 
     @abstractmethod
-    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
         """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
 
     def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
@@ -124,9 +124,9 @@ class PreparedLoader(DataLoader):
         return batches
 
     @staticmethod
-    def _begin_step(session: Session, one: Pass, batch: Any) -> None:
+    def _begin_step(session: Session, loop: Loop, batch: Any) -> None:
         backend = session.process.backend
-        backend.begin_step(one.phase, batch)
+        backend.begin_step(loop.phase, batch)
         if backend.is_lazy:
             session.losses.show_due()
 
@@ -141,7 +141,7 @@ class PreparedLoader(DataLoader):
         self._agree_on_order()
         self.end_of_dataloader = False
         self.remainder = self._expected_remainder()
-        session.gradients.enter(self)
+        session.accumulation.enter(self)
 
     def _agree_on_order(self) -> None:
         """Make the generators that decide the order those of rank 0, or those that a saved state speaks of."""
@@ -158,15 +158,15 @@ class PreparedLoader(DataLoader):
         self._resumed_start = []
         self.epoch_start = [generator.get_state() for generator in generators]
 
-    def _begin_pass(self, session: Session) -> Pass:
+    def _begin_loop(self, session: Session) -> Loop:
         is_training = session.is_training
-        epoch = self.iteration if is_training else session.passes.epoch
+        epoch = self.iteration if is_training else session.loops.epoch
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         skipped = self.skip_batches
         length = self._length_or_unknown()
         if length >= 0 and self._skips_indices:
             length += skipped  # the bar is that of the whole epoch, and begins in the middle
-        return session.passes.begin(length, epoch, state, skipped)
+        return session.loops.begin(length, epoch, state, skipped)
 
     @property
     def _skips_indices(self) -> bool:
@@ -325,7 +325,7 @@ def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
 class DataLoaderShard(PreparedLoader):
     """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
 
-    def _hand_out(self, session: Session, one: Pass) -> Iterator[Any]:
+    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
         """Yield all batches, the next one always read before the current one is handed out."""
         nothing = object()
         batches, backend = self._read(session, self._take_skip()), session.process.backend
@@ -336,23 +336,23 @@ class DataLoaderShard(PreparedLoader):
         if current is nothing:
             return
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, rows = session.passes.advance, nested.count_rows(current)
+        advance, rows = session.loops.advance, nested.count_rows(current)
         is_plain = is_placed and self._stateful is None and self._has_equal_batches
         is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
             current = self._receive(current, is_placed)
         for upcoming in batches:
-            advance(one, rows)
+            advance(loop, rows)
             if is_watched:
-                self._begin_step(session, one, current)
+                self._begin_step(session, loop, current)
             yield current
             current = upcoming
             if not is_plain:
                 current = self._receive(current, is_placed)
                 rows = nested.count_rows(current)
         self._finish_epoch()
-        session.passes.advance(one, nested.count_rows(current))
-        self._begin_step(session, one, current)
+        session.loops.advance(loop, nested.count_rows(current))
+        self._begin_step(session, loop, current)
         yield current
 
     def _receive(self, batch: Any, is_placed: bool) -> Any:

@@ -1,6 +1,6 @@
 """From the user's loader to a prepared one: who reads, and which options are kept.
 
-:func:`share_loader` decides who reads, :func:`prepare_data_loader` does the same for users who call it themselves.
+:func:`shard_loader` decides who reads, :func:`prepare_data_loader` does the same for users who call it themselves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def sampling_options(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str
 
 
 @dataclass(frozen=True)
-class Share:
+class LoaderTarget:
     """Whose part of a loader is wanted.
 
     Args:
@@ -143,17 +143,17 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    share = Share(
+    share = LoaderTarget(
         rank=topology.rank if process_index is None else process_index,
         world_size=topology.world_size if num_processes is None else num_processes,
         device=device if put_on_device else None,
         rng_types=tuple(rng_types or ()),
         slice_fn=slice_fn_for_dispatch,
     )
-    return share_loader(dataloader, share, config)
+    return shard_loader(dataloader, share, config)
 
 
-def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfiguration) -> PreparedLoader:
+def shard_loader(loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
     """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
     A sampler with a random generator of its own choice is given one, so that all ranks can be given the same.
@@ -170,9 +170,9 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
     if share.world_size > 1 and _is_dispatched(config, share, is_iterable):
         return _dispatch(loader, share, config, common)
     if is_iterable:
-        return _share_iterable(loader, share, config, common)
+        return _shard_iterable(loader, share, config, common)
     batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
-    _settle_order(batch_sampler, config)
+    _make_order_shareable(batch_sampler, config)
     shard = None
     is_completed = share.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
     if share.world_size > 1 or is_completed:
@@ -183,7 +183,7 @@ def share_loader(loader: DataLoader, share: Share, config: DataLoaderConfigurati
     return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
 
 
-def _is_dispatched(config: DataLoaderConfiguration, share: Share, is_iterable: bool) -> bool:
+def _is_dispatched(config: DataLoaderConfiguration, share: LoaderTarget, is_iterable: bool) -> bool:
     if config.dispatch_batches and share.device is None:
         raise ValueError(
             "dispatch_batches=True sends batches to the device of each rank, and device_placement=False wants them "
@@ -211,7 +211,7 @@ def _check_plain(loader: DataLoader) -> None:
 
 
 def _dispatch(
-    loader: DataLoader, share: Share, config: DataLoaderConfiguration, common: dict[str, Any]
+    loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
     if config.split_batches and (loader.batch_size or 0) % share.world_size:
         raise ValueError(
@@ -222,13 +222,13 @@ def _dispatch(
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     else:
         batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
-        _settle_order(batch_sampler, config)
+        _make_order_shareable(batch_sampler, config)
         sampling = sampling_options(batch_sampler, is_passed_as_sampler)
     return DataLoaderDispatcher(loader.dataset, slice_fn=share.slice_fn, **sampling, **common)
 
 
-def _share_iterable(
-    loader: DataLoader, share: Share, config: DataLoaderConfiguration, common: dict[str, Any]
+def _shard_iterable(
+    loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
     batch_size, drop_last = loader.batch_size, loader.drop_last
     dataset, world_size = loader.dataset, share.world_size
@@ -251,7 +251,7 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _settle_order(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
+def _make_order_shareable(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
     """Check that a random order is one that all ranks can be given."""
     sampler = sampler_of(batch_sampler)
     if config.use_seedable_sampler and type(sampler) is RandomSampler:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.process_context import ProcessContext
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class TrainingSetup:
     Args:
         process: the ranks, the backend and the device of this process.
         precision: the number format of the process.
-        gradients: when gradients are synchronised and optimizers step.
+        accumulation: when gradients are synchronised and optimizers step.
         splits_batches: whether a loader's batch is that of all ranks together.
     """
 
-    process: ProcessContext
+    process: JoinedProcess
     precision: Precision
-    gradients: GradientSync
+    accumulation: AccumulationState
     splits_batches: bool = False
 
 
@@ -140,7 +140,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Return ``model``, which lies on its device, ready for training on this rank; wrapped or not."""
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:

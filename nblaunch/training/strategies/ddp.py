@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.errors import warn
 from nblaunch.training import models
+from nblaunch.training.joining import JoinedProcess, Waiting, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.process_context import ProcessContext, Waiting, waiting
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
 
@@ -73,7 +73,7 @@ class DdpStrategy(Strategy):
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options or DistributedDataParallelKwargs()
 
-    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):

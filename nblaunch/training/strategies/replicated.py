@@ -16,7 +16,7 @@ import torch
 
 from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
-from nblaunch.training.process_context import ProcessContext
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.strategies.base import Strategy
 
 
@@ -35,7 +35,7 @@ class ReplicatedStrategy(Strategy):
         """
         self._sums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
 
-    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
         everyones = operations.gather_object([self._sums])
         if len({len(one) for one in everyones}) > 1:
@@ -73,7 +73,7 @@ class SingleStrategy(Strategy):
 
     name = "single"
 
-    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

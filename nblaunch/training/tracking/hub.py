@@ -19,8 +19,8 @@ from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.events import Metric
 from nblaunch.packages import is_installed
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration
-from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.tracking.trackers import BUILT_IN, GeneralTracker, flat
 from nblaunch.wire.plain import plain
 
@@ -75,7 +75,7 @@ class TrackerHub:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
     """
 
-    def __init__(self, log_with: Any, project: ProjectConfiguration, process: ProcessContext) -> None:
+    def __init__(self, log_with: Any, project: ProjectConfiguration, process: JoinedProcess) -> None:
         self.project = project
         self.process = process
         self.chosen = _chosen(log_with, project.logging_dir)

@@ -1,4 +1,4 @@
-"""What a rank reports on the progress board beyond its steps: loss, passes over data, device memory, own time.
+"""What a rank reports on the progress board beyond its steps: loss, loops over data, device memory, own time.
 
 Own time is how long a rank computes by itself in each step, which names the slow rank where all ranks go in step:
 
@@ -22,8 +22,11 @@ from nblaunch.events import WorkerState
 from nblaunch.wire.board import Slot
 
 
-class Pass:
-    """One pass over a loader or an iterable. ``total`` is -1 where its length is not known."""
+class Loop:
+    """One loop over a loader or another iterable, from its first batch to its last: an epoch, where it trains.
+
+    ``total`` is -1 where its length is not known.
+    """
 
     __slots__ = ("epoch", "phase", "state", "step", "total")
 
@@ -35,10 +38,10 @@ class Pass:
         self.step = 0
 
 
-class PassStack:
-    """The passes of this process, outermost first; the last one writes to the slot.
+class LoopStack:
+    """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of completed passes over a training loader, shown with passes that train nothing, too.
+    ``epoch`` is the number of completed loops over a training loader, shown with loops that train nothing, too.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -46,41 +49,41 @@ class PassStack:
         self._slot = slot
         self._advance_to = slot.advance_to
         self._samples = 0
-        self._stack: list[Pass] = []
-        self._shown: Pass | None = None
+        self._stack: list[Loop] = []
+        self._shown: Loop | None = None
         self._outside = WorkerState.RUNNING
 
-    def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Pass:
-        """Begin a pass inside those that run; ``step`` batches of it are behind us already."""
+    def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Loop:
+        """Begin a loop inside those that run; ``step`` batches of it are behind us already."""
         if not self._stack:
             self._outside = self._slot.state
-        begun = Pass(total, epoch, state)
+        begun = Loop(total, epoch, state)
         begun.step = step
         self._stack.append(begun)
         self._show(begun)
         return begun
 
-    def advance(self, one: Pass, samples: int = 0) -> None:
-        """Count the next batch of ``one``. Called at every step."""
-        one.step = step = one.step + 1
+    def advance(self, loop: Loop, samples: int = 0) -> None:
+        """Count the next batch of ``loop``. Called at every step."""
+        loop.step = step = loop.step + 1
         self._samples = total = self._samples + samples
-        if self._shown is one:
+        if self._shown is loop:
             self._advance_to(step, total)
-        elif self._stack and self._stack[-1] is one:
-            self._show(one)
+        elif self._stack and self._stack[-1] is loop:
+            self._show(loop)
 
-    def end(self, one: Pass) -> None:
-        """Forget ``one``, which is over or was abandoned."""
-        if one in self._stack:
-            self._stack.remove(one)
-        if self._shown is one:
+    def end(self, loop: Loop) -> None:
+        """Forget ``loop``, which is over or was abandoned."""
+        if loop in self._stack:
+            self._stack.remove(loop)
+        if self._shown is loop:
             self._shown = None
             # The finished bar stays on the board until something else moves; only what the worker does changes.
             self._slot.set_state(self._stack[-1].state if self._stack else self._outside)
 
-    def _show(self, one: Pass) -> None:
-        self._shown = one
-        self._slot.start_pass(one.total, one.epoch, one.state, one.step)
+    def _show(self, loop: Loop) -> None:
+        self._shown = loop
+        self._slot.start_loop(loop.total, loop.epoch, loop.state, loop.step)
 
 
 class OwnTime:
@@ -105,7 +108,7 @@ class OwnTime:
         self._since = monotonic()
 
     def pause(self) -> None:
-        """Stop measuring: what follows is no part of a step, since a pass has ended."""
+        """Stop measuring: what follows is no part of a step, since a loop has ended."""
         self._since = 0.0
 
 
@@ -142,8 +145,8 @@ _LOSS_INTERVAL_S = 0.5
 class LossReport:
     """Shows the loss of a process on its slot of the board, at most twice a second.
 
-    Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a pass is
-    read when the pass ends.
+    Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a loop is
+    read when the loop ends.
 
     Args:
         slot: where it is shown.

@@ -77,9 +77,9 @@ def test_parts_have_the_names_that_people_know(tmp_path: Path) -> None:
         assert {f"{name}/.metadata", f"{name}/__0_0.distcp", f"{name}/__1_0.distcp"} <= found
     assert not {"model.safetensors", "optimizer.bin"} & found
     assert {"sampler.bin", "random_states_0.pkl", "random_states_1.pkl"} <= found
-    contents = files.contents_of(tmp_path / "state")
-    assert contents is not None
-    assert contents.checksums == files.checksums(tmp_path / "state", contents.files)
+    manifest = files.read_manifest(tmp_path / "state")
+    assert manifest is not None
+    assert manifest.checksums == files.checksums(tmp_path / "state", manifest.files)
     damaged = tmp_path / "state" / "pytorch_model_fsdp_0" / "__1_0.distcp"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1

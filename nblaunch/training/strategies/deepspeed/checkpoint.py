@@ -25,8 +25,8 @@ from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.training import models
 from nblaunch.training.collectives import operations
+from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
-from nblaunch.training.process_context import ProcessContext, barrier
 from nblaunch.training.strategies.deepspeed import library
 from nblaunch.wire.modules import Piece
 
@@ -34,7 +34,7 @@ _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
 
 
-def save(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContext) -> None:
+def save(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess) -> None:
     """Write the engines' shards. All ranks must call it."""
     for index, model in enumerate(models):
         engine = _engine_of(model)
@@ -49,7 +49,7 @@ def of_rank(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"{_NAME}*/*zero_pp_rank_{rank}_mp_rank_*.pt"))
 
 
-def load(folder: Path, models: Sequence[torch.nn.Module], process: ProcessContext) -> None:
+def load(folder: Path, models: Sequence[torch.nn.Module], process: JoinedProcess) -> None:
     """Load what :func:`save` wrote. All ranks must call it.
 
     Raises:
@@ -75,7 +75,7 @@ def _engine_of(model: Any) -> Any:
     return inner if library.is_engine(inner) else None
 
 
-def _load_engine(engine: Any, folder: Path, tag: str, process: ProcessContext) -> None:
+def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) -> None:
     if not (folder / tag).is_dir():
         raise CheckpointError(
             f"checkpoint {folder} has no folder {tag}, which DeepSpeed's engine writes; it was saved without "
@@ -120,7 +120,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _converted(folder: Path, tag: str, process: ProcessContext) -> Iterator[Path]:
+def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
     """Make a folder with the checkpoint in the layout that any number of ranks can load; remove it after the block.
 
     Beside the checkpoint, because all machines have to see it. One rank converts, in its own process.

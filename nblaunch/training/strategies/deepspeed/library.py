@@ -22,8 +22,8 @@ from torch.torch_version import TorchVersion
 
 from nblaunch import env
 from nblaunch.packages import is_installed
+from nblaunch.training.joining import JoinedProcess, is_distributed
 from nblaunch.training.models import add_wrapper
-from nblaunch.training.process_context import ProcessContext, is_distributed
 
 DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"
@@ -63,7 +63,7 @@ def _check_version() -> None:
         )
 
 
-def load(process: ProcessContext) -> Any:
+def load(process: JoinedProcess) -> Any:
     """Import ``deepspeed`` and have it compute on this process's kind of device, in this process's group.
 
     Raises:
@@ -117,7 +117,7 @@ def _leave_uncompiled(library: Any) -> None:
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
-def _join_alone(process: ProcessContext) -> None:
+def _join_alone(process: JoinedProcess) -> None:
     """Make a process group of one, which DeepSpeed needs in a lone process, too."""
     if process.topology.world_size == 1 and not is_distributed():
         dist.init_process_group(process.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)

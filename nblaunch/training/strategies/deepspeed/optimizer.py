@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.accumulation import GradientSync
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.precision import AutocastForward, Precision, restore_forward
@@ -114,7 +114,7 @@ class EngineOptimizer(AcceleratedOptimizer):
     Args:
         engine: DeepSpeed's, with an optimizer.
         step: steps the engine; returns whether the step was left out because gradients overflowed.
-        gradients: says when to step.
+        accumulation: says when to step.
         precision: of the process.
         backend: notified of every step.
     """
@@ -123,11 +123,11 @@ class EngineOptimizer(AcceleratedOptimizer):
         self,
         engine: Any,
         step: Callable[[], bool],
-        gradients: GradientSync,
+        accumulation: AccumulationState,
         precision: Precision,
         backend: Backend,
     ) -> None:
-        super().__init__(engine.optimizer, gradients, precision, backend, place_state=False)
+        super().__init__(engine.optimizer, accumulation, precision, backend, place_state=False)
         self.engine = engine
         self._step_engine = step
 
@@ -142,7 +142,7 @@ class EngineOptimizer(AcceleratedOptimizer):
         """
         if closure is not None:
             raise ValueError("DeepSpeed's engine takes no closure: call optimizer.step() without one")
-        if self._gradients.sync_gradients:
+        if self._accumulation.sync_gradients:
             self._is_overflow = self._step_engine()
             self._backend.step_boundary()
 
@@ -159,11 +159,11 @@ class EngineScheduler(AcceleratedScheduler):
     Args:
         scheduler: the engine's.
         optimizer: of the same engine.
-        gradients: of the process.
+        accumulation: of the process.
     """
 
-    def __init__(self, scheduler: Any, optimizer: EngineOptimizer, gradients: GradientSync) -> None:
-        super().__init__(scheduler, [optimizer], gradients)
+    def __init__(self, scheduler: Any, optimizer: EngineOptimizer, accumulation: AccumulationState) -> None:
+        super().__init__(scheduler, [optimizer], accumulation)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine steps its scheduler."""

@@ -22,11 +22,11 @@ from nblaunch import context, formatting
 from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
+from nblaunch.training.joining import JoinedProcess, Waiting
 from nblaunch.training.models import compile_model, to_device, unwrap
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
-from nblaunch.training.process_context import ProcessContext, Waiting
 from nblaunch.training.strategies.base import Strategy, TrainingSetup
 from nblaunch.training.strategies.deepspeed import checkpoint, optimizer
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
@@ -95,7 +95,7 @@ class DeepSpeedStrategy(Strategy):
                     "each model, with an Accelerator and a plugin of their own: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
-        if self._setup.gradients.plugin.average_tail:
+        if self._setup.accumulation.plugin.average_tail:
             raise ValueError(
                 "GradientAccumulationPlugin(average_tail=True) can't be used with DeepSpeed, which has put gradients "
                 "away by the time the tail begins"
@@ -107,7 +107,7 @@ class DeepSpeedStrategy(Strategy):
             tuple(_batch_size(loader) for loader in loaders),
         )
 
-    def setup_module(self, model: torch.nn.Module, process: ProcessContext) -> torch.nn.Module:
+    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if deepspeed_library.is_engine(model):
             return model
         plugin = self.plugins.active
@@ -134,7 +134,7 @@ class DeepSpeedStrategy(Strategy):
             self._optimizer = EngineOptimizer(
                 engine,
                 self._step,
-                self._setup.gradients,
+                self._setup.accumulation,
                 self._precision,
                 process.backend,
             )
@@ -151,14 +151,14 @@ class DeepSpeedStrategy(Strategy):
             module.compile(**options.to_compile_kwargs())
         return model
 
-    def _describe(self, model: torch.nn.Module, process: ProcessContext) -> deepspeed_config.Prepared:
+    def _describe(self, model: torch.nn.Module, process: JoinedProcess) -> deepspeed_config.Prepared:
         return deepspeed_config.Prepared(
             model=model,
             optimizer=self._given.optimizer,
             scheduler=self._given.scheduler,
             batch_sizes=self._given.batch_sizes,
             world_size=process.topology.world_size,
-            num_steps=self._setup.gradients.num_steps,
+            num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
             precision=self._precision.name,
             device_type=process.device.type,
@@ -192,7 +192,7 @@ class DeepSpeedStrategy(Strategy):
                 "this DummyScheduler was given to prepare without its model and optimizer; call "
                 "accelerator.prepare(model, optimizer, scheduler, ...) with all of them"
             )
-        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self._setup.gradients)
+        return EngineScheduler(self.engine.lr_scheduler, self._optimizer, self._setup.accumulation)
 
     def clear(self) -> None:
         if self.engine is not None:
@@ -235,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def _is_boundary(self) -> bool:
-        return self._setup.gradients.sync_gradients and not self._is_unsynced
+        return self._setup.accumulation.sync_gradients and not self._is_unsynced
 
     def _step(self) -> bool:
         """Step the engine; whether that was left out because gradients overflowed."""
@@ -311,7 +311,7 @@ def _keep_whole(library: Any, model: torch.nn.Module, class_names: str | None) -
     library.utils.set_z3_leaf_modules(model, list(found))
 
 
-def _report_shards(engine: Any, name: str, process: ProcessContext) -> None:
+def _report_shards(engine: Any, name: str, process: JoinedProcess) -> None:
     """Report what each rank holds, where several hold shards. All of them call it.
 
     Args:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from nblaunch.errors import CheckpointError
+from nblaunch.training.joining import waiting
 from nblaunch.training.models import bare_module
-from nblaunch.training.process_context import waiting
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"

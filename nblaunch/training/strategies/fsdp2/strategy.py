@@ -23,8 +23,8 @@ from nblaunch.events import Note
 from nblaunch.host import memory
 from nblaunch.training import models
 from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
-from nblaunch.training.process_context import ProcessContext
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import checkpoint
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
@@ -52,7 +52,7 @@ class Fsdp2Strategy(Strategy):
 
     def __init__(
         self,
-        process: ProcessContext,
+        process: JoinedProcess,
         plugin: FullyShardedDataParallelPlugin,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Fsdp2Strategy(Strategy):
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def setup_module(self, model: nn.Module, process: ProcessContext) -> nn.Module:
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
         if is_sharded(inner):
             return model  # by the user

@@ -19,7 +19,7 @@ from torch import nn
 
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.process_context import waiting
+from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.replicated import checksum
 
 _META = "meta"

@@ -1,4 +1,4 @@
-"""This process among those of its job: :class:`ProcessContext`, which :func:`join` makes; waiting for the others.
+"""This process among those of its job: :class:`JoinedProcess`, which :func:`join` makes; waiting for the others.
 
 A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be
 distinguished from those that wait for it.
@@ -23,7 +23,7 @@ from nblaunch.wire.board import Slot
 
 
 @dataclass(frozen=True)
-class ProcessContext:
+class JoinedProcess:
     """A process that has joined its job.
 
     Args:
@@ -43,7 +43,7 @@ class ProcessContext:
         return _of_this_process, ()
 
 
-def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> ProcessContext:
+def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:
     """Choose this process's device and join the process group, unless that was done already.
 
     Args:
@@ -53,17 +53,17 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Proce
     Raises:
         RuntimeError: the environment has several processes but no address where they meet.
     """
-    ctx = context.current()
-    backend = backends.choose("cpu") if cpu else ctx.backend
-    device = backend.device(ctx.topology)
+    worker = context.current()
+    backend = backends.choose("cpu") if cpu else worker.backend
+    device = backend.device(worker.topology)
     init = init or InitProcessGroupKwargs()
     if init.backend is not None or init.init_method is not None:
-        _join_by_hand(ctx.topology, backend, init)
-    backend.join(ctx.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    return ProcessContext(_agreed_topology(ctx.topology), backend, device, ctx.slot)
+        _join_by_hand(worker.topology, backend, init)
+    backend.join(worker.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
+    return JoinedProcess(_agreed_topology(worker.topology), backend, device, worker.slot)
 
 
-def _of_this_process() -> ProcessContext:
+def _of_this_process() -> JoinedProcess:
     session = context.current().training
     return join() if session is None else session.process
 

@@ -1,4 +1,6 @@
-"""Where ranks meet to save a checkpoint: a collective without a deadline, through the store of their process group.
+"""The meeting point of ranks at a save: a collective without a deadline, through the store of their process group.
+
+It has nothing to do with torch's rendezvous, by which the ranks of a job find each other before they train.
 
     rank 0    opens a round ── who comes? ── decides: who is present, which folder ──> reports ── writes ── outcome
     others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
@@ -31,7 +33,7 @@ import torch.distributed as dist
 
 from nblaunch.backends.base import Backend
 from nblaunch.errors import CheckpointError
-from nblaunch.training.process_context import is_distributed, waiting
+from nblaunch.training.joining import is_distributed, waiting
 
 _PREFIX = "nblaunch/saves"
 _BUSY_S = (0.001, 0.05)  # first and longest pause between two looks at the store while something is awaited
@@ -39,7 +41,7 @@ _IDLE_S = 0.2  # pause while nothing is: how late a rank in a collective notices
 _STOP_S = 5.0  # for the last message of a process that ends
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} has left while it was saving"
 
-Message = TypeVar("Message", "Round", "Whereabouts", "Report", "Outcome")
+Message = TypeVar("Message", "Round", "Whereabouts", "Report", "SaveOutcome")
 Collectives = Callable[[], dict[str, int]]
 
 
@@ -54,7 +56,7 @@ class Round:
         number: counts the saves of the process group, from 1.
         is_decided: who takes part is settled.
         present: the other ranks that take part.
-        folder: where they write to; empty if the save has failed, see its :class:`Outcome`.
+        folder: where they write to; empty if the save has failed, see its :class:`SaveOutcome`.
         target: the checkpoint's folder at last.
         iteration: the number in its automatic name.
     """
@@ -106,7 +108,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a round ended; an empty ``error_type``: the checkpoint is written."""
 
     error_type: str = ""
@@ -129,7 +131,7 @@ class _Mail:
         own = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore(_PREFIX, own)
 
-    def post(self, key: str, message: Round | Whereabouts | Report | Outcome) -> None:
+    def post(self, key: str, message: Round | Whereabouts | Report | SaveOutcome) -> None:
         self._store.set(key, json.dumps(asdict(message)))
 
     def read(self, key: str, kind: type[Message]) -> Message | None:
@@ -248,7 +250,7 @@ class Coordinator(_Side):
 
     def close(self) -> None:
         """Publish that the checkpoint is written, and wait until the present ranks know."""
-        self.announce(Outcome())
+        self.announce(SaveOutcome())
         self.wait_until_known()
 
     def wait_until_known(self) -> None:
@@ -258,7 +260,7 @@ class Coordinator(_Side):
             pause.sleep()
         self._held = None
 
-    def announce(self, outcome: Outcome) -> None:
+    def announce(self, outcome: SaveOutcome) -> None:
         """Publish the outcome."""
         self._mail.post(f"outcome/{self._number}", outcome)
         if not self._is_decided:
@@ -310,7 +312,7 @@ class Participant(_Side):
         self._handled = 0
         self._awaited = 0
         self._num_read = 0
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, SaveOutcome] = {}
         self._lost: Exception | None = None
         self._is_stopping = False
         self._has_ended = False
@@ -337,7 +339,7 @@ class Participant(_Side):
         """Let rank 0 know what this rank has done for round ``number``."""
         self._mail.post(f"report/{self._rank}", Report(number, problem, dict(checksums or {})))
 
-    def outcome(self, number: int) -> Outcome:
+    def outcome(self, number: int) -> SaveOutcome:
         """Return how round ``number``, in which this rank was present, has ended; waits for it."""
         with waiting(), self._changed:
             while number not in self._outcomes:
@@ -347,7 +349,7 @@ class Participant(_Side):
 
     def failure_of(self, number: int) -> str | None:
         """Why rank 0 has given up round ``number``; None where it has not, so far."""
-        found = self._mail.read(f"outcome/{number}", Outcome)
+        found = self._mail.read(f"outcome/{number}", SaveOutcome)
         return found.error if found is not None and found.error_type else None
 
     def leave(self) -> None:
@@ -400,7 +402,7 @@ class Participant(_Side):
                 is_busy = True
                 self._post(current.number, collectives)
         if self._awaited:
-            found = self._mail.read(f"outcome/{self._awaited}", Outcome)
+            found = self._mail.read(f"outcome/{self._awaited}", SaveOutcome)
             if found is None:
                 return True
             with self._changed:

@@ -27,8 +27,8 @@ from nblaunch import (
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
 )
-from nblaunch.training.checkpoints import files, rendezvous
-from nblaunch.training.checkpoints.rendezvous import Outcome, Report, Round, Whereabouts
+from nblaunch.training.checkpoints import files, save_rendezvous
+from nblaunch.training.checkpoints.save_rendezvous import Report, Round, SaveOutcome, Whereabouts
 from tests.training import ranks
 
 KINDS = {
@@ -53,7 +53,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, batch: torch.Ten
 
 def _wait_until_asked(accelerator: Accelerator, number: int) -> None:
     """Be so late that rank 0 has asked where this rank is, and knows that it has not come."""
-    mail = accelerator._session.rendezvous._mail
+    mail = accelerator._session.save_rendezvous._mail
     while True:
         found = mail.read(f"rank/{accelerator.process_index}", Whereabouts)
         if found is not None and found.number == number:
@@ -70,7 +70,7 @@ def _save_late(folder: str, kind: str) -> list[set[str]]:
         accelerator.save_state(f"{folder}_{number}", asynchronous=number == 2)
     accelerator.wait_for_checkpoint()
     accelerator.load_state(f"{folder}_2")
-    return [set(files.contents_of(Path(f"{folder}_{number}")).files) for number in (1, 2)]  # type: ignore[union-attr]
+    return [set(files.read_manifest(Path(f"{folder}_{number}")).files) for number in (1, 2)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +236,7 @@ def _disk_full(*_: Any, **__: Any) -> None:
 def _leave_in_the_middle(folder: str) -> str:
     accelerator, *_ = _prepare()
     if accelerator.process_index == 1:
-        participant = accelerator._session.rendezvous
+        participant = accelerator._session.save_rendezvous
         participant.report = participant.leave  # as if the process ended before it could report
         accelerator.register_save_state_pre_hook(_disk_full)
     with pytest.raises((CheckpointError, OSError, TypeError)) as caught:
@@ -283,7 +283,7 @@ def _outlive_the_store(folder: str, port: int) -> int:
         accelerator.wait_for_checkpoint()
         with pytest.raises(CheckpointError, match=r"rank 1 .*save_state.* store"):
             accelerator.save_state(f"{folder}_2")
-    return len(files.contents_of(Path(f"{folder}_1")).files) if not accelerator.is_main_process else 0  # type: ignore[union-attr]
+    return len(files.read_manifest(Path(f"{folder}_1")).files) if not accelerator.is_main_process else 0  # type: ignore[union-attr]
 
 
 def _is_gone(store: Any) -> bool:
@@ -366,12 +366,12 @@ def test_nothing_that_another_process_writes_to_the_store_is_executed(tmp_path: 
         Round(3, True, [1, 2], "a\udc80b", "c", 4),
         Whereabouts(3, True, False, 2, {"0/cpu": 7}),
         Report(3, "a problem", {"a/b.bin": "crc32:00000000"}),
-        Outcome("ValueError", "ünlucky"),
+        SaveOutcome("ValueError", "ünlucky"),
     ],
 )
 def test_messages(message: Any) -> None:
     store = dist.HashStore()
-    mail = rendezvous._Mail(store)
+    mail = save_rendezvous._Mail(store)
     assert mail.read("key", type(message)) is None
     mail.post("key", message)
     assert mail.read("key", type(message)) == message
