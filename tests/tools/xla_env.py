@@ -148,7 +148,7 @@ def _install(folder: Path) -> None:
 
 
 def _pip(*command: str) -> None:
-    # The person's own settings of pip (index, proxy, cache) hold: the environment is passed on.
+    # The user's settings of pip (index, proxy, cache) hold: the environment is passed on.
     _run(*command, timeout_s=INSTALL_TIMEOUT_S)
 
 
