@@ -39,7 +39,7 @@ class WorkerContext:
         emit: sends an event to the launcher; never raises, never blocks for long.
         turn: returns a context manager that only a few workers of this machine enter at a time; only one of them with
             ``is_alone=True``.
-        defaults: defaults for arguments of ``Accelerator``, set by the launch, as ``{"mixed_precision": "bf16"}``.
+        accelerator_defaults: of arguments of ``Accelerator``, set by the launch, as ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
         attempt: number of restarts of the job before this worker.
         key: authenticates objects from other ranks of the job (``wire/sealing.py``); b"" if there is none.
@@ -54,7 +54,7 @@ class WorkerContext:
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
     turn: Callable[..., AbstractContextManager[None]] = _at_once
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
     key: bytes = field(default=b"", repr=False)

@@ -272,7 +272,7 @@ class LaunchSpec:
     on_hang: str = "report"
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
+    accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
     """All defaults of ``Accelerator()`` in workers, argument -> value."""
 
     def __post_init__(self) -> None:
@@ -286,7 +286,9 @@ class LaunchSpec:
             check_flag(name, getattr(self, name))
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
-        object.__setattr__(self, "defaults", {**self.accelerator, "mixed_precision": self.mixed_precision})
+        object.__setattr__(
+            self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
+        )
 
     @property
     def function_name(self) -> str:

@@ -232,7 +232,11 @@ def test_the_debug_launcher_checks_the_same() -> None:
 
 def test_what_is_good_is_taken() -> None:
     spec = LaunchSpec(train, [1], mixed_precision="BF16")  # type: ignore[arg-type]
-    assert (spec.args, spec.mixed_precision, spec.defaults) == ((1,), "bf16", {"mixed_precision": "bf16"})
+    assert (spec.args, spec.mixed_precision, spec.accelerator_defaults) == (
+        (1,),
+        "bf16",
+        {"mixed_precision": "bf16"},
+    )
     spec = LaunchSpec(train, (1,), num_processes=np.int64(2), return_all=np.bool_(True))  # type: ignore[arg-type]
     assert (spec.num_processes, type(spec.num_processes)) == (2, int)
     assert LaunchSpec(lambda *values: None, (1, 2, 3)).args == (1, 2, 3)

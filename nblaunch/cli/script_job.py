@@ -52,7 +52,13 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     print("\n".join(_columns([("setting", "value", "from"), *rows])))
     if spec.accelerator:
         print("\nAccelerator() in the script uses, unless the script passes another value:")
-        print("\n".join(_columns([(f"  {name}", _text(value), "") for name, value in spec.defaults.items()])))
+        print(
+            "\n".join(
+                _columns(
+                    [(f"  {name}", _text(value), "") for name, value in spec.accelerator_defaults.items()]
+                )
+            )
+        )
     print()
     plan = plan_of(spec)
     if isinstance(plan, str):

@@ -22,7 +22,7 @@ def run_inline(
     call: Call,
     topology: Topology,
     backend: Backend,
-    defaults: Mapping[str, Any],
+    accelerator_defaults: Mapping[str, Any],
     emit: Callable[[Event], None],
     environment: Mapping[str, str],
     is_spmd: bool = False,
@@ -33,7 +33,7 @@ def run_inline(
         call: the function and its arguments.
         topology: of the lone rank.
         backend: the device family that it computes on.
-        defaults: as in :class:`nblaunch.context.WorkerContext`.
+        accelerator_defaults: as in :class:`nblaunch.context.WorkerContext`.
         emit: gets the events of the function, as metrics, in the thread that emits them.
         environment: further variables to set meanwhile.
         is_spmd: let this process drive all devices, which it then does until it ends.
@@ -50,7 +50,13 @@ def run_inline(
         if is_spmd:
             backend.enable_spmd()
         context.install(
-            WorkerContext(topology=topology, backend=backend, emit=emit, defaults=defaults, is_launched=True)
+            WorkerContext(
+                topology=topology,
+                backend=backend,
+                emit=emit,
+                accelerator_defaults=accelerator_defaults,
+                is_launched=True,
+            )
         )
         try:
             return function(*args)

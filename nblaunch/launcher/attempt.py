@@ -239,7 +239,7 @@ def assign(
                 topology=topology,
                 backend=attempt.plan.backend.name,
                 environment=_environment(attempt, topology),
-                defaults=attempt.spec.defaults,
+                accelerator_defaults=attempt.spec.accelerator_defaults,
                 is_spmd=attempt.spec.is_spmd,
                 attempt=attempt.number,
                 board_fd=board.fd,

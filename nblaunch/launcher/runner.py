@@ -347,7 +347,7 @@ class JobRunner:
                 (spec.function, spec.args),
                 Topology(master_addr=spec.master_addr, master_port=rendezvous.port),
                 self.plan.backend,
-                spec.defaults,
+                spec.accelerator_defaults,
                 self.emit,
                 spec.environment,
                 spec.is_spmd,

@@ -6,7 +6,7 @@ and exchanges heartbeats with the other nodes.
 
     launcher   attempts            attempts of a job; the agent decides on restarts, and which node has which ranks
                  link              connection to the other nodes: summaries sent, heartbeats handled
-                   peers           state of the other nodes; the agreement with them on a last step
+                   peer_states     state of the other nodes; the agreement with them on a last step
                    agent_client    client to the agent of this node; the wait until all nodes have joined
                      agent_process   process and configuration of the agent
                      network         addresses and interfaces of this machine

@@ -1,6 +1,6 @@
 """The launcher's client to the agent of its node, and the wait until all nodes of a job have joined.
 
-The client owns the process of the agent. ``peers.py`` evaluates the heartbeats of other nodes.
+The client owns the process of the agent. ``peer_states.py`` evaluates the heartbeats of other nodes.
 """
 
 from __future__ import annotations

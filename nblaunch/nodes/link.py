@@ -4,8 +4,8 @@
                                   │ receive, exchange
                                 agent
 
-``agent_client.py`` is the client to the agent and waits for other nodes, ``peers.py`` holds their state. Nothing here
-starts or signals workers.
+``agent_client.py`` is the client to the agent and waits for other nodes, ``peer_states.py`` holds their state. Nothing
+here starts or signals workers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.nodes.messages import (
     WorkersEnded,
     WorldFormed,
 )
-from nblaunch.nodes.peers import NodesStopAgreement, PeerStates, answers_of
+from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample, Slot

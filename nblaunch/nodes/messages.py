@@ -76,7 +76,7 @@ class StoreHosted(Event):
 
 @dataclass
 class StopState:
-    """State of a node in a :class:`~nblaunch.nodes.peers.NodesStopAgreement`.
+    """State of a node in a :class:`~nblaunch.nodes.peer_states.NodesStopAgreement`.
 
     Args:
         is_wanted: a stop was requested on any node.

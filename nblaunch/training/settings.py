@@ -66,7 +66,7 @@ def prepare_device(strategy: StrategyPlugin | str | None, downcast_bf16: bool) -
     backend = context.current().backend
     if strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy):
         backend.enable_spmd()
-    if downcast_bf16 or context.current().defaults.get("downcast_bf16"):
+    if downcast_bf16 or context.current().accelerator_defaults.get("downcast_bf16"):
         backend.downcast_to_bf16()
 
 
@@ -91,7 +91,7 @@ def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> G
     """Return gradient accumulation from the two arguments that may set it; ValueError where both do."""
     if plugin is None:
         if num_steps == 1:
-            launched = context.current().defaults.get("gradient_accumulation_steps")
+            launched = context.current().accelerator_defaults.get("gradient_accumulation_steps")
             num_steps = launched or env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
         return GradientAccumulationPlugin(num_steps=num_steps)
     if num_steps != 1:
@@ -137,7 +137,7 @@ def dynamo(
     plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
     if plugin is not None:
         return plugin
-    launched = context.current().defaults.get("dynamo_plugin")
+    launched = context.current().accelerator_defaults.get("dynamo_plugin")
     if backend is None and launched is not None:
         return TorchDynamoPlugin(**launched)
     return TorchDynamoPlugin(
@@ -183,7 +183,7 @@ def _given_plugin(given: dict[str, Any]) -> StrategyPlugin | None:
 def _kept_plugin(session: Session) -> StrategyPlugin | None:
     if session.plugin is not None and session.plugin.is_kept:
         return session.plugin
-    launched = context.current().defaults
+    launched = context.current().accelerator_defaults
     for name, kind in PLUGINS.items():
         if name in launched:
             return kind.from_argument(name, kind(**launched[name]))
@@ -197,7 +197,7 @@ def precision_of(session: Session, asked: str | None, handlers: dict[type, Any])
     scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
     if existing is not None and asked is None:
         asked = existing.name
-    default = context.current().defaults.get("mixed_precision")
+    default = context.current().accelerator_defaults.get("mixed_precision")
     name = precision.resolve(asked or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend)
     if existing is None:
         session.precision = precision.make(name, backend, autocast, scaling)

@@ -31,7 +31,7 @@ class Assignment:
         topology: its ranks.
         backend: name of the device family.
         environment: variables to set (None removes one), complete.
-        defaults: settings for an ``Accelerator`` in the function.
+        accelerator_defaults: settings for an ``Accelerator`` in the function.
         attempt: restart number, from 0.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
@@ -52,7 +52,7 @@ class Assignment:
     topology: Topology
     backend: str
     environment: Mapping[str, str | None]
-    defaults: Mapping[str, Any]
+    accelerator_defaults: Mapping[str, Any]
     attempt: int
     board_fd: int
     event_fd: int

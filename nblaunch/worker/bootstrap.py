@@ -137,7 +137,7 @@ class _Worker:
                 emit=self.sender.send,
                 turn=self._turn,
                 parent_pid=assignment.parent_pid,
-                defaults=assignment.defaults,
+                accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
                 key=assignment.key,
                 is_launched=True,

@@ -62,7 +62,7 @@ class Stage:
             topology=topology,
             backend="cpu",
             environment=topology.to_env(),
-            defaults={},
+            accelerator_defaults={},
             attempt=0,
             board_fd=self.board.fd,
             event_fd=event_fd,

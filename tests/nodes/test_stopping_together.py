@@ -9,7 +9,7 @@ import time
 import pytest
 
 from nblaunch.nodes.messages import StopState
-from nblaunch.nodes.peers import NodesStopAgreement, answers_of
+from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
 from nblaunch.wire.board import private_slot
 from nblaunch.wire.stop_agreement import should_stop
 

@@ -118,7 +118,7 @@ def test_where_mixed_precision_comes_from(monkeypatch: pytest.MonkeyPatch) -> No
     assert built() == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert built() == "bf16"
-    context.current().defaults = {"mixed_precision": "no"}
+    context.current().accelerator_defaults = {"mixed_precision": "no"}
     assert built() == "no"
     assert built(mixed_precision="bf16") == "bf16"
 

@@ -42,7 +42,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def compares_shapes() -> bool:
     """Return whether collectives compare the shapes of their tensors over ranks first."""
-    return bool(context.current().defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
+    return bool(context.current().accelerator_defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
 
 
 def world_size() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Finished
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
-from nblaunch.nodes.peers import PeerStates
+from nblaunch.nodes.peer_states import PeerStates
 from nblaunch.wire.board import Sample
 
 NODES = [
