@@ -64,6 +64,10 @@ class NotebookPickler(cloudpickle.CloudPickler):
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
+        if _is_ddp(obj):
+            return _same, (
+                obj.module,
+            )  # the wrapper belongs to a process group, and can't be rebuilt without it
         if not isinstance(obj, (type, types.FunctionType)) or not self._is_of_main(obj):
             return super().reducer_override(obj)
         if self._main_by_reference:
@@ -81,6 +85,15 @@ class NotebookPickler(cloudpickle.CloudPickler):
         for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
             found = getattr(found, name, None)
         return found is obj
+
+
+def _is_ddp(obj: Any) -> bool:
+    library: Any = sys.modules.get("torch.nn.parallel.distributed")
+    return library is not None and isinstance(obj, library.DistributedDataParallel)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class _NamesOfMain:

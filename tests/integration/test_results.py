@@ -124,6 +124,20 @@ isinstance(value, Report), value == Report([0.5]), mood is Mood.GOOD, cls is Rep
     assert cell.value == (True, True, True, True, 2, "from a cell")
 
 
+def test_a_prepared_model_comes_back_without_its_wrapper(shared: Kernel) -> None:
+    """``DistributedDataParallel`` can't be rebuilt where there is no process group."""
+    cell = shared.run(
+        """
+def train():
+    accelerator = nblaunch.Accelerator(mixed_precision="bf16")
+    return {"accuracy": 0.5, "model": accelerator.prepare(nn.Linear(2, 1))}
+result = notebook_launcher(train, num_processes=2)
+result["accuracy"], type(result["model"]).__name__, tuple(result["model"](torch.ones(3, 2)).shape)
+"""
+    )
+    assert cell.value == (0.5, "Linear", (3, 1))
+
+
 def test_a_large_state_dict_comes_back_without_many_copies(shared: Kernel) -> None:
     cell = shared.run(
         """
