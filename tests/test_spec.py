@@ -69,7 +69,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         def device_count(self) -> int:
             return 2
 
-        def supports_precision(self, precision: str) -> str | None:
+        def precision_refusal(self, precision: str) -> str | None:
             return "bf16 needs a newer GPU" if precision == "bf16" else None
 
     monkeypatch.setitem(backends._registered, "gpus", Gpus())

@@ -6,6 +6,8 @@ cuda            NVIDIA GPUs, NCCL; what their errors mean (cuda_errors)
 xla             TPUs, and the CPU in their place; torch_xla and its compiler (xla_runtime)
 first_use       whether and where this process first used a device, which rules out a fork
 process_group   joining, leaving and forgetting torch's default process group
+
+A backend here is a device family. What torch.distributed calls a backend (gloo, NCCL) is a family's ``dist_backend``.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Backend(ABC):
     name: str
     """As in ``notebook_launcher(..., backend=name)``."""
 
-    process_group: str
+    dist_backend: str
     """The torch.distributed backend that its workers join: "gloo", "nccl"."""
 
     distributed_type = "MULTI_CPU"
@@ -154,7 +154,7 @@ class Backend(ABC):
         """Open what reads memory and utilisation of the devices from outside."""
         return DeviceMeter()
 
-    def prepare_parent(self) -> None:
+    def prepare_launcher(self) -> None:
         """Prepare this process before workers are forked from it, with what each would otherwise do by itself.
 
         Raises:
@@ -171,7 +171,7 @@ class Backend(ABC):
 
     # --- worker's half -------------------------------------------------------------------------------------------
 
-    def prepare_child(self, topology: Topology) -> None:
+    def prepare_worker(self, topology: Topology) -> None:
         """Prepare a worker, once its environment is set and before anything else of it runs."""
 
     @abstractmethod
@@ -179,14 +179,14 @@ class Backend(ABC):
         """Return the device of this worker; may create its context."""
 
     @abstractmethod
-    def supports_precision(self, precision: str) -> str | None:
+    def precision_refusal(self, precision: str) -> str | None:
         """Return None where ``"no"``, ``"fp16"`` or ``"bf16"`` can be used on this device, otherwise why not."""
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""
         from nblaunch.backends import process_group
 
-        process_group.join(self.process_group, topology, timeout_s)
+        process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:
         """Let this process drive all devices of the host as one; called before the device is first used.

@@ -28,7 +28,7 @@ class CpuBackend(Backend):
     name = "cpu"
     device_noun = "CPU core"
     title = "CPU"
-    process_group = "gloo"
+    dist_backend = "gloo"
     is_oversubscribable = True
 
     def affinity(self) -> int:
@@ -59,7 +59,7 @@ class CpuBackend(Backend):
 
         return torch.device("cpu")
 
-    def supports_precision(self, precision: str) -> str | None:
+    def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
             return "fp16 needs a GPU's gradient scaling; on the CPU use mixed_precision='bf16'"
         return None

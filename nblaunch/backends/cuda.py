@@ -30,7 +30,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     device_noun = "GPU"
-    process_group = "nccl"
+    dist_backend = "nccl"
     distributed_type = "MULTI_GPU"
     compilers = ("inductor", "cudagraphs")
     is_oversubscribable = False
@@ -129,10 +129,10 @@ class CudaBackend(Backend):
 
         # NCCL refuses two ranks on one GPU; gloo does not mind.
         fits = topology.local_world_size <= torch.cuda.device_count()
-        group = self.process_group if fits and dist.is_nccl_available() else "gloo"
-        process_group.join(group, topology, timeout_s)
+        dist_backend = self.dist_backend if fits and dist.is_nccl_available() else "gloo"
+        process_group.join(dist_backend, topology, timeout_s)
 
-    def supports_precision(self, precision: str) -> str | None:
+    def precision_refusal(self, precision: str) -> str | None:
         torch: Any = sys.modules.get("torch")
         # The launcher asks too, before it forks; torch would make a context to answer. Workers find out by themselves.
         if precision != "bf16" or torch is None or not torch.cuda.is_initialized():

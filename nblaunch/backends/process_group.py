@@ -24,7 +24,7 @@ _SETTLE_S = 0.005
 _abandoned: list[Any] = []
 
 
-def join(process_group: str, topology: Topology, timeout_s: float | None) -> None:
+def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None:
     """Join the job's default group through the ``env://`` rendezvous; does nothing if this process is in one.
 
     A process without a launcher (``master_port`` 0) stays alone: it needs no group.
@@ -34,9 +34,7 @@ def join(process_group: str, topology: Topology, timeout_s: float | None) -> Non
     if topology.master_port == 0 or dist.is_initialized():
         return
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        process_group, timeout=timeout, rank=topology.rank, world_size=topology.world_size
-    )
+    dist.init_process_group(dist_backend, timeout=timeout, rank=topology.rank, world_size=topology.world_size)
 
 
 def is_joined() -> bool:

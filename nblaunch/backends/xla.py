@@ -141,7 +141,7 @@ class XlaBackend(Backend):
     title = "TPU"
     distributed_type = "XLA"
     compilers = ("openxla",)
-    process_group = "gloo"
+    dist_backend = "gloo"
     is_lazy = True
     prefetches_to_device = True
     needs_static_shapes = True
@@ -241,10 +241,10 @@ class XlaBackend(Backend):
             return f"this process has initialised the XLA runtime itself{who}, and a forked copy hangs"
         if "torch" not in sys.modules:
             return None  # backward() can't have run
-        self.prepare_parent()
+        self.prepare_launcher()
         return first_use.xla_backward_hazard()
 
-    def prepare_parent(self) -> None:
+    def prepare_launcher(self) -> None:
         xla_runtime.package()
         gc.collect()  # garbage would be frozen with the heap, and shared for good
 
@@ -268,7 +268,7 @@ class XlaBackend(Backend):
 
     # --- worker's half: joining ----------------------------------------------------------------------------------
 
-    def prepare_child(self, topology: Topology) -> None:
+    def prepare_worker(self, topology: Topology) -> None:
         memory.tune_allocator()
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
@@ -308,7 +308,7 @@ class XlaBackend(Backend):
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
-    def supports_precision(self, precision: str) -> str | None:
+    def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
             return "XLA devices have no fp16 gradient scaling; use mixed_precision='bf16'"
         return None

@@ -173,7 +173,7 @@ def _launch(plan: LaunchPlan | None, refusal: str) -> dict[str, Any]:
     return {
         "backend": plan.backend.name,
         "num_processes": plan.num_processes,
-        "process_group": plan.backend.process_group,
+        "process_group": plan.backend.dist_backend,
         "start_method": plan.start_method,
         "reason": plan.reason,
         "threads_per_process": plan.num_threads,
@@ -214,7 +214,7 @@ def _variables() -> dict[str, str]:
 def _launch_findings(plan: LaunchPlan) -> Iterator[str]:
     yield from filter(None, (plan.fallback, *plan.warnings))
     # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
-    refusal = plan.backend.supports_precision("fp16")
+    refusal = plan.backend.precision_refusal("fp16")
     if refusal is not None:
         yield f"mixed_precision='fp16': {refusal}"
 

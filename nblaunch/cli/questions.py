@@ -45,7 +45,7 @@ class Machine:
         family = backends.discover()[self.best if backend == "auto" else backend]
         if family.name not in self.num_devices or family.device_type == "cpu":
             return "no"
-        return "no" if family.supports_precision("bf16") else "bf16"
+        return "no" if family.precision_refusal("bf16") else "bf16"
 
 
 Answers = dict[str, Any]
@@ -215,7 +215,7 @@ def _devices(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
 
 def _precisions(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     titles = {"bf16": "bf16 (bfloat16)", "fp16": "fp16 (half precision with scaled losses)"}
-    supported = [item for item in titles.items() if _family(answers).supports_precision(item[0]) is None]
+    supported = [item for item in titles.items() if _family(answers).precision_refusal(item[0]) is None]
     return [("no", "no (full precision)"), *supported]
 
 

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if unknown:
         raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
     print(
-        f"{formatting.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.process_group}), "
+        f"{formatting.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.dist_backend}), "
         f"started by {plan.start_method}: {plan.reason}",
         flush=True,
     )

@@ -85,7 +85,7 @@ def fork_workers(
 
 def _prepare(backend: Backend) -> None:
     try:
-        backend.prepare_parent()
+        backend.prepare_launcher()
     except RuntimeError as error:
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
 

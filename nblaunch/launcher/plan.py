@@ -158,7 +158,7 @@ _OF_WORKERS = {
 
 
 def _check_precision(spec: LaunchSpec, backend: Backend) -> None:
-    refusal = backend.supports_precision(spec.mixed_precision)
+    refusal = backend.precision_refusal(spec.mixed_precision)
     if refusal is not None:
         raise ValueError(
             f"mixed_precision={spec.mixed_precision!r} can't be used on {backend.name}: {refusal}"

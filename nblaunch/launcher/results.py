@@ -17,7 +17,7 @@ from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.unpassed import describe_unpassed_modules
 from nblaunch.wire.modules import ArgPath
-from nblaunch.wire.outbox import Outcome
+from nblaunch.wire.outbox import RankResult
 from nblaunch.worker.failure import without_own_frames
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class JobOutcome:
 def load_weights_and_conclude(
     attempt: Attempt,
     report: AttemptReport,
-    outcomes: Mapping[int, Outcome],
+    rank_results: Mapping[int, RankResult],
     pids: Mapping[int, int],
     past_failures: list[str],
 ) -> tuple[JobOutcome, list[Note]]:
@@ -103,7 +103,7 @@ def load_weights_and_conclude(
     Args:
         attempt: the last one.
         report: how it went.
-        outcomes: rank -> what it left.
+        rank_results: rank -> what it left.
         pids: rank -> process id.
         past_failures: one line for each attempt that failed before.
     """
@@ -117,12 +117,12 @@ def load_weights_and_conclude(
     if not report.is_success:
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
-    kept, notes = _load_weights(attempt, report, outcomes)
+    kept, notes = _load_weights(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_unpassed(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
-    values = {rank: outcome.value for rank, outcome in outcomes.items()}
-    error_of_value = _result_error(report, outcomes)
+    values = {rank: result.value for rank, result in rank_results.items()}
+    error_of_value = _result_error(report, rank_results)
     return (
         JobOutcome("done", error_of_value, is_early=report.stopped_early, values=values, weights=kept),
         notes,
@@ -140,16 +140,16 @@ def _describe_unpassed(attempt: Attempt, report: AttemptReport) -> list[str]:
 
 # --- trained weights -------------------------------------------------------------------------------------------------
 def _load_weights(
-    attempt: Attempt, report: AttemptReport, outcomes: Mapping[int, Outcome]
+    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
     """Load what workers trained into the kernel's modules; return what did not fit them, and notes."""
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
-    if first_rank not in outcomes:
+    if first_rank not in rank_results:
         return {}, []
     unsent = _unsent(report)
-    back = weights.join([outcomes[rank].weights for rank in attempt.ranks if rank in outcomes])
+    back = weights.join([rank_results[rank].weights for rank in attempt.ranks if rank in rank_results])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
-    loaded = weights.load_back(modules, back, outcomes[first_rank].weights_errors)
+    loaded = weights.load_back(modules, back, rank_results[first_rank].weights_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [
         Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))
@@ -184,19 +184,19 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 
 
 # --- return values ---------------------------------------------------------------------------------------------------
-def _result_error(report: AttemptReport, outcomes: Mapping[int, Outcome]) -> ResultError | None:
+def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
     """Return what to raise when a return value could not travel whole; the parts that could are kept in the error."""
-    for rank, outcome in sorted(outcomes.items()):
+    for rank, result in sorted(rank_results.items()):
         unpicklable = report.finished[rank].contents.unpicklable
         if unpicklable:
             why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
-        elif outcome.value_error:
-            why = f"can't be rebuilt in this process: {outcome.value_error}"
+        elif result.value_error:
+            why = f"can't be rebuilt in this process: {result.value_error}"
         else:
             continue
         return ResultError(
             f"the function finished on every rank, but rank {rank}'s return value {why}; the trained weights were "
             "kept. Return tensors, numbers and plain containers.",
-            partial=outcome.value,
+            partial=result.value,
         )
     return None

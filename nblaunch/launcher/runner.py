@@ -35,7 +35,7 @@ from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
-from nblaunch.wire.outbox import Outcome
+from nblaunch.wire.outbox import RankResult
 
 _REMEDY = (
     "workers that start when the launching call has returned (background=True with max_restarts or with several "
@@ -62,8 +62,8 @@ class Listener(Protocol):
         """Handle the end of the job: nothing follows."""
 
 
-AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int, Outcome]]]"
-"""Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the outcomes of the last one."""
+AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int, RankResult]]]"
+"""Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the results of its ranks."""
 
 
 class JobRunner:
@@ -250,7 +250,7 @@ class JobRunner:
 
     def run_in_world(
         self, topology: Topology, peers: Peers, restart_count: int
-    ) -> tuple[AttemptReport, dict[int, Outcome]]:
+    ) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Run one attempt as a part of a world of several nodes; return its report, and rank -> what it left.
 
         Args:
@@ -288,14 +288,14 @@ class JobRunner:
 
     def _run_workers(self) -> JobOutcome:
         if self._run_attempts is not None:
-            report, outcomes = self._run_attempts(self)
+            report, rank_results = self._run_attempts(self)
         else:
-            report, outcomes = self._supervise()
+            report, rank_results = self._supervise()
             while self._wants_restart(report):
                 self._restart(report)
-                report, outcomes = self._supervise()
+                report, rank_results = self._supervise()
         outcome, notes = load_weights_and_conclude(
-            self._attempt(), report, outcomes, self.pids, self.past_failures
+            self._attempt(), report, rank_results, self.pids, self.past_failures
         )
         for note in notes:
             self.emit(note)
@@ -326,7 +326,7 @@ class JobRunner:
         running = start_attempt(self._attempt(peers, restart_count))
         self._supervisor = Supervisor(running, self.requests, self.emit, self.update)
 
-    def _supervise(self) -> tuple[AttemptReport, dict[int, Outcome]]:
+    def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers that have been started to their end."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None

@@ -34,7 +34,7 @@ from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
 from nblaunch.wire import outbox
 from nblaunch.wire.board import Sample
-from nblaunch.wire.outbox import Outcome
+from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
 TICK_S = 0.1
@@ -99,7 +99,7 @@ class Supervisor:
         self._num_outputs = dict.fromkeys(attempt.ranks, 0)
         self._num_metrics = dict.fromkeys(attempt.ranks, 0)
 
-    def run(self) -> tuple[AttemptReport, dict[int, Outcome]]:
+    def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers to their end, in any thread; return the report, and rank -> what it left.
 
         Raises:
@@ -114,12 +114,12 @@ class Supervisor:
             self._drain()
             if self._report.unkillable:
                 self._running.guardian.stay()
-            outcomes = self._collect()
+            rank_results = self._collect()
         finally:
             self.close()
         for line in self._running.leak_check.leaks():
             self._note(line, "warning")
-        return self._report, outcomes
+        return self._report, rank_results
 
     def close(self) -> None:
         """End workers that still run, and release what the attempt holds."""
@@ -433,7 +433,7 @@ class Supervisor:
         self._report.last_samples = self._sample()
         self._update(self._report.last_samples)
 
-    def _collect(self) -> dict[int, Outcome]:
+    def _collect(self) -> dict[int, RankResult]:
         """Read the outboxes of the ranks that finished."""
         report = self._report
         return {

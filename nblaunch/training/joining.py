@@ -73,7 +73,7 @@ def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKw
     if is_distributed() or topology.world_size == 1:
         return
     dist.init_process_group(
-        init.backend or backend.process_group,
+        init.backend or backend.dist_backend,
         init_method=init.init_method,
         timeout=init.timeout,
         rank=topology.rank,

@@ -167,7 +167,7 @@ def resolve(name: Any, backend: Backend) -> str:
     """
     name = str(getattr(name, "value", name)).lower()
     check_choice("mixed_precision", name, MIXED_PRECISIONS)
-    reason = backend.supports_precision(name)
+    reason = backend.precision_refusal(name)
     if reason is not None:
         raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")
     return name

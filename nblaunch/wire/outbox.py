@@ -2,7 +2,7 @@
 
     worker   ── put_value ──> memory file      ── Finished: where it is
              ── put_weights ──> memory file    ── WeightsSent, of one module after the other
-    launcher ── read ──> Outcome
+    launcher ── read ──> RankResult
 
 The value comes first and by itself, and each part is written and read by itself: one that can't travel, or a worker
 that dies at it, does not cost those before.
@@ -24,7 +24,7 @@ _MIN_KEPT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What a worker has left, as far as it could be read.
 
     Args:
@@ -92,7 +92,7 @@ class Outbox:
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> Outcome:
+def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> RankResult:
     """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
 
     What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.
@@ -112,7 +112,7 @@ def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> Ou
             weights[path] = {
                 name: part for name, part in state.items() if not isinstance(part, pickle_errors.Unpicklable)
             }
-    return Outcome(value, weights, value_error, weights_errors)
+    return RankResult(value, weights, value_error, weights_errors)
 
 
 def _read_value(fd: int, contents: Contents) -> tuple[Any, str]:

@@ -259,7 +259,7 @@ class _CopiedFile:
         return whole
 
 
-def can_pickle(value: Any) -> Exception | None:
+def pickling_error(value: Any) -> Exception | None:
     """Return None where :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
     try:
         _Pickler(io.BytesIO(), _NullWriter(), {}, False, {}).dump(value)

@@ -10,7 +10,7 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
-from nblaunch.wire.payload import can_pickle
+from nblaunch.wire.payload import pickling_error
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -59,7 +59,7 @@ def without_unpicklable(value: Any) -> Any:
 
 
 def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]]:
-    error = can_pickle(value)
+    error = pickling_error(value)
     if error is None:
         return
     is_explained = False
@@ -115,7 +115,7 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _pruned(value: Any, depth: int) -> Any:
-    error = can_pickle(value)
+    error = pickling_error(value)
     if error is None:
         return value
     if depth > 0 and type(value) is dict:

@@ -124,7 +124,7 @@ class _Worker:
         progress.watch(self.slot)
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
-        backend.prepare_child(assignment.topology)
+        backend.prepare_worker(assignment.topology)
         if assignment.is_spmd:
             backend.enable_spmd()
         _limit_threads(1 if assignment.restricts_threads else assignment.num_threads)

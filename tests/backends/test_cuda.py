@@ -157,10 +157,10 @@ def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    assert BACKEND.supports_precision("bf16") == "Tesla T4 has no bf16; use mixed_precision='fp16'"
-    assert BACKEND.supports_precision("fp16") is None
+    assert BACKEND.precision_refusal("bf16") == "Tesla T4 has no bf16; use mixed_precision='fp16'"
+    assert BACKEND.precision_refusal("fp16") is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert BACKEND.supports_precision("bf16") is None
+    assert BACKEND.precision_refusal("bf16") is None
 
 
 def test_bf16_that_is_imitated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_bf16_that_is_imitated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     for precision in ("fp16", "bf16", "bf16"):
-        assert backend.supports_precision(precision) is None
+        assert backend.precision_refusal(precision) is None
     (note,) = told
     assert note.startswith("Tesla T4 has no bf16 of its own, and torch imitates it")
     assert "mixed_precision='fp16'" in note
@@ -183,5 +183,5 @@ def test_the_launcher_asks_for_no_precision_that_would_cost_a_context(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append("bf16"))
-    assert BACKEND.supports_precision("bf16") is None
+    assert BACKEND.precision_refusal("bf16") is None
     assert asked == []

@@ -183,8 +183,8 @@ def test_no_other_file_imports_torch_xla() -> None:
 
 
 def test_fp16_is_refused_and_names_bf16() -> None:
-    assert "bf16" in (BACKEND.supports_precision("fp16") or "")
-    assert BACKEND.supports_precision("bf16") is None
+    assert "bf16" in (BACKEND.precision_refusal("fp16") or "")
+    assert BACKEND.precision_refusal("bf16") is None
 
 
 def test_a_downcast_is_refused_elsewhere() -> None:

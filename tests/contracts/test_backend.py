@@ -27,7 +27,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def test_it_says_what_it_is(backend: Backend) -> None:
     assert re.fullmatch("[a-z]+", backend.name)
     assert backend.device_noun
-    assert backend.process_group
+    assert backend.dist_backend
     assert isinstance(backend.is_oversubscribable, bool)
     assert backend.title
     assert backend.distributed_type in DistributedType.__members__
@@ -88,9 +88,9 @@ def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: 
 def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
     if backend.affinity() == 0:
         pytest.skip("no such device here")
-    assert backend.supports_precision("no") is None
+    assert backend.precision_refusal("no") is None
     for precision in ("fp16", "bf16"):
-        refusal = backend.supports_precision(precision)
+        refusal = backend.precision_refusal(precision)
         assert refusal is None or precision in refusal
 
 

@@ -27,7 +27,7 @@ class Toy(Backend):
     name = "toy"
     device_noun = "toy chip"
     device_type = "cpu"
-    process_group = "gloo"
+    dist_backend = "gloo"
     is_oversubscribable = False
     num_steps = 0
 
@@ -49,7 +49,7 @@ class Toy(Backend):
     def device(self, topology):
         return torch.device("cpu", topology.local_rank)
 
-    def supports_precision(self, precision):
+    def precision_refusal(self, precision):
         return None if precision == "no" else f"toy chips have no {precision}"
 
     def begin_step(self, phase, batch):

@@ -78,7 +78,7 @@ def test_training_is_that_of_one_process(stage: int, world_size: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(precision: str, stage: int) -> None:
-    reason = BACKEND.supports_precision(precision)
+    reason = BACKEND.precision_refusal(precision)
     if reason is not None:
         pytest.skip(reason)
     # A scale that overflows at first: the engine leaves steps out until it fits.

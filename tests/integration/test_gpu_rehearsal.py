@@ -24,7 +24,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 ALLOW_FP16 = """
 from nblaunch.backends.cpu import CpuBackend
-CpuBackend.supports_precision = lambda self, precision: None
+CpuBackend.precision_refusal = lambda self, precision: None
 """
 
 

@@ -89,8 +89,8 @@ def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: 
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, topology, JobLog(spec.log_dir))
     running = start_attempt(attempt, Starting(group))
-    report, outcomes = Supervisor(running, requests, events.append, lambda samples: None).run()
-    assert outcomes == {}
+    report, rank_results = Supervisor(running, requests, events.append, lambda samples: None).run()
+    assert rank_results == {}
     assert group.is_closed
     return report
 

@@ -194,13 +194,13 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
         sent[place] = WeightsSent(0, 1.0, path=place, at=at, end=end, lost=lost)
     assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
     sent[4] = WeightsSent(0, 1.0, path=4, error="MemoryError: ")
-    outcome = outbox.read(file, contents, sent)
-    assert outcome.value["fine"] == 1
-    assert outcome.value["bad"][0].why.startswith("TypeError")
-    assert outcome.weights[0]["w"].sum() == 3
-    assert list(outcome.weights[2]) == ["w"]
-    assert "not a number" in outcome.weights_errors[3]
-    assert outcome.weights.keys() == {0, 2}
+    result = outbox.read(file, contents, sent)
+    assert result.value["fine"] == 1
+    assert result.value["bad"][0].why.startswith("TypeError")
+    assert result.weights[0]["w"].sum() == 3
+    assert list(result.weights[2]) == ["w"]
+    assert "not a number" in result.weights_errors[3]
+    assert result.weights.keys() == {0, 2}
     unreadable = outbox.read(file, outbox.Outbox(file).put_value(Unreadable()), {})
     assert (unreadable.value, "ValueError" in unreadable.value_error) == (None, True)
 
@@ -219,9 +219,9 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.fstat(file).st_size < size + 100
     at, end, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
-    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at, end=end)})
-    assert outcome.value["loss"].sum() == 1000
-    assert outcome.weights[0]["small"].unique().tolist() == [3.0]
+    result = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at, end=end)})
+    assert result.value["loss"].sum() == 1000
+    assert result.weights[0]["small"].unique().tolist() == [3.0]
 
 
 def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:

@@ -163,7 +163,7 @@ def run_one(variant: str) -> Report:
     if "plain" in variant:
         memory.tune_allocator = lambda: False
         memory.trim = lambda: None
-    BACKEND.prepare_parent()
+    BACKEND.prepare_launcher()
     args = (build(),) if variant.startswith("passed") else (None,)
     sampler = Sampler(moved)
     start = sampler.look()

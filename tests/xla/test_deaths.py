@@ -66,7 +66,7 @@ def test_memory_that_runs_out_is_named(memory_group: Path, start_xla: StartKerne
     """Every worker builds a model of 400 MB for itself, in a group of 1.5 GB: the system kills one of them."""
     kernel = start_xla()
     try:
-        kernel.run("from nblaunch.backends.xla import BACKEND; BACKEND.prepare_parent()", timeout_s=40)
+        kernel.run("from nblaunch.backends.xla import BACKEND; BACKEND.prepare_launcher()", timeout_s=40)
         (memory_group / "cgroup.procs").write_text(str(kernel.pid))
         limit(memory_group, 1_500_000_000)
         cell = kernel.run(

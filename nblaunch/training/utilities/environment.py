@@ -213,12 +213,12 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether the device of this process can compute in bf16; with ``ignore_tpu``, XLA devices can not."""
     backend = context.current().backend
-    return backend.supports_precision("bf16") is None and not (ignore_tpu and backend.device_type == "xla")
+    return backend.precision_refusal("bf16") is None and not (ignore_tpu and backend.device_type == "xla")
 
 
 def is_fp16_available() -> bool:
     """Return whether the device of this process can train in fp16."""
-    return context.current().backend.supports_precision("fp16") is None
+    return context.current().backend.precision_refusal("fp16") is None
 
 
 _REFERENCE_PREFIX = "ACCELERATE_"

@@ -120,7 +120,7 @@ def _leave_uncompiled(library: Any) -> None:
 def _join_alone(process: JoinedProcess) -> None:
     """Make a process group of one, which DeepSpeed needs in a lone process, too."""
     if process.topology.world_size == 1 and not is_distributed():
-        dist.init_process_group(process.backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(process.backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _take_over_group() -> None:

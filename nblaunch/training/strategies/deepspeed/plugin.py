@@ -154,7 +154,7 @@ class DeepSpeedPlugin(StrategyPlugin):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
             given = f"the DeepSpeed configuration has {name}.enabled=True, which"
-            reason = backend.supports_precision(name)
+            reason = backend.precision_refusal(name)
             if reason is not None:
                 raise ValueError(f"{given} can't be used on {backend.name}: {reason}")
             if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
