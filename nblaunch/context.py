@@ -45,8 +45,8 @@ class WorkerContext:
         key: authenticates objects from other ranks of the job (``wire/sealing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
-        trained_weights: returns this rank's part of a module's trained weights, whole or as shards; set by strategies
-            that shard them. None = every rank has the whole weights.
+        collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
+            among them; set by strategies that shard weights. None = every rank has the whole weights.
     """
 
     topology: Topology
@@ -60,7 +60,7 @@ class WorkerContext:
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None
-    trained_weights: Callable[[Any], Mapping[str, Any]] | None = None
+    collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 _current: WorkerContext | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.wire.modules import ArgPath, Piece, Pieces, path_name
+from nblaunch.wire.modules import ArgPath, ShardedTensor, TensorShard, path_name
 from nblaunch.wire.originals import Unchanged
 
 _MAX_NAMED = 3  # modules in one line
@@ -22,14 +22,14 @@ def trainable_bytes(module: Any) -> int:
 
 
 def join(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
-    """Return state dicts from what every rank sent, by argument path; :class:`Pieces` of tensors in parts."""
+    """Return state dicts from what every rank sent, by argument path; :class:`ShardedTensor` of sharded tensors."""
     joined: dict[ArgPath, dict[str, Any]] = {}
     for one in sent:
         for path, state in one.items():
             names = joined.setdefault(path, {})
             for name, value in state.items():
-                if isinstance(value, Piece):
-                    value = Pieces([*(names[name].parts if name in names else ()), value])
+                if isinstance(value, TensorShard):
+                    value = ShardedTensor([*(names[name].shards if name in names else ()), value])
                 names[name] = value
     return joined
 
@@ -39,7 +39,7 @@ def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     own = module.state_dict() if any(isinstance(value, Unchanged) for value in state.values()) else {}
     whole = {}
     for name, value in state.items():
-        if isinstance(value, Pieces):
+        if isinstance(value, ShardedTensor):
             value = value.assembled()
         whole[name] = own[name].detach().clone() if isinstance(value, Unchanged) else value
     return whole
@@ -67,7 +67,7 @@ def load_back(
 
     Args:
         modules: of the kernel, by their argument paths.
-        weights: argument path -> state dict, whose tensors may be :class:`Pieces`.
+        weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
         lost: argument path -> what of the state dict did not come through, or why none of it did.
     """
     warnings: list[str] = []
@@ -172,7 +172,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
 
 
 def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
-    """Put ``state`` into ``module``; parts of tensors are copied one by one, without a whole copy of them.
+    """Put ``state`` into ``module``; shards of tensors are copied one by one, without a whole copy of them.
 
     What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
     """
@@ -183,9 +183,9 @@ def _load(module: Any, state: Mapping[str, Any], is_whole: bool) -> None:
     bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
     with torch.no_grad():
         for name, value in state.items():
-            if isinstance(value, Pieces) and name not in bare:
+            if isinstance(value, ShardedTensor) and name not in bare:
                 value.put_into(own[name])
-    handled = {name for name, value in state.items() if isinstance(value, (Pieces, Unchanged))} | bare
+    handled = {name for name, value in state.items() if isinstance(value, (ShardedTensor, Unchanged))} | bare
     plain = {name: value for name, value in state.items() if name not in handled}
     module.load_state_dict(plain, strict=is_whole and not handled)
     if bare:
@@ -205,7 +205,7 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
         parameter = parameters.get(name)
         tensor = made.get(id(parameter)) if parameter is not None else None
         if tensor is None:
-            tensor = value.assembled() if isinstance(value, Pieces) else value
+            tensor = value.assembled() if isinstance(value, ShardedTensor) else value
             if parameter is not None:
                 tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                 made[id(parameter)] = tensor
@@ -224,7 +224,7 @@ def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()
-        if isinstance(value, Pieces) and value.num_missing
+        if isinstance(value, ShardedTensor) and value.num_missing
     ]
     reasons += [
         f"{name} is {tuple(state[name].shape)} there and {tuple(tensor.shape)} here"

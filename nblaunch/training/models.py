@@ -148,8 +148,8 @@ class Replacements:
 
 
 def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
-    held: torch.Tensor = dtensor.cut(state, parameter)
-    return held if dtensor.is_part(held) else held.to(dtensor.local(parameter).device)
+    held: torch.Tensor = dtensor.shard_like(state, parameter)
+    return held if dtensor.is_sharded(held) else held.to(dtensor.local(parameter).device)
 
 
 def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:

@@ -2,11 +2,11 @@
 
 Found are arguments themselves, and what lists, tuples, dicts, dataclasses and namespaces among them hold. Each module
 is listed once, by the first path that leads to it; a module inside another found one is not, since its weights are
-among those of the whole. Weights that ranks hold in shards travel as such:
+among those of the whole. Sharded weights travel shard by shard:
 
-    rank 0   ── Piece ──┐
-    rank 1   ── Piece ──┼──> Pieces ── copied one by one ──> the launcher's own tensor
-    rank 2   ── Piece ──┘
+    rank 0   ── TensorShard ──┐
+    rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
+    rank 2   ── TensorShard ──┘
 """
 
 from __future__ import annotations
@@ -99,36 +99,36 @@ def _outermost(found: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangular part of a tensor, or a stretch of its elements in order.
+class TensorShard:
+    """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
 
     Args:
         shape: of the whole tensor.
-        offset: where the part begins, one number per dimension.
-        part: the part itself, on the CPU; may be empty.
-        is_flat: ``offset`` and ``part`` are of the tensor as one row of elements.
+        offset: where the shard begins, one number per dimension.
+        data: the elements of the shard, on the CPU; may be empty.
+        is_flat: ``offset`` and ``data`` are of the tensor as one row of elements.
     """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    part: Any
+    data: Any
     is_flat: bool = False
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What there is of one tensor: parts that don't overlap. Has the shape and size of the whole, but not its values.
+class ShardedTensor:
+    """The shards of one tensor, which don't overlap. Has the shape and size of the whole, but not its values.
 
     Args:
-        parts: at least one.
+        shards: at least one.
     """
 
-    parts: Sequence[Piece]
+    shards: Sequence[TensorShard]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        return self.parts[0].shape
+        return self.shards[0].shape
 
     def numel(self) -> int:
         """Return the number of elements of the whole tensor."""
@@ -139,26 +139,26 @@ class Pieces:
 
     def element_size(self) -> int:
         """Return the bytes of an element."""
-        return int(self.parts[0].part.element_size())
+        return int(self.shards[0].data.element_size())
 
     @property
     def num_missing(self) -> int:
-        """Return how many elements are in none of the parts."""
-        return self.numel() - sum(int(piece.part.numel()) for piece in self.parts)
+        """Return how many elements are in none of the shards."""
+        return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
 
     def put_into(self, whole: Any) -> None:
-        """Copy every part into ``whole``, a tensor of this shape."""
-        if any(piece.is_flat for piece in self.parts) and not whole.is_contiguous():
+        """Copy every shard into ``whole``, a tensor of this shape."""
+        if any(shard.is_flat for shard in self.shards) and not whole.is_contiguous():
             whole.copy_(self.assembled())
             return
-        for piece in self.parts:
-            target = whole.view(-1) if piece.is_flat else whole
-            for dim, (start, length) in enumerate(zip(piece.offset, piece.part.shape, strict=True)):
+        for shard in self.shards:
+            target = whole.view(-1) if shard.is_flat else whole
+            for dim, (start, length) in enumerate(zip(shard.offset, shard.data.shape, strict=True)):
                 target = target.narrow(dim, start, length)
-            target.copy_(piece.part)
+            target.copy_(shard.data)
 
     def assembled(self) -> Any:
         """Return the whole tensor, in memory of its own."""
-        whole = self.parts[0].part.new_empty(self.shape)
+        whole = self.shards[0].data.new_empty(self.shape)
         self.put_into(whole)
         return whole

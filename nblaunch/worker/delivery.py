@@ -55,15 +55,15 @@ class Delivery:
         outbox = Outbox(assignment.outbox_fd)
         is_wanted = assignment.returns_value and not left_by_exit and value is not None
         contents = outbox.put_value(value) if is_wanted else Contents()
-        held = context.current().trained_weights
+        collect_shards = context.current().collect_sharded_weights
         # Where every rank holds the whole, one of them is enough.
-        sends = tuple(self._modules) if self._is_main or held is not None else ()
+        sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         self._send(
             Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit, sends=sends)
         )
         for path in sends:
             try:
-                at, end, lost = self._put_weights(outbox, path, held)
+                at, end, lost = self._put_weights(outbox, path, collect_shards)
                 sent = WeightsSent(assignment.rank, time.time(), path=path, at=at, end=end, lost=lost)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
@@ -71,13 +71,15 @@ class Delivery:
             self._send(sent)
 
     def _put_weights(
-        self, outbox: Outbox, path: ArgPath, held: Callable[[Any], Mapping[str, Any]] | None
+        self, outbox: Outbox, path: ArgPath, collect_shards: Callable[[Any], Mapping[str, Any]] | None
     ) -> tuple[int, int, str]:
         """Write weights; return where they are, where they end, and which parts could not be pickled."""
         module = self._modules[path]
-        state = dict(module.state_dict() if held is None else held(module))
+        state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
-        # Of parts of tensors it isn't known where they lay.
-        tests = self._originals.equality_tests(path, state) if self._originals and held is None else {}
+        # Of shards it is not known where they lay.
+        tests = (
+            self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
+        )
         return outbox.put_weights(path, state, tests)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nblaunch.launcher.weights import assembled, join, load_back, trainable_bytes
-from nblaunch.wire.modules import Piece
+from nblaunch.wire.modules import TensorShard
 
 
 def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
     assert "job.weights()['args[0][0]']" in back.warnings[0]
 
 
-def in_parts(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
+def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
     """What ``count`` ranks tell, of which each holds some rows of every weight, and rank 0 the biases."""
     told: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
     for name, tensor in state.items():
@@ -107,17 +107,17 @@ def in_parts(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[
             continue
         start = 0
         for rank, rows in enumerate(tensor.tensor_split(count)):
-            told[rank][0][name] = Piece(tuple(tensor.shape), (start, 0), rows)
+            told[rank][0][name] = TensorShard(tuple(tensor.shape), (start, 0), rows)
             start += len(rows)
     return told
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_parts_come_back_as_one(device: str) -> None:
+def test_shards_come_back_as_one(device: str) -> None:
     state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
     model = net().to(device)
     model[1].requires_grad_(False)
-    back = load_back({0: model}, join(in_parts(state, 4)), {})
+    back = load_back({0: model}, join(in_shards(state, 4)), {})
     assert back.paths == {0}
     (line,) = back.lines
     assert "are back" in line
@@ -131,15 +131,15 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
     model[1].weight = model[0].weight
     state = {name: torch.randn(tensor.shape) for name, tensor in model.state_dict().items()}
     state["1.weight"] = state["0.weight"]
-    assert load_back({0: model}, join(in_parts(state, 2)), {}).paths == {0}
+    assert load_back({0: model}, join(in_shards(state, 2)), {}).paths == {0}
     assert model[1].weight is model[0].weight
     torch.testing.assert_close(model[0].weight.data, state["0.weight"])
 
 
-def test_parts_that_do_not_make_a_whole_change_nothing() -> None:
+def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    told = in_parts(ones_like(model), 2)
+    told = in_shards(ones_like(model), 2)
     back = load_back({0: model}, join(told[:1]), {})
     assert not back.paths
     (line,) = back.warnings
@@ -149,5 +149,5 @@ def test_parts_that_do_not_make_a_whole_change_nothing() -> None:
 
 def test_weights_that_stay_out_can_be_had_whole() -> None:
     state = {"weight": torch.randn(5, 2)}
-    whole = assembled(join(in_parts(state, 3))[0], nn.Linear(2, 5))
+    whole = assembled(join(in_shards(state, 3))[0], nn.Linear(2, 5))
     torch.testing.assert_close(whole, state)

@@ -56,7 +56,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 def refuse_parts(obj: Any) -> None:
     """Raise CheckpointError where a file of ``obj`` would have parts of weights alone: nothing can be made of them."""
-    count = dtensor.num_torn(obj)
+    count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
             f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a part, and would write "
@@ -260,7 +260,7 @@ def load_weights(
         if twin is not None and view_of(own[name])[0] is not None:
             weights[name] = weights[twin]
     try:
-        module.load_state_dict(dtensor.cut_all(weights, own), strict=strict)
+        module.load_state_dict(dtensor.shard_state_dict(weights, own), strict=strict)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
 

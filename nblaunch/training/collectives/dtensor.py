@@ -15,45 +15,43 @@ import torch.distributed as dist
 
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import waiting
-from nblaunch.wire.modules import Piece
+from nblaunch.wire.modules import TensorShard
 
 T = TypeVar("T")
 
 
-def is_part(value: Any) -> bool:
-    """Return whether ``value`` is a tensor of which this rank holds a part."""
+def is_sharded(value: Any) -> bool:
+    """Return whether ``value`` is a tensor of which this rank holds a shard."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
     return module is not None and isinstance(value, module.DTensor)
 
 
-def num_torn(state: Any) -> int:
-    """Return how many tensors in a nested state lie in parts on several ranks."""
-    return sum(is_part(leaf) and _is_torn(leaf) for leaf in nested.leaves(state))
+def num_sharded(state: Any) -> int:
+    """Return how many tensors in a nested state this rank does not hold whole."""
+    return sum(is_sharded(leaf) and not _is_whole(leaf) for leaf in nested.leaves(state))
 
 
-def _is_torn(part: Any) -> bool:
-    sizes = part.device_mesh.shape
-    return any(
-        size > 1 and not place.is_replicate() for size, place in zip(sizes, part.placements, strict=True)
-    )
+def _is_whole(shard: Any) -> bool:
+    sizes = shard.device_mesh.shape
+    return all(size == 1 or place.is_replicate() for size, place in zip(sizes, shard.placements, strict=True))
 
 
 def local(value: T) -> T:
-    """Return what of a tensor is on this rank."""
-    return value.to_local() if is_part(value) else value  # type: ignore[attr-defined]
+    """Return the shard of a tensor that is on this rank."""
+    return value.to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
-def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a part lies in the whole: its offset and its shape, one number per dimension each.
+def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where a shard lies in the whole: its offset and its shape, one number per dimension each.
 
-    Source: torch.distributed.tensor.placement_types.Shard, which cuts as ``torch.chunk`` does.
+    Source: torch.distributed.tensor.placement_types.Shard, which divides a tensor as ``torch.chunk`` does.
     """
-    offset, shape = [0] * part.ndim, list(part.shape)
-    coordinate = part.device_mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(part.placements):
+    offset, shape = [0] * shard.ndim, list(shard.shape)
+    coordinate = shard.device_mesh.get_coordinate()
+    for mesh_dim, placement in enumerate(shard.placements):
         if placement.is_replicate():
             continue
-        dim, count, index = placement.dim, part.device_mesh.size(mesh_dim), coordinate[mesh_dim]
+        dim, count, index = placement.dim, shard.device_mesh.size(mesh_dim), coordinate[mesh_dim]
         length = -(-shape[dim] // count)
         start = min(index * length, shape[dim])
         offset[dim] += start
@@ -61,34 +59,34 @@ def extent(part: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
-def slice_for(part: Any, whole: torch.Tensor) -> torch.Tensor:
-    """Return the view of ``whole`` that this rank holds of ``part``; no copy."""
-    offset, shape = extent(part)
+def slice_for(shard: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return the view of ``whole`` that is this rank's ``shard`` of it; no copy."""
+    offset, shape = extent(shard)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole
 
 
-def cut(whole: Any, like: Any) -> Any:
-    """Return this rank's part of ``whole``, a part like ``like`` if that is one of the same shape."""
-    if not is_part(like) or is_part(whole) or whole.shape != like.shape:
+def shard_like(whole: Any, like: Any) -> Any:
+    """Return this rank's shard of ``whole``, placed as ``like``; ``whole`` itself where ``like`` is no such shard."""
+    if not is_sharded(like) or is_sharded(whole) or whole.shape != like.shape:
         return whole
-    return like_of(like, slice_for(like, whole).to(device=like.to_local().device, copy=True))
+    return with_local(like, slice_for(like, whole).to(device=like.to_local().device, copy=True))
 
 
-def like_of(part: Any, held: torch.Tensor) -> Any:
-    """Return a part that lies in the whole as ``part`` does, with ``held`` on this rank."""
+def with_local(like: Any, held: torch.Tensor) -> Any:
+    """Return a shard that lies in the whole as ``like`` does, with the elements ``held``."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        held, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def cut_all(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply :func:`cut` to every tensor of a state dict, by its name."""
+def shard_state_dict(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply :func:`shard_like` to every tensor of a state dict, by its name."""
     return {
-        name: cut(value, like.get(name)) if isinstance(value, torch.Tensor) else value
+        name: shard_like(value, like.get(name)) if isinstance(value, torch.Tensor) else value
         for name, value in whole.items()
     }
 
@@ -98,9 +96,9 @@ def gather(state: Any, keep: bool) -> Any:
 
     Args:
         state: dicts, lists and tuples of tensors and anything else.
-        keep: False: this rank only contributes, and gets None for each tensor that lies in parts.
+        keep: False: this rank only contributes, and gets None for each sharded tensor.
     """
-    if is_part(state):
+    if is_sharded(state):
         whole = state.detach().full_tensor()
         return whole.cpu() if keep else None
     if isinstance(state, torch.Tensor):
@@ -123,16 +121,16 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of all tensors as one vector, of all their parts. A collective over parts of the same tensors.
+    """Return the norm of all tensors as one vector. A collective over ranks with shards of the same tensors.
 
     Args:
-        tensors: parts and whole tensors.
+        tensors: shards and whole tensors.
         norm_type: the p of the norm; infinity for the largest element.
         device: where ranks can exchange numbers.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        key = (tensor.device_mesh, tensor.placements) if is_part(tensor) else None
+        key = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
         kinds.setdefault(key, []).append(local(tensor))
     norms = []
     for key, held in kinds.items():
@@ -148,7 +146,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of parts, from that of this rank's."""
+    """Return the norm over all shards, from that of this rank's."""
     largest = norm_type == float("inf")
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate():
@@ -162,25 +160,25 @@ def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_ty
     return norm
 
 
-def pieces(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
+def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
     """Return what this rank sends of a state dict: its shards; the main rank also what is whole.
 
     No rank waits for another. A shard that several ranks hold is sent by one of them.
     """
     sent: dict[str, Any] = {}
     for name, value in state.items():
-        if is_part(value):
+        if is_sharded(value):
             offset, _ = extent(value)
             if _is_first_holder(value):
-                sent[name] = Piece(tuple(value.shape), offset, value.to_local().detach().cpu())
+                sent[name] = TensorShard(tuple(value.shape), offset, value.to_local().detach().cpu())
         elif is_main:
             sent[name] = value
     return sent
 
 
-def _is_first_holder(part: Any) -> bool:
-    """Return whether no rank before this one, in the order of its mesh, holds the very same part."""
-    coordinate = part.device_mesh.get_coordinate()
+def _is_first_holder(shard: Any) -> bool:
+    """Return whether no rank before this one, in the order of its mesh, holds the very same shard."""
+    coordinate = shard.device_mesh.get_coordinate()
     return all(
-        coordinate[dim] == 0 for dim, placement in enumerate(part.placements) if placement.is_replicate()
+        coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
     )

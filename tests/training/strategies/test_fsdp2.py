@@ -210,7 +210,7 @@ def _whole_tensors() -> dict[str, Any]:
     accelerator.prepare(model)
     return {
         "weights": dtensor.gather_weights(model, keep=True),
-        "in parts": [name for name, tensor in model.named_parameters() if dtensor.is_part(tensor)],
+        "in parts": [name for name, tensor in model.named_parameters() if dtensor.is_sharded(tensor)],
         "is one": model[2].running_mean is model[1].running_mean,
     }
 
@@ -347,7 +347,9 @@ def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     inputs = data().tensors[0].chunk(accelerator.num_processes)[accelerator.process_index]
     with accelerator.no_sync(model):
         accelerator.backward(model(inputs).pow(2).mean())
-        assert all(parameter.grad is None for parameter in model.parameters() if dtensor.is_part(parameter))
+        assert all(
+            parameter.grad is None for parameter in model.parameters() if dtensor.is_sharded(parameter)
+        )
     with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
         accelerator.backward(model(inputs).pow(2).mean())
     accelerator.clip_grad_value_(model.parameters(), 0.02)
@@ -390,7 +392,7 @@ def _norms(norm_type: float, ignored: str | None) -> float:
     norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     again = accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     assert float(again) == pytest.approx(0.1, rel=1e-3)
-    assert not dtensor.is_part(norm)
+    assert not dtensor.is_sharded(norm)
     return float(norm)
 
 

@@ -28,7 +28,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, barrier
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.deepspeed import library
-from nblaunch.wire.modules import Piece
+from nblaunch.wire.modules import TensorShard
 
 _NAME = "pytorch_model"
 _UNIVERSAL = "universal"
@@ -191,13 +191,13 @@ def whole(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
     return state
 
 
-def shards(module: torch.nn.Module) -> dict[str, Any]:
+def shards_to_send(module: torch.nn.Module) -> dict[str, Any]:
     """Return what this rank sends of a module's weights: its shards; rank 0 also what every rank has whole."""
     is_main = context.current().topology.rank == 0
     sent: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if hasattr(value, "ds_id"):
-            sent[name] = _piece(value)
+            sent[name] = _shard_of(value)
         elif is_main:
             sent[name] = value.detach() if isinstance(value, torch.Tensor) else value
     return sent
@@ -209,8 +209,8 @@ def warn_of_empty(module: torch.nn.Module) -> None:
 
 
 def _warn_of_empty(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, metadata: object) -> None:
-    cut = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
-    values = [state.get(prefix + name) for name in cut]
+    sharded = [name for name, parameter in module.named_parameters() if hasattr(parameter, "ds_id")]
+    values = [state.get(prefix + name) for name in sharded]
     # Callers that ask for the variables themselves can put them together, as this file does.
     num_empty = sum(
         isinstance(v, torch.Tensor) and not hasattr(v, "ds_id") and v.numel() == 0 for v in values
@@ -229,13 +229,13 @@ def _is_asked_by_deepspeed() -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("deepspeed.") for frame in frames)
 
 
-def _piece(parameter: Any) -> Piece:
+def _shard_of(parameter: Any) -> TensorShard:
     """Return this rank's shard of a parameter, without the padding by which all have one size."""
     shard = parameter.ds_tensor.detach().reshape(-1)
     # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
     start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
     length = min(shard.numel(), parameter.ds_numel - start)
-    return Piece(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
+    return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:

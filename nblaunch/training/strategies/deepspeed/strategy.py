@@ -126,7 +126,7 @@ class DeepSpeedStrategy(Strategy):
         with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
         if deepspeed_library.sharded_parameters(model):
-            context.current().trained_weights = checkpoint.shards
+            context.current().collect_sharded_weights = checkpoint.shards_to_send
             checkpoint.warn_of_empty(model)
         _report_shards(engine, type(model).__name__, process)
         if optimizer is not None:

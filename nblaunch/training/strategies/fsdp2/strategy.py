@@ -83,7 +83,7 @@ class Fsdp2Strategy(Strategy):
                 fsdp2_units.checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_shards:
             self._shard(inner, units)
-            context.current().trained_weights = _pieces
+            context.current().collect_sharded_weights = _shards_to_send
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -135,7 +135,7 @@ class Fsdp2Strategy(Strategy):
         own = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
             for parameter in model.parameters()
-            if dtensor.is_part(parameter)
+            if dtensor.is_sharded(parameter)
         )
         sizes = operations.gather_object([own])
         if self._process.topology.rank == 0:
@@ -217,7 +217,7 @@ class Fsdp2Strategy(Strategy):
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         of_each = {
-            index: {key: _cut(value, held[index]) for key, value in values.items()}
+            index: {key: _shard_like(value, held[index]) for key, value in values.items()}
             for index, values in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": of_each})
@@ -279,9 +279,9 @@ def _fully_shard() -> Callable[..., Any]:
     return fully_shard
 
 
-def _cut(value: Any, parameter: torch.Tensor) -> Any:
-    return dtensor.cut(value, parameter) if isinstance(value, torch.Tensor) else value
+def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
+    return dtensor.shard_like(value, parameter) if isinstance(value, torch.Tensor) else value
 
 
-def _pieces(module: nn.Module) -> dict[str, Any]:
-    return dtensor.pieces(module.state_dict(), is_main=context.current().topology.local_rank == 0)
+def _shards_to_send(module: nn.Module) -> dict[str, Any]:
+    return dtensor.shards_to_send(module.state_dict(), is_main=context.current().topology.local_rank == 0)

@@ -109,7 +109,7 @@ class Sources:
                 else:
                     self._filled.add(name)
                 made[id(shape)] = nn.Parameter(
-                    dtensor.like_of(shape, held), requires_grad=shape.requires_grad
+                    dtensor.with_local(shape, held), requires_grad=shape.requires_grad
                 )
             parameters[own_name] = made[id(shape)]
 
@@ -178,7 +178,7 @@ class Sources:
         make(module)
         for name, shard in held.items():
             made: Any = module._parameters[name]
-            if not dtensor.is_part(shard):  # ignored: every rank holds the whole
+            if not dtensor.is_sharded(shard):  # ignored: every rank holds the whole
                 made.data = made.data.to(self._device)
                 continue
             module._parameters[name] = shard
