@@ -78,8 +78,8 @@ class Backend(ABC):
     needs_static_shapes = False
     """Whether every new batch shape costs a compilation, so that the last batch of an epoch is completed."""
 
-    reduces_gradients = False
-    """Whether :meth:`reduce_gradients` averages gradients over ranks, rather than a wrapper of the model."""
+    reduces_gradients_at_step = False
+    """Whether :meth:`reduce_gradients` averages gradients when optimizers step; else a wrapper does in backward."""
 
     num_own_collectives = 0
     """How many collectives this process has begun on its device, outside of torch's process groups."""

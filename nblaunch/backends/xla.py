@@ -145,7 +145,7 @@ class XlaBackend(Backend):
     is_lazy = True
     prefetches_to_device = True
     needs_static_shapes = True
-    reduces_gradients = True
+    reduces_gradients_at_step = True
     transfers_in_turn = True
 
     def __init__(self) -> None:

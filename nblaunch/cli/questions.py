@@ -224,7 +224,7 @@ def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     family = _family(answers)
     if family.spmd_env() is not None:
         choices.append(("spmd", "spmd (one process; the compiler cuts batches over the chips)"))
-    if not family.reduces_gradients:
+    if not family.reduces_gradients_at_step:
         choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
         choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
     return choices

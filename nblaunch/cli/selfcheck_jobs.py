@@ -173,7 +173,7 @@ CHECKS: dict[str, Check] = {
 
 def supported(backend: Backend) -> list[str]:
     """Return the names of the checks for a backend: FSDP2 needs torch 2.6, and is not for XLA devices."""
-    can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients
+    can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients_at_step
     return [name for name in CHECKS if name != "sharded" or can_shard]
 
 

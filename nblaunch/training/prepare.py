@@ -109,7 +109,7 @@ class Preparer:
         self._check_new(inner)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
-            self.strategy.sync_initial_weights(inner)
+            self.strategy.before_move(inner)
         if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
             self._to_device(inner)
         prepared: Any = model if evaluation_mode else self._spread(model, inner)

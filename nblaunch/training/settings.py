@@ -27,7 +27,7 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import PLUGINS, Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.ddp import DataParallelPlugin
+from nblaunch.training.strategies.default import DefaultPlugin
 
 HANDLERS = (
     DistributedDataParallelKwargs,
@@ -170,7 +170,7 @@ def strategy_plugin(
         )
     session.plugin = _given_plugin(given) or _kept_plugin(session)
     if session.plugin is None:
-        session.plugin = DataParallelPlugin(handlers.get(DistributedDataParallelKwargs))
+        session.plugin = DefaultPlugin(handlers.get(DistributedDataParallelKwargs))
     return session.plugin
 
 

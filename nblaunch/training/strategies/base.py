@@ -1,7 +1,18 @@
 """How a model is spread over processes: :class:`Strategy`, and :class:`StrategyPlugin`, by which users choose one.
 
-A strategy knows nothing of devices beyond the one it is given, nothing of precision and nothing of data. A new one is
-one file: its plugin and its strategy. It may lie in this folder or in a user's own code.
+A strategy gets the ranks, the device, the precision and the accumulation of its Accelerator in :class:`TrainingSetup`,
+and what the user prepares in one call. For each model and what trains it, ``prepare`` calls in this order:
+
+    on_prepare       with all arguments of the call
+    before_move      while the model is still on the host
+                     (the model goes to its device, unless the strategy ``moves_models``)
+    setup_module     wraps or shards the model
+    compile
+    optimizer        after all models
+    scheduler        after all optimizers
+
+Loaders are prepared without it. A new strategy is one file with its plugin and its strategy, in this folder or in a
+user's own code.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ from nblaunch.training.precision import Precision
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What a strategy is built with.
+    """Hold what a strategy is built with.
 
     Args:
         process: the ranks, the backend and the device of this process.
@@ -111,7 +122,7 @@ class StrategyPlugin(ABC):
 
 
 class Strategy(ABC):
-    """One way to spread a model over processes."""
+    """Spread models over processes in one way. The module's description has the order of the calls."""
 
     name: str
 
@@ -131,17 +142,23 @@ class Strategy(ABC):
         return precision
 
     def on_prepare(self, objects: Sequence[Any]) -> None:
-        """Look at all arguments of one call of ``prepare``, before any of them is prepared."""
+        """Check and note all arguments of one call of ``prepare``, before any of them is prepared."""
 
-    def sync_initial_weights(self, model: torch.nn.Module) -> None:
-        """Give every rank the weights of rank 0, before ``model`` goes to its device.
+    def before_move(self, model: torch.nn.Module) -> None:
+        """Look at ``model`` while it is still on the host, before it goes to its device.
 
-        Not needed where :meth:`setup_module` does so.
+        Not called for models that are only evaluated. Communicating here would stall launches whose workers move their
+        models one after the other: :meth:`setup_module` is the place for that.
         """
 
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Return ``model``, which lies on its device, ready for training on this rank; wrapped or not."""
+        """Return ``model`` ready for training on this rank, with the weights of rank 0; wrapped or not.
+
+        It lies on its device, unless the strategy ``moves_models``: then it is as the user built it, and goes to the
+        device here. A strategy that shards weights also sets ``collect_sharded_weights`` of the current
+        :class:`~nblaunch.context.WorkerContext`: how a rank's shards are read, for the way back to the notebook.
+        """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
         """Compile what :meth:`setup_module` returned in a way of its own; None: it is compiled as any module is."""

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model, gradients are averaged during backward."""
+"""Data parallelism with torch's wrapper: every rank holds the whole model, gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from nblaunch.training import models
 from nblaunch.training.joining import JoinedProcess, Waiting, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
-from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.replicated import ReplicatedStrategy, SingleStrategy
+from nblaunch.training.strategies.base import Strategy
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
@@ -45,24 +44,8 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 }
 
 
-class DataParallelPlugin(StrategyPlugin):
-    """Give every rank the whole model: what is used where no plugin is passed.
-
-    Args:
-        options: arguments of DistributedDataParallel.
-    """
-
-    def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
-        self.options = options
-
-    def build(self, setup: TrainingSetup) -> Strategy:
-        if setup.process.topology.world_size == 1:
-            return SingleStrategy()
-        return ReplicatedStrategy() if setup.process.backend.reduces_gradients else DdpStrategy(self.options)
-
-
 class DdpStrategy(Strategy):
-    """:class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
+    """Wrap models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
     Args:
         options: its arguments.

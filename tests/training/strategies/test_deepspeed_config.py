@@ -16,7 +16,7 @@ from torch import nn
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, Prepared, complete
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
-from nblaunch.training.strategies.deepspeed.strategy import shares_line
+from nblaunch.training.strategies.deepspeed.strategy import shards_line
 
 MODEL = nn.Linear(3, 2)  # 8 parameters
 ADAM = torch.optim.Adam(MODEL.parameters())
@@ -267,14 +267,14 @@ def test_contradictions_are_refused_by_their_keys(
 
 
 def test_a_line_tells_what_every_rank_holds() -> None:
-    assert shares_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
+    assert shards_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
         "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each, as are gradients and optimizer "
         "states (ZeRO stage 3)"
     )
-    assert shares_line("Net", 3, 5_000, [4_000, 1_000], 300).endswith(
+    assert shards_line("Net", 3, 5_000, [4_000, 1_000], 300).endswith(
         "; 300 B in small tensors stay gathered"
     )
-    assert shares_line("Net", 1, 2_000_000_000, [2 * 10**9, 10**9]) == (
+    assert shards_line("Net", 1, 2_000_000_000, [2 * 10**9, 10**9]) == (
         "Net: 2.00 GB of weights on each of 2 ranks; optimizer states are sharded, each rank steps 1.00 GB to 2.00 GB "
         "of weights in full precision (ZeRO stage 1)"
     )

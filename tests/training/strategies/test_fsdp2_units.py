@@ -22,9 +22,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 import nblaunch
 import nblaunch.utils
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, backends, context
-from nblaunch.training.strategies.fsdp2 import units
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
-from nblaunch.training.strategies.fsdp2.strategy import shares_line
+from nblaunch.training.strategies.fsdp2.strategy import shards_line
+from nblaunch.training.strategies.fsdp2.views import return_no_views
 from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
 
 
@@ -188,7 +188,7 @@ def test_views_that_a_unit_hands_on_are_not_warned_of() -> None:
             return super().forward(x), bias[:]
 
     unit, bias = Handing(4, 4), torch.ones(4, requires_grad=True)
-    units.keep_hooks(unit)
+    return_no_views(unit)
     with warnings.catch_warnings():
         x, handed_on = unit(torch.ones(2, 3, 4), bias)
         warnings.warn("FSDP2-wrapped module (Handing) returned a view tensor. And so on.", stacklevel=2)
@@ -246,7 +246,7 @@ def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
 
     alone, shared = Layer(False), Layer(True)
     for layer in (alone, shared):
-        units.keep_hooks(layer)
+        return_no_views(layer)
     returned = alone(torch.ones(2, 3, 4))
     assert returned["x"]._base is None
     assert returned["again"] is returned["x"]
@@ -296,7 +296,7 @@ def test_fp16_on_the_cpu_is_refused() -> None:
 def test_a_device_without_sharding_is_refused() -> None:
     class Unsharded(type(backends.choose("cpu"))):  # type: ignore[misc]
         name = "lazy"
-        reduces_gradients = True
+        reduces_gradients_at_step = True
 
     context.install(context.WorkerContext(context.Topology(), Unsharded()))
     with pytest.raises(ValueError, match="fsdp_plugin can't be used on lazy"):
@@ -309,8 +309,8 @@ def test_another_librarys_plugin_is_refused() -> None:
 
 
 def test_a_line_tells_what_every_rank_holds() -> None:
-    assert shares_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
+    assert shards_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
         "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gathered in 33 units, each freed after its forward"
     )
-    line = shares_line("Net", 5_000, 1, [4_000, 1_000], False)
+    line = shards_line("Net", 5_000, 1, [4_000, 1_000], False)
     assert "over 2 ranks, 1.00 kB to 4.00 kB each; gathered in 1 unit, each kept until its backward" in line

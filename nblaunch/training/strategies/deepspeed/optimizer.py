@@ -1,115 +1,22 @@
-"""Optimizer, scheduler, gradient norm and 16-bit weights of a DeepSpeed engine, as the user's loop calls them.
+"""Optimizer and scheduler of a DeepSpeed engine, as the user's loop calls them.
 
 The engine clips, steps, clears gradients and moves its own schedule on in one call, which is made where the loop calls
-``optimizer.step()``. It holds gradients in shards: their norm is a collective.
+``optimizer.step()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
-
-import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.training.accumulation import AccumulationState
-from nblaunch.training.collectives import nested
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.precision import AutocastForward, Precision, restore_forward
-
-
-class EnginePrecision(Precision):
-    """What is left to do where the engine scales losses, and holds fp32 copies of its 16-bit weights.
-
-    Args:
-        other: the precision that the process would use otherwise; gives its name.
-    """
-
-    def __init__(self, other: Precision) -> None:
-        super().__init__(other._backend)
-        self.name = other.name
-
-    def prepare_forward(self, model: torch.nn.Module) -> None:
-        """Let ``model`` take fp32 batches and give fp32 outputs, as it does with autocast."""
-        restore_forward(model)
-        if self.name != "no":
-            wrapped = CastForward(model, self)
-            model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
-
-
-class CastForward(AutocastForward):
-    """A model's ``forward`` on inputs in the number format of its weights, with outputs in fp32.
-
-    Floating-point inputs only: an engine's weights are in 16 bits, and most layers take no mixture.
-    """
-
-    def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
-        super().__init__(model, precision)
-        self.parameters = model.parameters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
-        if dtype in (torch.float16, torch.bfloat16):
-
-            def cast(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-            args, kwargs = nested.map_tensors(cast, args), nested.map_tensors(cast, kwargs)
-        return nested.to_fp32(self.original(*args, **kwargs))
-
-
-def check(engine: Any, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> None:
-    """Raise ValueError where an engine can't clip as it is asked to."""
-    if norm_type != 2:
-        raise ValueError(f"norm_type={norm_type} can't be used with DeepSpeed, which clips by the 2-norm")
-    configured = engine.gradient_clipping()
-    if configured and configured != max_norm:
-        raise ValueError(
-            f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} of the DeepSpeed "
-            'configuration; say it in one place, or write "auto" there'
-        )
-    own = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
-    given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if given != own:
-        raise ValueError(
-            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(own)} of its "
-            "model at once; pass model.parameters()"
-        )
-
-
-def set_limit(engine: Any, max_norm: float) -> None:
-    """Have the next step clip to ``max_norm``; 0: not at all."""
-    if hasattr(engine.optimizer, "clip_grad"):
-        engine.optimizer.clip_grad = max_norm
-    elif max_norm and max_norm != engine.gradient_clipping():  # plain fp32, where gradients lie on every rank
-        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
-
-
-def measure(engine: Any) -> torch.Tensor:
-    """Return the norm of all gradients, in true size. All ranks must call it, between backward and step."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
-        norms = [optimizer.scaled_global_norm()]
-    elif hasattr(optimizer, "_get_norm_groups"):  # stage 3
-        norms = optimizer._get_norm_groups()
-    else:
-        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-        if not gradients:
-            return last(engine)  # bf16 with fp32 gradients: measured in the step
-        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
-    if bool((groups < 0).any()):  # how the engine says that gradients overflowed
-        return torch.tensor(float("inf"))
-    return torch.linalg.vector_norm(groups) / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
-
-
-def last(engine: Any) -> torch.Tensor:
-    """Return the norm at the step before; 0 where there was none."""
-    return torch.as_tensor(engine.get_global_grad_norm() or 0.0, dtype=torch.float32)
+from nblaunch.training.precision import Precision
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer. Its ``param_groups`` and state are those of this rank's shard.
+    """Stand for an engine's optimizer. Its ``param_groups`` and state are those of this rank's shard.
 
     Args:
         engine: DeepSpeed's, with an optimizer.
@@ -154,7 +61,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """A scheduler that the engine moves on with each of its steps.
+    """Stand for a scheduler that the engine moves on with each of its steps.
 
     Args:
         scheduler: the engine's.

@@ -28,11 +28,12 @@ from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedSchedul
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, TrainingSetup
-from nblaunch.training.strategies.deepspeed import checkpoint, optimizer
+from nblaunch.training.strategies.deepspeed import checkpoint, clipping
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
 from nblaunch.training.strategies.deepspeed import library as deepspeed_library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
-from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EnginePrecision, EngineScheduler
+from nblaunch.training.strategies.deepspeed.optimizer import EngineOptimizer, EngineScheduler
+from nblaunch.training.strategies.deepspeed.precision import EnginePrecision
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugins
@@ -242,7 +243,7 @@ class DeepSpeedStrategy(Strategy):
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        optimizer.set_limit(self.engine, self.engine.gradient_clipping())
+        clipping.set_max_norm(self.engine, self.engine.gradient_clipping())
         return not self.engine.was_step_applied()
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
@@ -253,12 +254,12 @@ class DeepSpeedStrategy(Strategy):
     ) -> torch.Tensor:
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        optimizer.check(self.engine, parameters, max_norm, norm_type)
+        clipping.check_request(self.engine, parameters, max_norm, norm_type)
         if not self._is_boundary:
-            return optimizer.last(self.engine)
-        measured = optimizer.measure(self.engine)
-        optimizer.set_limit(self.engine, max_norm)
-        return measured
+            return clipping.last_total_norm(self.engine)
+        total = clipping.total_norm(self.engine)
+        clipping.set_max_norm(self.engine, max_norm)
+        return total
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         raise ValueError(
@@ -324,11 +325,11 @@ def _report_shards(engine: Any, name: str, process: JoinedProcess) -> None:
         return
     sizes = operations.gather_object([_shard_bytes(engine, stage)])
     if process.topology.rank == 0:
-        text = shares_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
+        text = shards_line(name, stage, _model_bytes(engine.module), sizes, _kept_bytes(engine.module))
         context.current().emit(Note.of_job(text))
 
 
-def shares_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
+def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], kept_bytes: int = 0) -> str:
     """Return what every rank holds, as one line.
 
     Args:

@@ -1,13 +1,12 @@
 """Fully sharded data parallelism (FSDP2): every rank holds a shard of each weight, gathered unit by unit when needed.
 
-What belongs to it: which modules are units (``units``), where their shards come from (``weights``), and how shards are
-saved (``checkpoint``).
+A unit is a module whose weights are gathered together. ``setup_module`` chooses units, shards them, and fills the
+shards from the weights that the ranks had before.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,16 +25,18 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
 from nblaunch.training.strategies.base import Strategy
-from nblaunch.training.strategies.fsdp2 import checkpoint
+from nblaunch.training.strategies.fsdp2 import checkpoint, fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
-from nblaunch.training.strategies.fsdp2.weights import Sources
+from nblaunch.training.strategies.fsdp2.activation_checkpointing import checkpoint_activations
+from nblaunch.training.strategies.fsdp2.views import return_no_views
+from nblaunch.training.strategies.fsdp2.weights import WholeWeights
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
 
 class Fsdp2Strategy(Strategy):
-    """Torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
+    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
 
     Args:
         process: ranks and device of this process.
@@ -60,7 +61,7 @@ class Fsdp2Strategy(Strategy):
             raise RuntimeError(
                 f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
             )
-        if process.backend.reduces_gradients:
+        if process.backend.reduces_gradients_at_step:
             raise ValueError(
                 f"fsdp_plugin can't be used on {process.backend.name}: torch's fully_shard is for CPUs and GPUs; leave "
                 "it out there"
@@ -80,44 +81,46 @@ class Fsdp2Strategy(Strategy):
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
-                fsdp2_units.checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
+                checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_shards:
             self._shard(inner, units)
             context.current().collect_sharded_weights = _shards_to_send
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+        """Shard a model that is whole on the ranks, or on the meta device, from the inside out."""
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        device, mesh = self._process.device, self._mesh()
-        offload = self.plugin.offload_policy()
         name = type(model).__name__  # before fully_shard makes another class of it
-        sources = Sources(
-            model, ignored, device, may_be_sent=self.plugin.cpu_ram_efficient_loading is not False
-        )
-        sources.leave_shapes()
-        shard = functools.partial(
-            _fully_shard(),
-            mesh=mesh,
-            reshard_after_forward=self.plugin.reshards,
-            mp_policy=self.plugin.precision_policy(self._dtype),
-            offload_policy=offload,
-            ignored_params=ignored,
-        )
-        sharded = [*units, ("", model)]
-        for _, module in sharded:
-            fsdp2_units.keep_hooks(module)
-            shard(module)
-        shards_device = torch.device("cpu") if self.plugin.cpu_offload else device
-        sources.make_shards(shards_device)
-        for unit, module in sharded:
-            fsdp2_units.adopt(module)
-            fsdp2_units.name_in_errors(unit, module)
-        sources.fill(self.plugin.param_init_fn)
-        self._report(model, name, sources.num_bytes, len(sharded))
+        units = [*units, ("", model)]
+        device = self._process.device
+        may_be_sent = self.plugin.cpu_ram_efficient_loading is not False
+        weights = WholeWeights(model, ignored, device, may_be_sent)
+        weights.move_to_meta()
+        self._apply_fully_shard([module for _, module in units], ignored)
+        weights.materialize_shards(torch.device("cpu") if self.plugin.cpu_offload else device)
+        for unit, module in units:
+            fsdp_internals.register_new_parameters(module)
+            fsdp_internals.name_in_errors(unit, module)
+        weights.fill_shards(self.plugin.param_init_fn)
+        self._report(model, name, weights.num_bytes, len(units))
+
+    def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        settings: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "reshard_after_forward": self.plugin.reshards,
+            "mp_policy": self.plugin.precision_policy(self._dtype),
+            "offload_policy": self.plugin.offload_policy(),
+            "ignored_params": ignored,
+        }
+        for module in modules:
+            return_no_views(module)
+            fully_shard(module, **settings)
 
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -139,7 +142,7 @@ class Fsdp2Strategy(Strategy):
         )
         sizes = operations.gather_object([own])
         if self._process.topology.rank == 0:
-            text = shares_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
+            text = shards_line(name, model_bytes, num_units, sizes, bool(self.plugin.reshards))
             context.current().emit(Note.of_job(text))
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ class Fsdp2Strategy(Strategy):
                 dtensor.local(parameter.grad).mul_(factor)
         for module in model.modules():
             if is_sharded(module):
-                for gradient in fsdp2_units.unsharded_gradients(module):
+                for gradient in fsdp_internals.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
 
     def clip_grad_norm(
@@ -246,7 +249,7 @@ def is_sharded(module: Any) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def shares_line(
+def shards_line(
     model_name: str, model_bytes: int, num_units: int, sizes: Sequence[int], reshards: bool
 ) -> str:
     """Return what every rank holds of a model, as one line."""
@@ -271,12 +274,6 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 def _has_fully_shard() -> bool:
     return hasattr(torch.distributed.fsdp, "fully_shard")
-
-
-def _fully_shard() -> Callable[..., Any]:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard
 
 
 def _shard_like(value: Any, parameter: torch.Tensor) -> Any:

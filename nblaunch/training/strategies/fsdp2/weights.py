@@ -2,7 +2,7 @@
 
     before    every rank has the whole model: the kernel's very pages after a fork, a copy, or nothing but shapes
     shapes    its parameters are on the meta device; ``fully_shard`` is applied to that, which costs no memory
-    after     every rank has its shards, filled from what it had before: a copy of just so many bytes
+    after     every rank has its shards, filled from what it had before, copying only the shard's bytes
 
 Weights that ranks hold in common are never sent. Nothing here knows what a unit is.
 """
@@ -20,14 +20,14 @@ from torch import nn
 from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
-from nblaunch.training.strategies.replicated import checksum
+from nblaunch.training.strategies.reduce_at_step import checksum
 
 _META = "meta"
 _UNKNOWN = "unknown"
 
 
-class Sources:
-    """The whole weights of a model that is about to be sharded. Keeps the tensors, copies none.
+class WholeWeights:
+    """Hold the whole weights of a model while it is sharded, and fill the shards from them. Copies none of them whole.
 
     Args:
         model: as the user built it.
@@ -58,8 +58,8 @@ class Sources:
         unique = {id(parameter): parameter for parameter in self._parameters.values()}
         return sum(parameter.numel() * parameter.element_size() for parameter in unique.values())
 
-    def leave_shapes(self) -> None:
-        """Put parameters without memory into the model, tied as before, and bring all else to the device."""
+    def move_to_meta(self) -> None:
+        """Put parameters on the meta device into the model, tied as before, and move all else to the device."""
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
             if id(old) not in empty:
@@ -92,8 +92,8 @@ class Sources:
                 for name in [name for name, tensor in held.items() if tensor is old]:
                     held[name] = new  # type: ignore[assignment]
 
-    def make_shards(self, device: torch.device) -> None:
-        """Give memory to the shards that the model now has the shapes of.
+    def materialize_shards(self, device: torch.device) -> None:
+        """Give memory to the shards that the model has on the meta device.
 
         On the CPU, what this process shares with the kernel is not even copied: the shard is a view of the kernel's
         pages. The system copies a page when training first writes to it, and those of frozen weights never.
@@ -123,7 +123,7 @@ class Sources:
         is_shared = memory.is_shared(held.data_ptr(), held.numel() * held.element_size())
         return held if held.is_contiguous() and is_shared else None
 
-    def fill(self, initialise: Callable[[nn.Module], Any] | None) -> None:
+    def fill_shards(self, initialise: Callable[[nn.Module], Any] | None) -> None:
         """Fill the shards that the model now holds.
 
         Args:
@@ -164,9 +164,9 @@ class Sources:
                 own = [name for name, _ in module.named_parameters(recurse=False) if prefix + name in nowhere]
                 own_buffers = [name for name in module._buffers if prefix + name in nowhere]
                 if own or own_buffers:
-                    self._make_one(module, own, own_buffers, make)
+                    self._initialise_one(module, own, own_buffers, make)
 
-    def _make_one(
+    def _initialise_one(
         self, module: nn.Module, names: list[str], buffers: list[str], make: Callable[[nn.Module], Any]
     ) -> None:
         held: dict[str, Any] = {name: module._parameters[name] for name in names}

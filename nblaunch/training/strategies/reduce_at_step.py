@@ -1,8 +1,7 @@
-"""Whole models without a wrapper: one process, or data parallelism with gradients averaged at the step.
+"""Data parallelism without a wrapper: gradients are averaged where the optimizer steps, not during backward.
 
-The latter is for devices whose gradients are averaged inside the graph of a step, where a wrapper that reacts in
-backward would cut the graph in pieces. Buffers, as the statistics of batch normalisation, stay each rank's own; those
-of rank 0 are saved.
+For devices that average gradients inside the graph of a step (XLA), where a wrapper that reacts in backward would break
+the graph up. Buffers, as the statistics of batch normalisation, stay each rank's own; those of rank 0 are saved.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.strategies.base import Strategy
 
 
-class ReplicatedStrategy(Strategy):
-    """The model as it is, with the weights of rank 0 on every rank."""
+class ReduceAtStepStrategy(Strategy):
+    """Keep the model as it is, with the weights of rank 0 on every rank; the backend averages gradients at the step."""
 
-    name = "replicated"
+    name = "reduce_at_step"
 
     def __init__(self) -> None:
-        self._sums: list[int | None] = []
+        self._checksums: list[int | None] = []
 
-    def sync_initial_weights(self, model: torch.nn.Module) -> None:
-        """Take checksums while the weights are on the host. They are compared when the model has moved.
+    def before_move(self, model: torch.nn.Module) -> None:
+        """Take checksums while the weights are on the host; :meth:`setup_module` compares them over ranks.
 
-        Not before: where workers build their models one after the other, the next one waits for this one's to move.
+        Comparing has to wait for the move: where workers build their models one after the other, the next one waits
+        for this one's to move.
         """
-        self._sums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
+        self._checksums = [checksum(t) if t.device.type == "cpu" else None for t in _tensors(model)]
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         """Send rank 0's weights where others differ; workers that share the kernel's model have nothing to send."""
-        everyones = operations.gather_object([self._sums])
+        everyones = operations.gather_object([self._checksums])
         if len({len(one) for one in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
             raise ValueError(
@@ -66,15 +66,3 @@ def checksum(tensor: torch.Tensor) -> int:
     """Return a checksum of the bytes of a CPU tensor; reading them copies no page."""
     flat = tensor.contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-
-
-class SingleStrategy(Strategy):
-    """Nothing is spread, nothing is wrapped."""
-
-    name = "single"
-
-    def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        return model
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
