@@ -40,7 +40,7 @@ def _measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from nblaunch import Accelerator, context
-    from nblaunch.training.own_time import OwnTime
+    from nblaunch.training.tracking.progress import OwnTime
 
     slot = context.current().slot
     accelerator = Accelerator()
