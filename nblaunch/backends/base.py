@@ -199,15 +199,19 @@ class Backend(ABC):
             f"strategy='spmd' is for XLA devices, and this process computes on {self.name}; leave it out there"
         )
 
-    def observe(
-        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    def set_reporters(
+        self,
+        *,
+        note: Callable[[str], None],
+        compiling: Callable[[bool], None],
+        fact: Callable[[str, str], None],
     ) -> None:
-        """Set what is called with reports of the device.
+        """Set the functions by which the device reports to the launcher.
 
         Args:
             note: takes a sentence for the user.
-            show: takes whether this process is, most likely, compiling.
-            state: takes a name and a few words for the head of the job's table, as ``("precision", "bf16")``.
+            compiling: takes whether this process is, most likely, compiling.
+            fact: takes a name and a few words for the head of the job's table, as ``("precision", "bf16")``.
         """
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:

@@ -140,18 +140,22 @@ class CudaBackend(Backend):
         if not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name()} has no bf16; use mixed_precision='fp16'"
         if not torch.cuda.is_bf16_supported(including_emulation=False):
-            self._report(
+            self._report_once(
                 f"{torch.cuda.get_device_name()} has no bf16 of its own, and torch imitates it, several times slower: "
                 "mixed_precision='fp16' is what this GPU is fast at"
             )
         return None
 
-    def observe(
-        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    def set_reporters(
+        self,
+        *,
+        note: Callable[[str], None],
+        compiling: Callable[[bool], None],
+        fact: Callable[[str, str], None],
     ) -> None:
         self._note = note
 
-    def _report(self, text: str) -> None:
+    def _report_once(self, text: str) -> None:
         """Send ``text`` once in a process."""
         if self._note is not None:
             self._note(text)

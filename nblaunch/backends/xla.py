@@ -155,9 +155,8 @@ class XlaBackend(Backend):
         self._seed: int | None = None
         self._cutter = BatchCutter()
         self._watch: CompileWatch | None = None
-        self._note: Callable[[str], None] = _no_observer
-        self._show: Callable[[bool], None] = _no_observer
-        self._state: Callable[[str, str], None] = _no_observer
+        self._note: Callable[[str], None] = _discard
+        self._fact: Callable[[str, str], None] = _discard
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -300,11 +299,15 @@ class XlaBackend(Backend):
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
 
-    def observe(
-        self, note: Callable[[str], None], show: Callable[[bool], None], state: Callable[[str, str], None]
+    def set_reporters(
+        self,
+        *,
+        note: Callable[[str], None],
+        compiling: Callable[[bool], None],
+        fact: Callable[[str, str], None],
     ) -> None:
-        self._note, self._show, self._state = note, show, state
-        self._watch = CompileWatch(xla_runtime.counters, note, show, state)
+        self._note, self._fact = note, fact
+        self._watch = CompileWatch(xla_runtime.counters, note, compiling, fact)
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
@@ -325,9 +328,9 @@ class XlaBackend(Backend):
     def _report_precision(self, is_bf16: bool) -> None:
         if is_bf16:
             self._note(f"bf16: on the device {self._bf16} ({self._bf16.variable})")
-            self._state("precision", f"bf16: {self._bf16}")
+            self._fact("precision", f"bf16: {self._bf16}")
         else:
-            self._state("precision", "bf16: autocast")
+            self._fact("precision", "bf16: autocast")
             self._note(
                 f"bf16: autocast, with weights in float32 (this torch_xla, or a tensor that was on the device before, "
                 f"leaves {self._bf16.variable} without effect)"
@@ -393,8 +396,8 @@ def _default_cache() -> str:
     return os.path.join(os.path.expanduser("~"), ".cache", "nblaunch", "xla")
 
 
-def _no_observer(*values: object) -> None:
-    """Take what is reported where there is no observer."""
+def _discard(*values: object) -> None:
+    """Drop a report: this process has no launcher."""
 
 
 BACKEND = XlaBackend()

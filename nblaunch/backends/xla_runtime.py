@@ -156,21 +156,21 @@ class CompileWatch:
     Args:
         read: gives the counters now.
         note: takes a sentence for the user.
-        show: takes whether the process is, most likely, compiling.
-        state: takes how many graphs were compiled in all, a name and a few words.
+        compiling: takes whether the process is, most likely, compiling.
+        fact: takes how many graphs were compiled in all, a name and a few words.
     """
 
     def __init__(
         self,
         read: Callable[[], Counters],
         note: Callable[[str], None],
-        show: Callable[[bool], None],
-        state: Callable[[str, str], None],
+        compiling: Callable[[bool], None],
+        fact: Callable[[str, str], None],
     ) -> None:
         self._read = read
         self._note = note
-        self._show = show
-        self._state = state
+        self._compiling = compiling
+        self._fact = fact
         self._phases: dict[str, _Phase] = {}
         self._before = self._first = read()
         self._open: tuple[str, str] | None = None
@@ -184,7 +184,7 @@ class CompileWatch:
         known.num_steps += 1
         known.shapes[shapes] = known.shapes.get(shapes, 0) + 1
         self._open = (phase, shapes)
-        self._show(known.shapes[shapes] <= WARM_UP_STEPS)
+        self._compiling(known.shapes[shapes] <= WARM_UP_STEPS)
 
     def end_step(self) -> None:
         """Report what the current step has compiled, if there is one."""
@@ -194,10 +194,10 @@ class CompileWatch:
         now = self._read()
         num_graphs = now.num_graphs - self._before.num_graphs
         seconds = now.compile_s - self._before.compile_s
-        self._show(False)
+        self._compiling(False)
         if num_graphs:
             total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
-            self._state("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
+            self._fact("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
         self._check_graphs(phase, shapes, num_graphs, seconds)
         self._check_fallbacks(now.fallbacks)
         self._before = now

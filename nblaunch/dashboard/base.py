@@ -174,7 +174,7 @@ class Pace:
         """Return whether it is time to publish."""
         return self._clock() >= self._next_s
 
-    def mark(self, num_bytes: int = 0) -> None:
+    def note_published(self, num_bytes: int = 0) -> None:
         """Record a publication of ``num_bytes``, now."""
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
@@ -215,7 +215,7 @@ class ViewingDashboard(Dashboard):
 
     @abc.abstractmethod
     def _draw(self) -> None:
-        """Show ``self._view`` and mark the pace."""
+        """Show ``self._view`` and note in the pace that it was published."""
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:

@@ -19,8 +19,8 @@ from nblaunch.dashboard.view import (
     WINDOW_S,
     Curve,
     JobView,
-    Mark,
     RankView,
+    RatePoint,
     TrainingPass,
     read_bar,
 )
@@ -28,7 +28,7 @@ from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
-_MARK_SPACING_S = 0.5
+_POINT_SPACING_S = 0.5
 _SAME_LOSS_S = 2.0  # longer, and an unchanged loss counts as a new value
 _PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
@@ -60,8 +60,8 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     has_waited = has_new_state and last.state is WorkerState.WAITING
     steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
     moved = is_new_pass or sample.step != last.step
-    marks = _marked(() if is_new_pass else rank.marks, sample, steps_done)
-    steps_per_s, samples_per_s = _rates(marks, rank)
+    points = _with_point(() if is_new_pass else rank.rate_points, sample, steps_done)
+    steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
         _with_loss(rank, sample, steps_done, moved=moved),
         state=_state(rank, sample.state),
@@ -70,7 +70,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         epoch=sample.epoch,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
-        busy_step_s=_busy_step_s(marks, rank),
+        busy_step_s=_busy_step_s(points, rank),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
@@ -80,7 +80,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         device_peak_bytes=sample.device_peak_bytes or rank.device_peak_bytes,
         device_limit_bytes=sample.device_limit_bytes or rank.device_limit_bytes,
         sample=sample,
-        marks=marks,
+        rate_points=points,
         steps_done=steps_done,
     )
     return replace(rank, trained=_trained(rank, sample))
@@ -120,35 +120,35 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
 
 
-def _marked(marks: tuple[Mark, ...], sample: Sample, steps_done: int) -> tuple[Mark, ...]:
-    """Return ``marks`` with a new last point; points are spaced out and dropped when older than the window."""
+def _with_point(points: tuple[RatePoint, ...], sample: Sample, steps_done: int) -> tuple[RatePoint, ...]:
+    """Return ``points`` with a new last point; points are spaced out and dropped when older than the window."""
     if sample.step_time_s <= 0:
-        return marks
-    newest = Mark(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
-    if marks and newest.time_s <= marks[-1].time_s:
-        return marks
+        return points
+    newest = RatePoint(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
+    if points and newest.time_s <= points[-1].time_s:
+        return points
     # The last point is replaced until it is far enough from the one before it.
-    if len(marks) >= 2 and marks[-1].time_s - marks[-2].time_s < _MARK_SPACING_S:
-        marks = marks[:-1]
-    while len(marks) >= 2 and newest.time_s - marks[1].time_s >= WINDOW_S:
-        marks = marks[1:]
-    return (*marks, newest)
+    if len(points) >= 2 and points[-1].time_s - points[-2].time_s < _POINT_SPACING_S:
+        points = points[:-1]
+    while len(points) >= 2 and newest.time_s - points[1].time_s >= WINDOW_S:
+        points = points[1:]
+    return (*points, newest)
 
 
-def _rates(marks: tuple[Mark, ...], rank: RankView) -> tuple[float | None, float | None]:
+def _rates(points: tuple[RatePoint, ...], rank: RankView) -> tuple[float | None, float | None]:
     """Return steps and samples per second over the window, or the last rates while a new pass has too few points."""
-    if len(marks) < 2 or marks[-1].steps == marks[0].steps:
+    if len(points) < 2 or points[-1].steps == points[0].steps:
         return rank.steps_per_s, rank.samples_per_s
-    span_s = marks[-1].time_s - marks[0].time_s
-    num_samples = marks[-1].samples - marks[0].samples
-    return (marks[-1].steps - marks[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
+    span_s = points[-1].time_s - points[0].time_s
+    num_samples = points[-1].samples - points[0].samples
+    return (points[-1].steps - points[0].steps) / span_s, num_samples / span_s if num_samples > 0 else None
 
 
-def _busy_step_s(marks: tuple[Mark, ...], rank: RankView) -> float | None:
-    num_steps = marks[-1].busy_steps - marks[0].busy_steps if marks else 0
+def _busy_step_s(points: tuple[RatePoint, ...], rank: RankView) -> float | None:
+    num_steps = points[-1].busy_steps - points[0].busy_steps if points else 0
     if num_steps <= 0:
         return rank.busy_step_s
-    return max(marks[-1].busy_time_s - marks[0].busy_time_s, 0.0) / num_steps
+    return max(points[-1].busy_time_s - points[0].busy_time_s, 0.0) / num_steps
 
 
 def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:

@@ -215,8 +215,8 @@ def title(view: JobView, table: Table) -> str:
 
 def remarks(table: Table) -> str:
     """Return failures, notices and warnings; empty if there are none."""
-    failures = [_marked(label, text, BAD) for label, text in table.failures]
-    warnings = [_marked("warning", text, CAUTION) for text in table.warnings]
+    failures = [_labelled(label, text, BAD) for label, text in table.failures]
+    warnings = [_labelled("warning", text, CAUTION) for text in table.warnings]
     return "".join([*failures, *map(_notice, table.notices), *warnings])
 
 
@@ -299,7 +299,7 @@ def _tile(cell: GridCell) -> str:
     )
 
 
-def _marked(label: str, text: str, colour: str) -> str:
+def _labelled(label: str, text: str, colour: str) -> str:
     return (
         f'<div style="margin:2px 0"><span style="color:{colour}">{escape(label)}</span> '
         f'<span style="{_MONO}">{escape(text)}</span></div>'

@@ -312,7 +312,7 @@ class LinesPrinter(Dashboard):
             lines = []
             self._publish(item)
         self._write(lines)
-        self._pace.mark()
+        self._pace.note_published()
 
     def _flush_displays(self) -> None:
         if self._publish is None:

@@ -187,4 +187,4 @@ class NotebookDashboard(ViewingDashboard):
         else:
             bundle = {"text/plain": render_text(view, with_output=with_output)}
         if self._output.show(bundle, even_if_same=is_final):
-            self._pace.mark(sum(map(len, bundle.values())))
+            self._pace.note_published(sum(map(len, bundle.values())))

@@ -114,9 +114,9 @@ def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[i
 
 def _is_measured(view: JobView, rank: RankView) -> bool:
     """Return whether the rate is current and covers enough steps to be compared."""
-    if not rank.steps_per_s or len(rank.marks) < 2 or (rank.state.is_final and not view.is_over):
+    if not rank.steps_per_s or len(rank.rate_points) < 2 or (rank.state.is_final and not view.is_over):
         return False
-    first, last = rank.marks[0], rank.marks[-1]
+    first, last = rank.rate_points[0], rank.rate_points[-1]
     return last.time_s - first.time_s >= _MIN_SPAN_S and last.steps - first.steps >= 3
 
 

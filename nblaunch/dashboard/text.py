@@ -291,7 +291,7 @@ class TextDashboard(ViewingDashboard):
         self._last_line = ""
 
     def _draw(self) -> None:
-        self._pace.mark()
+        self._pace.note_published()
         if self._live is not None:
             self._live.show(live_line(self._view, self._live.width, has_blocks=self._live.can_draw_blocks))
             return

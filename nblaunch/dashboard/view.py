@@ -129,7 +129,7 @@ LINE_STAYS_S = 2.0
 
 
 @dataclass(frozen=True)
-class Mark:
+class RatePoint:
     """A point of the window for rates. ``time_s`` is the monotonic clock of the worker."""
 
     time_s: float
@@ -192,7 +192,7 @@ class RankView:
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         trained: the last pass over training data, shown when the job has ended; None before the first.
         sample: the last sample of the board.
-        marks: points of the last :data:`WINDOW_S`, for rates.
+        rate_points: points of the last :data:`WINDOW_S`, for rates.
         steps_done: steps of all passes.
     """
 
@@ -232,7 +232,7 @@ class RankView:
     device_use: float | None = None
     trained: TrainingPass | None = None
     sample: Sample | None = None
-    marks: tuple[Mark, ...] = ()
+    rate_points: tuple[RatePoint, ...] = ()
     steps_done: int = 0
 
     def without_line(self) -> RankView:

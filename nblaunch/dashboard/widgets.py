@@ -94,7 +94,7 @@ class WidgetsDashboard(ViewingDashboard):
             self._panel.close(lasting["text/html"])
 
     def _show(self, view: JobView) -> None:
-        self._pace.mark()
+        self._pace.note_published()
         if not self._is_plain:
             try:
                 self._show_panel(view)

@@ -43,7 +43,7 @@ class Progress:
     """Progress of a rank so far.
 
     Args:
-        signs: changes with every step, collective and mark.
+        signs: changes with every step, collective and advance of a bar.
         has_stepped: the rank has taken steps.
         num_outputs: number of lines and displays, which are not progress.
     """
@@ -274,8 +274,15 @@ class Inspector:
 def _progress(now_s: float, sample: Sample, num_metrics: int, num_outputs: int) -> Progress:
     working_s = now_s if sample.state in _WORKING else 0.0
     steps = (sample.step, sample.samples, sample.epoch, sample.num_updates)
-    marks = (sample.state, sample.num_marks, sample.num_checks, sample.built_bytes, num_metrics, working_s)
-    return Progress((*steps, *marks), has_stepped=any(steps), num_outputs=num_outputs)
+    others = (
+        sample.state,
+        sample.num_progress_signs,
+        sample.num_checks,
+        sample.built_bytes,
+        num_metrics,
+        working_s,
+    )
+    return Progress((*steps, *others), has_stepped=any(steps), num_outputs=num_outputs)
 
 
 def describe_hang(

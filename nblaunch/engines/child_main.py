@@ -72,7 +72,7 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
     guard.start_session()
     guard.end_with_parent(first.parent_pid)
-    descendants.carry(first.mark)
+    descendants.carry(first.descendant_tag)
     try:
         output.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})

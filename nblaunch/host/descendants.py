@@ -1,14 +1,14 @@
 """Every process that comes from the workers of a job, also where it has left their process groups.
 
-    launcher   draws a mark
+    launcher   draws a tag
     worker     sets it ── fork, exec, setsid, an environment of its own, its parent's death: every descendant keeps it
-    launcher   at the end: SIGKILL to each process with the mark
+    launcher   at the end: SIGKILL to each process with the tag
 
 The system has no name for "all that a process has started". What descendants keep whatever they do are their resource
-limits, which ``/proc`` shows. The mark is such a limit, and too high to limit anything: RLIMIT_RTTIME is processor time
-under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest mark is 146,000 years.
+limits, which ``/proc`` shows. The tag is such a limit, and too high to limit anything: RLIMIT_RTTIME is processor time
+under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest tag is 146,000 years.
 
-Where a system has no such limit (macOS) or refuses it (gVisor), nothing has a mark, and nothing is ended by it.
+Where a system has no such limit (macOS) or refuses it (gVisor), nothing has a tag, and nothing is ended by it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-_LOWEST_MARK = 1 << 62
-_MARK_BITS = 61
+_LOWEST_TAG = 1 << 62
+_TAG_BITS = 61
 _LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
 _MAX_ROUNDS = 20
 _SHORT_S = 2.0
 """Until then, no system has given out all its process ids, to begin again with the lowest."""
 
 
-def carry(mark: int) -> None:
-    """Give this process, and all that will descend from it, a mark; does nothing where the system does not allow it."""
+def carry(tag: int) -> None:
+    """Give this process, and all that will descend from it, a tag; does nothing where the system does not allow it."""
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
-    # No limit, or the mark of a job around this one.
-    if soft == resource.RLIM_INFINITY or soft >= _LOWEST_MARK:
+    # No limit, or the tag of a job around this one.
+    if soft == resource.RLIM_INFINITY or soft >= _LOWEST_TAG:
         with suppress(OSError, ValueError):
-            resource.setrlimit(_LIMIT, (mark, hard))
+            resource.setrlimit(_LIMIT, (tag, hard))
 
 
 class Descendants:
-    """The processes with one mark. Make it before the first of them starts."""
+    """The processes with one tag. Make it before the first of them starts."""
 
     def __init__(self) -> None:
-        self.mark = _LOWEST_MARK + secrets.randbits(_MARK_BITS)
-        self._digits = str(self.mark).encode()
+        self.tag = _LOWEST_TAG + secrets.randbits(_TAG_BITS)
+        self._digits = str(self.tag).encode()
         self._newest_before = _newest_pid()
         self._began_s = time.monotonic()
 
@@ -58,7 +58,7 @@ class Descendants:
         found: list[str] = []
         killed: set[int] = set()
         for _ in range(_MAX_ROUNDS):  # what is killed may have started another
-            new = [pid for pid in self._candidates() if pid not in killed and self._is_marked(pid)]
+            new = [pid for pid in self._candidates() if pid not in killed and self._is_tagged(pid)]
             if not new:
                 break
             for pid in new:
@@ -76,7 +76,7 @@ class Descendants:
             return []
         return [pid for name in names if name.isdigit() and (pid := int(name)) > lowest]
 
-    def _is_marked(self, pid: int) -> bool:
+    def _is_tagged(self, pid: int) -> bool:
         return self._digits in _read(f"/proc/{pid}/limits")
 
     def _kill(self, pid: int, groups: Collection[int]) -> list[str]:
@@ -85,7 +85,7 @@ class Descendants:
         try:
             name, _, rest = _read(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")
             state, _, group, *_ = rest.split() or ("X", "", "0")
-            if state in "ZX" or not self._is_marked(pid):
+            if state in "ZX" or not self._is_tagged(pid):
                 return []
             if fd is None:
                 os.kill(pid, signal.SIGKILL)

@@ -146,7 +146,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, receivers = assign(attempt, board, descendants.mark, stack, worker_ends)
+        assignments, receivers = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
         group = engine.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -156,7 +156,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     tails = _open_tails(attempt, stack)
     monitor = Monitor(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
     stack.callback(monitor.close)
-    guardian = Guardian(group.process_groups(), descendants.mark)
+    guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
         attempt, assignments, group, board, receivers, tails, store, _open_selector(stack), memory, monitor,
@@ -203,14 +203,14 @@ def _end_descendants(
 
 
 def assign(
-    attempt: Attempt, board: Board, mark: int, stack: ExitStack, worker_ends: ExitStack
+    attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
 ) -> tuple[list[Assignment], dict[int, EventReceiver]]:
     """Make each worker's descriptors and assignment.
 
     Args:
         attempt: with the port of the store in its topology.
         board: for the progress of all ranks.
-        mark: by which the processes that come from the workers are found.
+        tag: by which the processes that come from the workers are found.
         stack: closes what this process keeps until the end of the attempt.
         worker_ends: closes what only the workers need, once they have it.
 
@@ -251,7 +251,7 @@ def assign(
                 returns_value=_returns_value(attempt, topology),
                 sends_weights_of=tuple(attempt.plan.modules),
                 key=key,
-                mark=mark,
+                descendant_tag=tag,
             )
         )
     return assignments, receivers

@@ -3,7 +3,7 @@
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own session)
                                     a line: a group more to watch, or one less (with a minus)
                                     end of file: SIGKILL to every worker's process group, and to every process
-                                    with the job's mark (host/descendants.py)
+                                    with the job's tag (host/descendants.py)
 
 Workers ask the system to be killed with their parent, but what *they* have started (data loaders, subprocesses) did
 not, and a stopped process can't look after itself. The guardian is a shell, not Python: it holds no memory to speak of.
@@ -22,13 +22,13 @@ from nblaunch.engines.spawn import disown
 from nblaunch.wire import descriptors
 
 _SCRIPT = (
-    'mark=$1; shift; groups="$*"; while read -r line; do case "$line" in '
+    'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '
     '-*) rest=""; for group in $groups; do [ "-$group" = "$line" ] || rest="$rest $group"; done; groups="$rest";; '
     '*) groups="$groups $line";; esac; done; '
     # "-s KILL": dash takes no "--" after "-KILL".
     'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done; '
     # More than once: what is killed may have started another.
-    'for round in 1 2 3; do for file in $(grep -ls "$mark" /proc/[0-9]*/limits); do '
+    'for round in 1 2 3; do for file in $(grep -ls "$tag" /proc/[0-9]*/limits); do '
     'pid="${file#/proc/}"; kill -s KILL "${pid%/limits}" 2>/dev/null; done; done'
 )
 
@@ -38,11 +38,11 @@ class Guardian:
 
     Args:
         process_groups: of the workers.
-        mark: that their descendants carry.
+        tag: that their descendants carry.
     """
 
-    def __init__(self, process_groups: Iterable[int], mark: int) -> None:
-        self._mark = mark
+    def __init__(self, process_groups: Iterable[int], tag: int) -> None:
+        self._tag = tag
         self._groups = set(process_groups)
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = -1
@@ -58,7 +58,7 @@ class Guardian:
         descriptors.keep_from_children(self._writing)
         try:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", str(self._mark), *map(str, self._groups)],
+                ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", str(self._tag), *map(str, self._groups)],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -2,14 +2,14 @@
 
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel
-        .nblaunch_job.json             marks the folder as ours: its name, its kernel, when it was made
+        .nblaunch_job.json             stamps the folder as ours: its name, its kernel, when it was made
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.message                 text of its exception, where that is too long to be shown
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
 Files of ended jobs stay, so that what was printed before any crash can be read; the oldest jobs are pruned. Only a
-folder that carries its mark is ever removed: a log folder may be one that holds other things, under any names. A job's
+folder that carries its stamp is ever removed: a log folder may be one that holds other things, under any names. A job's
 folder that is renamed or copied is no longer ours, and stays.
 """
 
@@ -38,8 +38,8 @@ _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
 """jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
 
-_MARK = ".nblaunch_job.json"
-_MAX_MARK_BYTES = 4096
+_STAMP_NAME = ".nblaunch_job.json"
+_MAX_STAMP_BYTES = 4096
 
 _REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
@@ -62,14 +62,14 @@ class JobLog:
         self._keep: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
         self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
-        mark = _Mark(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
+        stamp = _FolderStamp(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             raise _refusal(f"the job's log folder {self.path} can't be made", self.path, error) from error
         # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
         with suppress(OSError):
-            mark.write(self.path)
+            stamp.write(self.path)
         _in_use.add(self.path)
         if number % _PRUNE_EVERY == 0:
             with suppress(OSError):  # old logs are no reason to refuse a job
@@ -164,7 +164,7 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _FolderStamp:
     """What a job's folder carries.
 
     Args:
@@ -182,42 +182,42 @@ class _Mark:
     made_s: float
 
     def write(self, folder: Path) -> None:
-        """Mark ``folder``."""
-        (folder / _MARK).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        """Stamp ``folder``."""
+        (folder / _STAMP_NAME).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
-    def of(cls, folder: Path) -> _Mark | None:
-        """Return the mark of a folder that :class:`JobLog` has made and that was not moved; None of any other."""
+    def of(cls, folder: Path) -> _FolderStamp | None:
+        """Return the stamp of a folder that :class:`JobLog` has made and that was not moved; None of any other."""
         if folder.is_symlink():
             return None
         try:
             # Not through a link, and not from a named pipe, which would never answer.
-            fd = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(folder / _STAMP_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
             is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-            text = file.read(_MAX_MARK_BYTES) if is_ours else b""
+            text = file.read(_MAX_STAMP_BYTES) if is_ours else b""
         try:
-            mark = cls(**json.loads(text))
+            stamp = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return None
-        is_whole = all(isinstance(value, int) for value in (mark.pid, mark.number)) and mark.pid in range(
+        is_whole = all(isinstance(value, int) for value in (stamp.pid, stamp.number)) and stamp.pid in range(
             1, 1 << 31
         )
-        return mark if is_whole and isinstance(mark.made_s, float) and mark.job == folder.name else None
+        return stamp if is_whole and isinstance(stamp.made_s, float) and stamp.job == folder.name else None
 
 
 def _prune(root: Path, keep: int, current: str) -> None:
     """Remove the oldest jobs beyond ``keep`` of this machine, but none that still runs, in whichever process."""
-    found = [_Mark.of(root / name) for name in os.listdir(root) if name != current]
+    found = [_FolderStamp.of(root / name) for name in os.listdir(root) if name != current]
     # Whether a process of another machine that shares the folder still runs can't be seen from here.
-    marks = [mark for mark in found if mark is not None and mark.host == socket.gethostname()]
-    marks.sort(key=lambda mark: (mark.made_s, mark.number))
-    for mark in marks[: max(0, len(marks) - (keep - 1))]:
-        folder = root / mark.job
-        is_over = folder not in _in_use if mark.pid == os.getpid() else not _is_alive(mark.pid)
+    stamps = [stamp for stamp in found if stamp is not None and stamp.host == socket.gethostname()]
+    stamps.sort(key=lambda stamp: (stamp.made_s, stamp.number))
+    for stamp in stamps[: max(0, len(stamps) - (keep - 1))]:
+        folder = root / stamp.job
+        is_over = folder not in _in_use if stamp.pid == os.getpid() else not _is_alive(stamp.pid)
         if is_over:
             shutil.rmtree(folder, ignore_errors=True)
 

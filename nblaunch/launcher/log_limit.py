@@ -18,7 +18,7 @@ from nblaunch.host import disk
 
 _BLOCK = 1 << 16  # bytes; a multiple of every file system's blocks, so that whole blocks are freed
 _READ_BYTES = 1 << 30  # at most in one part: read(2) ends at 2 GiB
-_MARK_BYTES = 160
+_NOTICE_BYTES = 160
 
 
 class LogLimit:
@@ -47,15 +47,15 @@ class LogLimit:
         end = (size - self._max_bytes // 2) // _BLOCK * _BLOCK
         disk.free_range(self._fd, self._gap_end, end - self._gap_end)
         self._gap_end = end
-        os.pwrite(self._fd, self._mark(), self._head - _MARK_BYTES)
+        os.pwrite(self._fd, self._notice(), self._head - _NOTICE_BYTES)
         return end
 
-    def _mark(self) -> bytes:
+    def _notice(self) -> bytes:
         text = (
             f"\n... {formatting.size(self._gap_end - self._head)} of output were dropped here: this log has outgrown "
             f"{formatting.size(self._max_bytes)} (NBLAUNCH_LOG_LIMIT_MB) ..."
         )
-        return text.ljust(_MARK_BYTES - 1).encode() + b"\n"
+        return text.ljust(_NOTICE_BYTES - 1).encode() + b"\n"
 
 
 def kept_parts(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -117,7 +117,7 @@ class Waiting:
 
     def __exit__(self, *exc_info: object) -> None:
         self._slot.set_state(self._before)
-        self._slot.mark()
+        self._slot.note_progress()
 
 
 def waiting() -> Waiting:

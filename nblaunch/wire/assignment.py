@@ -46,7 +46,7 @@ class Assignment:
         key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
         registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
-        mark: by which its descendants are found (``host/descendants.py``).
+        descendant_tag: by which its descendants are found (``host/descendants.py``).
     """
 
     topology: Topology
@@ -67,7 +67,7 @@ class Assignment:
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0
     registered_backend: bytes = field(default=b"", repr=False)
-    mark: int = 0
+    descendant_tag: int = 0
 
     @property
     def rank(self) -> int:

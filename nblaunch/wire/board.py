@@ -34,7 +34,7 @@ _HAS_LOSS = 7
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
-_OWN_STEPS, _UPDATES, _MARKS = 19, 20, 21
+_OWN_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sample:
         own_time_s: seconds that the rank has computed by itself, between one backward and the next.
         own_steps: how often.
         num_updates: steps of any optimizer.
-        num_marks: other signs of progress: collectives, bars that advanced.
+        num_progress_signs: other signs of progress: collectives, bars that advanced.
         num_checks: looks at ``accelerator.should_stop``.
     """
 
@@ -78,7 +78,7 @@ class Sample:
     own_time_s: float = 0.0
     own_steps: int = 0
     num_updates: int = 0
-    num_marks: int = 0
+    num_progress_signs: int = 0
     num_checks: int = 0
 
 
@@ -144,9 +144,9 @@ class Slot:
         """Count a step of an optimizer."""
         self._ints[_UPDATES] += 1
 
-    def mark(self) -> None:
-        """Something else has gone on that is no step: a collective has ended, a bar has advanced."""
-        self._ints[_MARKS] += 1
+    def note_progress(self) -> None:
+        """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""
+        self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
         """Set bytes of the device: taken now, peak, total (0 where that is not known)."""
@@ -222,7 +222,7 @@ class Slot:
             own_time_s=self._doubles[_OWN_TIME],
             own_steps=ints[_OWN_STEPS],
             num_updates=ints[_UPDATES],
-            num_marks=ints[_MARKS],
+            num_progress_signs=ints[_PROGRESS_SIGNS],
             num_checks=ints[_CHECKS],
         )
 

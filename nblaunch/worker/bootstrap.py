@@ -1,19 +1,21 @@
 """The life of one worker, from its first instruction to its last.
 
-    guard     own session, dies with its parent, faulthandler on
+    guard     own session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
     output    descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
-    inherited what a fork brought along from the kernel is forgotten
-    context   environment, thread counts, ``nblaunch.context``
+    guard     first to go when memory runs out, stacks on request
+    inherited the state of libraries that a fork brought along from the kernel is reset
+    progress  bars and parameters of the function are counted
+    context   environment, device, thread counts, displays, ``nblaunch.context``
     ──> Started
-    function  the user's function is called
+    function  the call is loaded, the user's function called
     delivery  value, then weights
     ──> Finished (the value is in the outbox), or Failed
     finish    threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
 
-A process that the function forks (a data loader's, a pool's) has copies of all that reports for the rank, and must not
-use them: what it displays and logs arrives under the rank's number, nothing else of it counts.
+A process forked by the function (a data loader's, a pool's) inherits the rank's pipe and board slot. Only its displays
+and logs are reported under the rank; its state and result are ignored.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def run(
     """
     exit_code = 1
     try:
-        exit_code = _Worker(assignment, slot).live(load_call, originals)
+        exit_code = _Worker(assignment, slot).run(load_call, originals)
     except BaseException:
         # an error of nblaunch, a last interrupt, or a function that has closed all descriptors: the log has it.
         output.append_to_log(assignment.log_path, traceback.format_exc())
@@ -70,49 +72,69 @@ def run(
 
 
 class _Worker:
+    """The process of one rank, and what connects it to the launcher. Made in the new process, before anything else.
+
+    Args:
+        assignment: what the rank has to do.
+        slot: as in :func:`run`.
+    """
+
     def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
         guard.start_session()
         guard.end_with_parent(assignment.parent_pid)
         guard.reset_signals()
-        descendants.carry(assignment.mark)
+        descendants.carry(assignment.descendant_tag)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.interrupts = guard.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
         self.interrupts.install()
-        self._state_before = WorkerState.RUNNING
-        self._is_child = False
+        self._state_before_compiling = WorkerState.RUNNING
+        self._is_subprocess = False
 
-    def live(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
-        """Prepare, call, report; returns the exit code. Nothing that goes wrong here is lost."""
+    def run(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
+        """Prepare, call the function, report how it ended, finish; return the exit code."""
+        # Value and error are kept until all is finished: to destroy what they hold may wait for other ranks.
         try:
             self._prepare()
             guard.unblock_signals()
             function, args = load_call()
-            modules = modules_at(args, self.assignment.sends_weights_of)
-            delivery = Delivery(self.assignment, modules, originals, self.sender.send)
-            value, exit_code = _call(function, args)
-            if self._is_child:
-                return _end_of_child(exit_code)
-            if exit_code != 0:
-                self.interrupts.only_count()
-                return self._finish(exit_code)
-            output.show_pending_figures()
-            self.slot.set_state(WorkerState.FINISHING)
-            with self.interrupts.deferred():
-                delivery.deliver(value, left_by_exit=value is _LEFT)
+            _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
-            if self._is_child:
-                if isinstance(error, KeyboardInterrupt):  # the rank shows it
-                    return 1
-                traceback.print_exc()
-                return _end_of_child(1)
+            exit_code = self._report_failure(error)
+            return exit_code if self._is_subprocess else self._finish(exit_code)
+        return exit_code if self._is_subprocess else self._finish(exit_code)
+
+    def _run_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], originals: Originals | None
+    ) -> tuple[Any, int]:
+        """Call the function and deliver what it returned; return the value and the exit code."""
+        modules = modules_at(args, self.assignment.sends_weights_of)
+        delivery = Delivery(self.assignment, modules, originals, self.sender.send)
+        value, exit_code = _call(function, args)
+        if self._is_subprocess:
+            return value, _end_subprocess(exit_code)
+        if exit_code != 0:
             self.interrupts.only_count()
-            self.slot.set_state(WorkerState.FAILED)
-            rank, log_path = self.assignment.rank, self.assignment.log_path
-            send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
-            return self._finish(1)
-        return self._finish(0)
+            return value, exit_code
+        output.show_pending_figures()
+        self.slot.set_state(WorkerState.FINISHING)
+        with self.interrupts.deferred():
+            delivery.deliver(value, left_by_exit=value is _EXITED)
+        return value, 0
+
+    def _report_failure(self, error: BaseException) -> int:
+        """Send ``error``, which ended the function or its preparation, to the launcher; return the exit code."""
+        if self._is_subprocess:
+            if isinstance(error, KeyboardInterrupt):  # the rank shows it
+                return 1
+            traceback.print_exception(error)
+            return _end_subprocess(1)
+        self.interrupts.only_count()
+        self.slot.set_state(WorkerState.FAILED)
+        rank, log_path = self.assignment.rank, self.assignment.log_path
+        send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
+        return 1
 
     def _prepare(self) -> None:
         assignment = self.assignment
@@ -120,7 +142,7 @@ class _Worker:
         output.capture(assignment.log_path)
         guard.prefer_for_oom_kill()
         guard.watch_faults(assignment.stacks_path)
-        inherited.forget(kernel_streams)
+        inherited.reset_after_fork(kernel_streams)
         progress.watch(self.slot)
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)
@@ -143,24 +165,24 @@ class _Worker:
                 is_launched=True,
             )
         )
-        os.register_at_fork(after_in_child=self._leave_rank)
-        backend.observe(self._note, self._show_compiling, self._state)
+        os.register_at_fork(after_in_child=self._become_subprocess)
+        backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
-    def _leave_rank(self) -> None:
-        """Leave the rank, in a process that was just forked from the worker."""
-        self._is_child = True
+    def _become_subprocess(self) -> None:
+        """Give up the rank, in a process that was just forked from the worker."""
+        self._is_subprocess = True
         self.sender.renew_after_fork()
         self.slot.detach()
-        self.interrupts.reset_in_child()
+        self.interrupts.reset_in_subprocess()
         output.renew_buffers()
-        guard.watch_faults_of_child()
+        guard.watch_faults_of_subprocess()
 
     def _turn(self, is_alone: bool = False) -> AbstractContextManager[None]:
-        if self._is_child:
+        if self._is_subprocess:
             return nullcontext()  # the worker may be in the turn, and wait for this process
         return turn(self.assignment.board_fd, self.assignment.rank, is_alone)
 
@@ -177,7 +199,7 @@ class _Worker:
         if self.assignment.rank == 0:
             self.sender.send(Note.of_job(text))
 
-    def _state(self, name: str, text: str) -> None:
+    def _report_fact(self, name: str, text: str) -> None:
         """Report a fact for the head of the table from the first rank."""
         if self.assignment.rank == 0:
             self.sender.send(Fact(rank=-1, time_s=time.time(), name=name, text=text))
@@ -185,10 +207,10 @@ class _Worker:
     def _show_compiling(self, is_compiling: bool) -> None:
         if is_compiling:
             if self.slot.state is not WorkerState.COMPILING:
-                self._state_before = self.slot.state
+                self._state_before_compiling = self.slot.state
                 self.slot.set_state(WorkerState.COMPILING)
         elif self.slot.state is WorkerState.COMPILING:
-            self.slot.set_state(self._state_before)
+            self.slot.set_state(self._state_before_compiling)
 
     def _finish(self, exit_code: int) -> int:
         """Do what the end of a script does: join threads, run exit handlers, flush. Errors are shown, not raised."""
@@ -210,7 +232,8 @@ class _Worker:
         return exit_code
 
 
-_LEFT = object()
+_EXITED = object()
+"""In place of a value: the function called ``sys.exit``."""
 
 _ONE_THREAD = (
     "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
@@ -224,14 +247,14 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
         return function(*args), 0
     except SystemExit as leaving:
         if leaving.code is None or leaving.code == 0:
-            return _LEFT, 0
+            return _EXITED, 0
         if isinstance(leaving.code, int):
-            return _LEFT, leaving.code & 0xFF or 1
+            return _EXITED, leaving.code & 0xFF or 1
         print(leaving.code, file=sys.stderr)
-        return _LEFT, 1
+        return _EXITED, 1
 
 
-def _end_of_child(exit_code: int) -> int:
+def _end_subprocess(exit_code: int) -> int:
     """End a process that the function forked and that has left the function, without a value and exit handlers."""
     print(
         f"process {os.getpid()}, which the function forked, has left the function and ends here; the rank's value is "

@@ -46,7 +46,7 @@ class Interrupts:
         else:
             raise KeyboardInterrupt
 
-    def reset_in_child(self) -> None:
+    def reset_in_subprocess(self) -> None:
         """Forget what the worker received, in a process that was forked from it."""
         self._is_pending = False
         if not _forked_by_main_thread:
@@ -147,7 +147,7 @@ def watch_faults(stacks_path: str) -> None:
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
 
 
-def watch_faults_of_child() -> None:
+def watch_faults_of_subprocess() -> None:
     """Let a process that was forked from the worker write its stacks to the log: the file is the rank's own."""
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)

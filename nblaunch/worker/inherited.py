@@ -24,8 +24,12 @@ from nblaunch.backends import process_group
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
-def forget(kernel_streams: Iterable[Any]) -> None:
-    """Run every cure below. Called after ``sys.stdout`` and ``sys.stderr``, ``kernel_streams``, were replaced."""
+def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
+    """Reset each library that the kernel had imported.
+
+    Args:
+        kernel_streams: its ``sys.stdout`` and ``sys.stderr``, which the worker's own have replaced already.
+    """
     atexit._clear()  # there is no public way to undo what others have registered
     _become_main_thread()
     _leave_interactive_mode()

@@ -41,9 +41,9 @@ def _watch_bars(module: Any, slot: Slot) -> None:
     """Count updates of bars, at most ten a second while a bar is iterated over."""
     update = module.tqdm.update
 
-    def update_and_mark(self: Any, n: float | None = 1) -> Any:
+    def update_and_note(self: Any, n: float | None = 1) -> Any:
         if n:
-            slot.mark()
+            slot.note_progress()
         return update(self, n)
 
-    module.tqdm.update = update_and_mark
+    module.tqdm.update = update_and_note

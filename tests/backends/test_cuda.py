@@ -167,7 +167,7 @@ def test_bf16_that_is_imitated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> 
     """On a T4, say, where torch takes it for supported since 2.4."""
     told: list[str] = []
     backend = cuda.CudaBackend()
-    backend.observe(told.append, lambda _: None, lambda *_: None)
+    backend.set_reporters(note=told.append, compiling=lambda _: None, fact=lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)

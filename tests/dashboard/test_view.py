@@ -207,7 +207,7 @@ def test_rates_forget_what_lies_before_the_window() -> None:
     for number in range(1, 200):  # now one step a second instead of ten
         view = fold_samples(view, [sample(0, 100 + number, step_time_s=15.0 + number)], START_S + 10 + number)
     assert view.ranks[0].steps_per_s == pytest.approx(1, rel=0.01)
-    assert len(view.ranks[0].marks) < 30
+    assert len(view.ranks[0].rate_points) < 30
 
 
 def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:

@@ -16,14 +16,14 @@ from nblaunch.host.descendants import Descendants
 
 LIMIT_S = 30.0
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="marks are a matter of Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tags are a matter of Linux")
 
 # Becomes a worker in what matters here, and starts a sleeper in a session and an environment of its own.
 WORKER = """
 import subprocess, sys, time
 from nblaunch.host import descendants
-for mark in sys.argv[1:]:
-    descendants.carry(int(mark))
+for tag in sys.argv[1:]:
+    descendants.carry(int(tag))
 child = subprocess.Popen(["/bin/sleep", "100"], start_new_session=True, env={}, stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 """
@@ -31,16 +31,16 @@ print(child.pid, flush=True)
 
 @pytest.fixture
 def other() -> Iterator[psutil.Process]:
-    """A process like those that are ended, without a mark."""
+    """A process like those that are ended, without a tag."""
     process = subprocess.Popen(["/bin/sleep", "100"], start_new_session=True)
     yield psutil.Process(process.pid)
     process.kill()
     process.wait()
 
 
-def orphan(*marks: int) -> psutil.Process:
-    """A sleeper whose parent carried the marks, one after the other, and has ended."""
-    command = [sys.executable, "-c", WORKER, *map(str, marks)]
+def orphan(*tags: int) -> psutil.Process:
+    """A sleeper whose parent carried the tags, one after the other, and has ended."""
+    command = [sys.executable, "-c", WORKER, *map(str, tags)]
     return psutil.Process(int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
 
@@ -50,7 +50,7 @@ def test_an_orphan_ends_and_is_named(
 ) -> None:
     monkeypatch.setattr(descendants, "_SHORT_S", 1000.0 if is_short else 0.0)
     job = Descendants()
-    sleeper = orphan(job.mark)
+    sleeper = orphan(job.tag)
     assert job.end(groups=[]) == [f"sleep (pid {sleeper.pid})"]
     assert psutil.wait_procs([sleeper], LIMIT_S)[1] == []
     assert job.end(groups=[]) == []
@@ -59,24 +59,24 @@ def test_an_orphan_ends_and_is_named(
 
 def test_what_was_killed_with_its_group_is_not_named() -> None:
     job = Descendants()
-    sleeper = orphan(job.mark)
+    sleeper = orphan(job.tag)
     assert job.end(groups=[os.getpgid(sleeper.pid)]) == []
     assert psutil.wait_procs([sleeper], LIMIT_S)[1] == []
 
 
 def test_the_mark_of_a_job_inside_another_takes_the_place_of_the_outer() -> None:
     outer, inner = Descendants(), Descendants()
-    sleeper = orphan(outer.mark, inner.mark)
+    sleeper = orphan(outer.tag, inner.tag)
     assert outer.end(groups=[]) == []
     assert inner.end(groups=[]) == [f"sleep (pid {sleeper.pid})"]
 
 
 def test_a_limit_that_limits_is_left_as_it_is() -> None:
-    mark = Descendants().mark
+    tag = Descendants().tag
     pid = os.fork()
     if pid == 0:
         _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
         resource.setrlimit(resource.RLIMIT_RTTIME, (1_000_000, hard))
-        descendants.carry(mark)
+        descendants.carry(tag)
         os._exit(resource.getrlimit(resource.RLIMIT_RTTIME)[0] != 1_000_000)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -20,7 +20,7 @@ import sys, time
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 reaped, running, late = map(int, sys.argv[1:])
-guardian = Guardian([reaped, running], Descendants().mark)
+guardian = Guardian([reaped, running], Descendants().tag)
 guardian.start()
 guardian.watch_only([running, late])
 print("watching", flush=True)

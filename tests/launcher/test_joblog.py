@@ -50,8 +50,8 @@ def test_jobs_of_kernels_that_have_ended_are_pruned_and_of_others_not(
             return file.read()
 
     def change(job: str, **values: object) -> None:
-        mark = tmp_path / job / ".nblaunch_job.json"
-        mark.write_text(json.dumps(json.loads(mark.read_text()) | values))
+        stamp = tmp_path / job / ".nblaunch_job.json"
+        stamp.write_text(json.dumps(json.loads(stamp.read_text()) | values))
 
     ended, renamed, alive, elsewhere, broken = (launch_in_another_process() for _ in range(5))
     (tmp_path / renamed).rename(tmp_path / "the good one")
@@ -72,11 +72,11 @@ def test_what_a_link_leads_to_is_not_pruned(tmp_path: Path, keep_three: None) ->
     log.end()
     logs.mkdir()
     (logs / log.path.name).symlink_to(log.path)
-    (logs / "linked mark").mkdir()
-    (logs / "linked mark" / ".nblaunch_job.json").symlink_to(log.path / ".nblaunch_job.json")
+    (logs / "linked stamp").mkdir()
+    (logs / "linked stamp" / ".nblaunch_job.json").symlink_to(log.path / ".nblaunch_job.json")
     os.mkfifo(logs / "pipe")
-    (logs / "piped mark").mkdir()
-    os.mkfifo(logs / "piped mark" / ".nblaunch_job.json")
+    (logs / "piped stamp").mkdir()
+    os.mkfifo(logs / "piped stamp" / ".nblaunch_job.json")
     for _ in range(5):
         log = JobLog(str(logs))
         log.end()

@@ -72,14 +72,14 @@ def test_the_beginning_and_the_end_are_kept(tail: LogTail, path: Path) -> None:
     assert str(path) in note
     assert "NBLAUNCH_LOG_LIMIT_MB" in note
     lines = read_log(path).splitlines()
-    (mark,) = (index for index, line in enumerate(lines) if "dropped" in line)
-    first, last = numbers(lines[:mark]), numbers(lines[mark:])
+    (notice,) = (index for index, line in enumerate(lines) if "dropped" in line)
+    first, last = numbers(lines[:notice]), numbers(lines[notice:])
     assert first == list(range(len(first)))
     assert last == list(range(last[0], 100_000))
     assert min(len(first), len(last)) * LINE_BYTES > MAX_BYTES // 5
     assert "\0" not in read_log(path)
     assert read_log(path, max_bytes=90).splitlines()[-1] == lines[-1]
-    dropped = re.search(r"([\d.]+) MB of output", lines[mark])
+    dropped = re.search(r"([\d.]+) MB of output", lines[notice])
     assert dropped is not None
     assert float(dropped[1]) * 1e6 == pytest.approx(path.stat().st_size - on_disk(path), abs=20_000)
 
@@ -149,9 +149,9 @@ lines = last_job().logs().splitlines()
 lines[0][:6], lines[-2:], sum("MB of output were dropped" in line for line in lines), path.stat().st_blocks * 512
 """
     )
-    first, last, num_marks, size = cell.value
+    first, last, num_notices, size = cell.value
     assert first == "line 0"
     assert last == ["a child prints", "to both"]
-    assert num_marks == 1
+    assert num_notices == 1
     assert size < 1_100_000
     assert "has outgrown 1.00 MB" in cell.stdout

@@ -20,7 +20,7 @@ import torch, tqdm
 
 def shown():
     sample = slot.read(0)
-    return sample.num_updates, sample.num_marks
+    return sample.num_updates, sample.num_progress_signs
 
 weight = torch.nn.Parameter(torch.zeros(2))
 weight.grad = torch.ones(2)

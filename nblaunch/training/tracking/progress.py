@@ -99,7 +99,7 @@ class OwnTime:
 
     def begin_backward(self) -> None:
         """From here on the rank may wait for others."""
-        self._slot.mark()
+        self._slot.note_progress()
         if self._since:
             self._slot.add_own_time(monotonic() - self._since)
 
