@@ -1,5 +1,36 @@
 """What a training function calls: the :class:`Accelerator` and its relatives.
 
 It meets the launcher only in ``nblaunch.context``, so that the same function runs in a notebook, under ``torchrun``
-and in plain ``python``.
+and in plain ``python``. One process, from the outside in:
+
+    context.WorkerContext        what the launcher gave the process: ranks, backend, board; there without training, too
+      .training: Session         session.py          what all Accelerators, loaders and optimizers of the process share
+        .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group
+        .accumulation            accumulation.py     where in a window of micro-steps it is, and the loaders being read
+    PartialState and others      state.py            what users read of the session; they hold nothing themselves
+    ProcessMethods               process_methods.py  what the Accelerator and these states do with the joined process
+
+The :class:`Accelerator`, and what it is built of:
+
+    accelerator.py   the methods that users call: a façade
+    properties.py    its properties
+    options.py       the dataclasses that are passed to its constructor
+    arguments.py     the constructor's arguments, sorted, checked and completed
+    precision.py     number formats: around the forward, and for backward, clipping and step
+    strategies/      how a model is spread over ranks
+    gradients.py     backward, accumulation, clipping
+    collectives/     values of all ranks; random states
+    checkpoints/     saved states and models
+    tracking/        metrics; progress on the board
+    utilities/       what scripts import beside the Accelerator
+
+The way of objects through ``prepare``:
+
+    prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
+      loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
+      models                 models.py (unwrap) ──> precision.py (forward) ──> strategies/ (equal weights)
+                             ──> models.py (to the device), host_memory.py (a note of what that takes)
+                             ──> strategies/ (wrap or shard) ──> models.py (compile)
+      optimizers             strategies/ ──> optimizer.py: steps only where ``accumulation`` ends a window
+      schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 """

@@ -1,9 +1,9 @@
 """The :class:`Accelerator`: what a user's training function calls.
 
-A façade, and the table of contents of this folder. The constructor resolves settings and builds the parts, each of
-which is passed what it needs; every method delegates to one of them:
+A façade. The constructor resolves its arguments and builds the parts, each of which is passed what it needs; every
+method delegates to one of them. All modules, and how they relate, are listed in ``nblaunch/training/__init__.py``.
 
-    ranks, barriers, only some ranks     ``process.py``, inherited: ``PartialState`` has the same methods
+    ranks, barriers, only some ranks     ``process_methods.py``, inherited: ``PartialState`` has the same methods
     settings and labels to read          ``properties.py``, inherited
     preparing                            ``prepare.py``: ``Preparer``
     gradients                            ``gradients.py``: ``Gradients``; ``strategies/``; ``precision.py``
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nblaunch import context
 from nblaunch.events import WorkerState
-from nblaunch.training import gradients, settings
+from nblaunch.training import arguments, gradients, joining
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
@@ -57,7 +57,7 @@ from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
-from nblaunch.training.strategies import StrategyPlugin
+from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 from nblaunch.training.tracking.hub import TrackerHub
@@ -143,25 +143,22 @@ class Accelerator(PreparationProperties):
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         **unsupported: Any,
     ) -> None:
-        settings.refuse(unsupported)
-        self._handlers = handlers = settings.sort_handlers(kwargs_handlers or ())
-        accumulation = settings.accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        data = settings.data(split_batches, dataloader_config)
-        generators = settings.rng_types(rng_types)
-        settings.prepare_device(strategy, downcast_bf16)
+        # 1. The arguments alone: what is wrong with them is reported before anything is changed.
+        arguments.refuse_unsupported(unsupported)
+        self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
+        window = arguments.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        data = arguments.resolve_data_config(split_batches, dataloader_config)
+        generators = arguments.resolve_rng_types(rng_types)
+        dynamo = arguments.resolve_dynamo(dynamo_backend, dynamo_plugin, handlers)
+        project = project_of(project_dir, project_config)
+        plugin = arguments.given_plugin(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, strategy)
+        # 2. The process: its device is configured before the device is first used, which joining the job does.
+        joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._session = session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
-        plugins = {
-            "deepspeed_plugin": deepspeed_plugin,
-            "deepspeed_plugins": deepspeed_plugins,
-            "fsdp_plugin": fsdp_plugin,
-            "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
-        }
-        plugin = settings.strategy_plugin(session, plugins, handlers)
-        asked = plugin.precision(mixed_precision, session.process.backend)
-        own = settings.precision_of(session, asked, handlers)
-        session.accumulation.configure(plugin.accumulation(accumulation))
-        self._dynamo = self.state.dynamo_plugin = settings.dynamo(dynamo_backend, dynamo_plugin, handlers)
-        self._strategy, self._precision = settings.build_strategy(session, plugin, own, data.split_batches)
+        # 3. What the Accelerators of one process agree on.
+        self._choose_strategy(plugin, mixed_precision, window, data.split_batches)
+        self.state.dynamo_plugin = dynamo
+        # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
             session,
             self._precision,
@@ -170,13 +167,29 @@ class Accelerator(PreparationProperties):
             generators,
             device_placement,
             step_scheduler_with_optimizer,
-            self._dynamo,
+            dynamo,
         )
         self._gradients = Gradients(session, self._precision, self._strategy, self._preparer)
-        project = project_of(project_dir, project_config)
         self._checkpoints = Checkpointer(session, self._preparer, project)
         self._trackers = TrackerHub(log_with, project, session.process)
         self.flag_tensor: torch.Tensor | None = None
+
+    def _choose_strategy(
+        self,
+        given: StrategyPlugin | None,
+        mixed_precision: str | None,
+        window: GradientAccumulationPlugin,
+        splits_batches: bool,
+    ) -> None:
+        """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
+        session, backend = self._session, self._session.process.backend
+        plugin = session.plugin = given or arguments.default_plugin(session.plugin, self._handlers)
+        name = plugin.precision(mixed_precision, backend)
+        asked = arguments.resolve_precision(name, session.precision, backend, self._handlers)
+        session.accumulation.configure(plugin.accumulation(window))
+        setup = TrainingSetup(session.process, asked, session.accumulation, splits_batches)
+        self._strategy = plugin.build(setup)
+        self._precision = session.adopt(self._strategy, asked)
 
     @property
     def _process(self) -> JoinedProcess:
@@ -208,27 +221,27 @@ class Accelerator(PreparationProperties):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """How forward passes compute in half precision, of ``kwargs_handlers``; None, as in all of these: not given."""
+        """The ``AutocastKwargs`` among ``kwargs_handlers``; None if not given."""
         return self._handlers.get(AutocastKwargs)
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """How models are spread over ranks."""
+        """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; None if not given."""
         return self._handlers.get(DistributedDataParallelKwargs)
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """How the process group was joined."""
+        """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``; None if not given."""
         return self._handlers.get(InitProcessGroupKwargs)
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """What :meth:`profile` records."""
+        """The ``ProfileKwargs`` among ``kwargs_handlers``, by which :meth:`profile` records; None if not given."""
         return self._handlers.get(ProfileKwargs)
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """How fp16 scales gradients."""
+        """The ``GradScalerKwargs`` among ``kwargs_handlers``; None if not given."""
         return self._handlers.get(GradScalerKwargs)
 
     # --- preparing ---------------------------------------------------------------------------------------------------
@@ -274,17 +287,17 @@ class Accelerator(PreparationProperties):
         Raises:
             ValueError: its module was prepared before.
         """
-        return self._preparer.model(model, device_placement, evaluation_mode)
+        return self._preparer.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer, after its model: it steps where the accumulation window ends."""
-        return self._preparer.optimizer(optimizer, device_placement)
+        return self._preparer.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler, after its optimizer: it steps where that one does."""
-        return self._preparer.scheduler(scheduler)
+        return self._preparer.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
         self,
@@ -300,7 +313,7 @@ class Accelerator(PreparationProperties):
             slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that cuts a rank's part out
                 of a batch that rank 0 read for all; None: the slice ``rows`` of every tensor.
         """
-        return self._preparer.loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
         """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.

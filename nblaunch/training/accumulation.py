@@ -1,4 +1,4 @@
-"""When gradients are synchronised and the optimizer steps: :class:`AccumulationState`.
+"""Gradient accumulation: when gradients are synchronised and the optimizer steps, by :class:`AccumulationState`.
 
 It counts micro-steps and knows the loader that is being read. It neither touches gradients nor communicates: the
 strategy's ``no_sync`` and the optimizer wrapper act on what it decides.

@@ -1,4 +1,4 @@
-"""This process among those of its job: :class:`JoinedProcess`, which :func:`join` makes; waiting for the others.
+"""Join the processes of a job: :func:`join` returns this one as :class:`JoinedProcess`; then, wait for the others.
 
 A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be
 distinguished from those that wait for it.
@@ -24,7 +24,9 @@ from nblaunch.wire.board import Slot
 
 @dataclass(frozen=True)
 class JoinedProcess:
-    """A process that has joined its job.
+    """This process, once it has joined the process group of its job: its rank and device, which stay.
+
+    Everything in ``nblaunch.training`` that needs them is passed this one object of the session, as ``process``.
 
     Args:
         topology: its ranks, those of the process group where there is one.
@@ -39,8 +41,22 @@ class JoinedProcess:
     slot: Slot
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is pickled with it gets the context of the process that it arrives in.
+        # What is pickled with it stands for the process that it arrives in.
         return _of_this_process, ()
+
+
+def configure_device(spmd: bool, downcast_bf16: bool) -> None:
+    """Configure the device of this process before it is first used: before :func:`join`.
+
+    Args:
+        spmd: this process drives all devices of its host.
+        downcast_bf16: represent ``float`` as bf16, see ``Accelerator``; also where the launcher was given it.
+    """
+    worker = context.current()
+    if spmd:
+        worker.backend.enable_spmd()
+    if downcast_bf16 or worker.accelerator_defaults.get("downcast_bf16"):
+        worker.backend.downcast_to_bf16()
 
 
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:

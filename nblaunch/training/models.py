@@ -18,10 +18,9 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from nblaunch import context, formatting
-from nblaunch.host import memory
-from nblaunch.training.collectives import dtensor, operations
-from nblaunch.training.joining import JoinedProcess, barrier
+from nblaunch import context
+from nblaunch.training.collectives import dtensor
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
 
 
@@ -157,41 +156,3 @@ def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
     turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
     with turn():
         process.backend.to_device(model, process.device)
-
-
-def memory_line(model: torch.nn.Module, process: JoinedProcess) -> str | None:
-    """Return what the job takes of the host's memory once all ranks have placed the model; None: not reported.
-
-    All ranks must call it; rank 0 gets the line.
-    """
-    model_bytes = sum(
-        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
-    )
-    device_bytes = process.backend.host_bytes_of_device(model_bytes)
-    if device_bytes is None:
-        return None
-    barrier(process.device)  # no rank is still moving
-    own = memory.proportional_bytes()
-    sizes = operations.gather_object([own])
-    if process.topology.rank != 0 or None in sizes:
-        return None
-    count = process.topology.world_size
-    kernel = (memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
-    total = sum(sizes) + kernel - count * device_bytes
-    allocator = memory.other_allocator()
-    was_built_here = context.current().slot.built_bytes >= model_bytes
-    return (
-        f"{formatting.count(count, 'worker')}, host memory {formatting.size(total)} "
-        + (
-            f"(model {formatting.size(model_bytes)} built in every worker; held once if it is built in the notebook "
-            "and passed: notebook_launcher(function, (model,)))"
-            if was_built_here and count > 1
-            else f"(model {formatting.size(model_bytes)} held once)"
-        )
-        + (
-            f", besides {formatting.size(count * device_bytes)} that stand for device memory"
-            if device_bytes
-            else ""
-        )
-        + (f"; {allocator} gives memory back by its own rules" if allocator else "")
-    )

@@ -1,4 +1,4 @@
-"""The option classes that an ``Accelerator`` takes, with the names and fields of the reference.
+"""The option classes that an ``Accelerator`` takes, with the names and fields of Hugging Face Accelerate.
 
 They are frozen data: they validate themselves, and never read the environment or touch a device. A field that is not
 listed here is not supported yet, and Python refuses it by name.

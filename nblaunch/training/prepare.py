@@ -1,4 +1,4 @@
-"""``prepare``: recognise objects, treat them in the right order, return them in the caller's order.
+"""``prepare``: loaders and models, then optimizers, then schedulers; returned in the caller's order.
 
 :class:`Preparer` also keeps what was prepared. It decides nothing about precision, data or distribution itself.
 """
@@ -18,7 +18,8 @@ from nblaunch.events import Note
 from nblaunch.training import models, precision
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
-from nblaunch.training.models import Replacements, memory_line, to_device
+from nblaunch.training.host_memory import describe_host_memory, gather_host_memory
+from nblaunch.training.models import Replacements, to_device
 from nblaunch.training.optimizer import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
@@ -75,28 +76,25 @@ class Preparer:
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Return prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
+        # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
+        stages: tuple[dict[Any, Callable[[Any, bool | None], Any]], ...] = (
+            {DataLoader: self.prepare_loader, torch.nn.Module: self.prepare_model},
+            {OPTIMIZERS: self.prepare_optimizer},
+            {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
+        )
         self.strategy.on_prepare(objects)
         prepared = list(objects)
-        # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
-        for kinds in ((DataLoader, torch.nn.Module), OPTIMIZERS, SCHEDULERS):
+        for stage in stages:
             for position, (obj, placement) in enumerate(zip(objects, placements, strict=True)):
-                if isinstance(obj, kinds):
-                    prepared[position] = self._prepare_one(obj, placement)
+                method = next((method for kind, method in stage.items() if isinstance(obj, kind)), None)
+                if method is not None:
+                    prepared[position] = method(obj, placement)
         return prepared
-
-    def _prepare_one(self, obj: Any, placement: bool | None) -> Any:
-        if isinstance(obj, DataLoader):
-            return self.loader(obj, placement)
-        if isinstance(obj, torch.nn.Module):
-            return self.model(obj, placement)
-        if isinstance(obj, OPTIMIZERS):
-            return self.optimizer(obj, placement)
-        return self.scheduler(obj)
 
     def _places(self, placement: bool | None) -> bool:
         return self.device_placement if placement is None else placement
 
-    def model(
+    def prepare_model(
         self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Return ``model`` on the device, in the chosen precision, spread over ranks unless it is only evaluated.
@@ -135,10 +133,9 @@ class Preparer:
         with self._replacements.noted(inner):
             to_device(inner, self.session.process)
         self._hand_over()
-        line = memory_line(inner, self.session.process)
-        if line is not None:
-            ctx = context.current()
-            ctx.emit(Note.of_job(line))
+        usage = gather_host_memory(inner, self.session.process)
+        if usage is not None:
+            context.current().emit(Note.of_job(describe_host_memory(usage)))
 
     def _check_new(self, inner: torch.nn.Module) -> None:
         for position, known in enumerate(self.models):
@@ -148,7 +145,7 @@ class Preparer:
                     "use what prepare returned then, or call free_memory() first"
                 )
 
-    def optimizer(
+    def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return ``optimizer``, stepping where the accumulation window ends."""
@@ -169,7 +166,7 @@ class Preparer:
             self._places(placement),
         )
 
-    def scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Return ``scheduler``, stepping with its prepared optimizer, or with all where its own was not prepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
@@ -193,13 +190,13 @@ class Preparer:
             self.step_scheduler_with_optimizer,
         )
 
-    def loader(
+    def prepare_loader(
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return this rank's part of ``loader``."""
         if not isinstance(loader, PreparedLoader):
             process = self.session.process
-            share = LoaderTarget(
+            target = LoaderTarget(
                 rank=process.topology.rank,
                 world_size=process.topology.world_size,
                 device=process.device if self._places(placement) else None,
@@ -207,7 +204,7 @@ class Preparer:
                 slice_fn=slice_fn,
                 is_static=process.backend.needs_static_shapes,
             )
-            loader = shard_loader(loader, share, self.data)
+            loader = shard_loader(loader, target, self.data)
         if not any(loader is known for known in self.loaders):
             self.loaders.append(loader)
         return loader

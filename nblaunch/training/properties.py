@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from nblaunch.training import settings
+from nblaunch.training import arguments
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.process import ProcessMethods
+from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
@@ -79,7 +79,7 @@ class PreparationProperties(ProcessMethods):
 
     @rng_types.setter
     def rng_types(self, rng_types: Sequence[str] | None) -> None:
-        self._preparer.rng_types = settings.rng_types(rng_types)
+        self._preparer.rng_types = arguments.resolve_rng_types(rng_types)
 
     @property
     def device_placement(self) -> bool:

@@ -27,7 +27,7 @@ class Session:
     """One process of a training job: what all its Accelerators, loaders and optimizers share.
 
     Args:
-        process: its ranks, device and slot.
+        process: itself, once it has joined the job: its ranks, device and board slot.
         accumulation: its accumulation window, and the loaders that it is reading.
         loops: those over loaders and iterables that run, as the board shows them.
         losses: the loss that it shows there.
@@ -90,6 +90,23 @@ class Session:
                 "prepare, too: model, optimizer = accelerator.prepare(model, optimizer). (One that was wrapped in "
                 "DistributedDataParallel by hand is in no need of it.)"
             )
+
+    def adopt(self, strategy: Strategy, asked: Precision) -> Precision:
+        """Keep the strategy of a new Accelerator, and the precision of the first one.
+
+        Args:
+            strategy: just built.
+            asked: the precision that it was built for.
+
+        Returns:
+            The precision in which that Accelerator computes: the strategy has a say in it.
+        """
+        resolved = strategy.precision(asked)
+        self.label = strategy.label if strategy.holds_shards else ""
+        self.strategies[id(strategy)] = strategy
+        if self.precision is None or self.precision is asked:
+            self.precision = resolved
+        return resolved
 
     def take_resuming(self) -> bool:
         """Return whether the middle of an epoch was loaded that now begins to be read; True once."""

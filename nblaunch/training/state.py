@@ -13,7 +13,7 @@ from nblaunch import context
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
-from nblaunch.training.process import ProcessMethods
+from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.session import Session, open_session
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin

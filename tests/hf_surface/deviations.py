@@ -1,4 +1,4 @@
-"""Where nblaunch's surface differs from the reference's on purpose: a reason, and the names that it covers.
+"""Where nblaunch's surface differs from Hugging Face Accelerate's on purpose: a reason, and the names that it covers.
 
 Names are patterns as in :mod:`fnmatch`; brackets are plain text here. Every pattern must cover something.
 """
@@ -13,9 +13,9 @@ LARGE_MODELS = (
 )
 FP8 = "fp8 needs kernels of other libraries and is not offered"
 OTHER_DEVICES = "there is no backend for this device family"
-INTERNAL = "an inner part of the reference that scripts don't call"
+INTERNAL = "an inner part of Accelerate that scripts don't call"
 CONSTRUCTED_BY_PREPARE = "the Accelerator makes it; its other arguments are the parts that it is made of"
-KEYWORD_ONLY = "keyword-only behind the first arguments, because the reference inserts new ones in the middle"
+KEYWORD_ONLY = "keyword-only behind the first arguments, because Accelerate inserts new ones in the middle"
 CONFIGURATION_FILES = "nblaunch has a default file of its own"
 
 DEVIATIONS: dict[str, list[str]] = {
@@ -54,7 +54,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "utils.install_xla",
     ],
     CONFIGURATION_FILES: ["utils.write_basic_config(save_location)"],
-    "only SageMaker, or only the reference's own command line, needs it": [
+    "only SageMaker, or only Accelerate's own command line, needs it": [
         "*SageMaker*", "utils.ComputeEnvironment", "utils.PrepareForLaunch", "utils.prepare_*_env",
         "utils.prepare_sagemager_args_inputs",
         "utils.prepare_tpu", "utils.convert_dict_to_env_variables", "launchers.test_launch",
@@ -64,7 +64,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "utils.get_gpu_info", "*SAGEMAKER*", "*TORCH_LAUNCH_PARAMS", "*DEEPSPEED_MULTINODE_LAUNCHERS",
         "utils.launch.env_var_path_add", "utils.launch.prepare_*", "utils.environment.*",
     ],
-    "a constant that only the reference's own checks and questions read": [
+    "a constant that only Accelerate's own checks and questions read": [
         "*_AVAILABLE_*_VERSION", "*ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "*FSDP*_PYTORCH_VERSION",
         "*DTENSOR_PYTORCH_VERSION", "*FSDP_SHARDING_STRATEGY", "*FSDP_AUTO_WRAP_POLICY", "*FSDP_BACKWARD_PREFETCH",
         "*FSDP*_STATE_DICT_TYPE", "*CUDA_DISTRIBUTED_TYPES", "*TORCH_DISTRIBUTED_OPERATION_TYPES",

@@ -1,4 +1,4 @@
-"""How nblaunch's names compare with the stored snapshot of the reference's."""
+"""How nblaunch's names compare with the stored snapshot of Hugging Face Accelerate's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MISSING = object()
 
 @cache
 def snapshot() -> dict[str, dict[str, Any]]:
-    """Modules of the reference, each with its public names."""
+    """Modules of Accelerate, each with its public names."""
     modules: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))["modules"]
     return modules
 

@@ -1,4 +1,4 @@
-"""The names that scripts import and call are those of the reference, but for the deviations that are listed."""
+"""The names that scripts import and call are those of Hugging Face Accelerate, but for listed deviations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_difference_is_on_purpose() -> None:
     surprises = [
         f"{name}: {what}" for name, what in _found() if not any(pattern.match(name) for pattern in patterns)
     ]
-    assert not surprises, "differs from the reference and is not in deviations.py:\n" + "\n".join(surprises)
+    assert not surprises, "differs from Accelerate and is not in deviations.py:\n" + "\n".join(surprises)
 
 
 def test_every_deviation_is_still_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Accelerator, context
 from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.arguments import REFUSED_ARGUMENTS
 from nblaunch.training.data.sharding import SeedableRandomSampler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
@@ -26,10 +28,12 @@ from nblaunch.training.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from nblaunch.training.precision import Fp16Precision
-from nblaunch.training.settings import REFUSED_ARGUMENTS
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
+from nblaunch.training.strategies import Strategy, StrategyPlugin, TrainingSetup
 
 
 def _parts(rows: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Any]:
@@ -134,6 +138,28 @@ def test_accelerators_of_one_process_share_their_place() -> None:
     assert copy.deepcopy(first) is first
     AcceleratorState._reset_state()
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_wrong_arguments_are_refused_before_the_process_joins(tmp_path: Path) -> None:
+    project = ProjectConfiguration(project_dir=str(tmp_path / "one"))
+    with pytest.raises(ValueError, match="set it in one place"):
+        Accelerator(project_dir=tmp_path / "other", project_config=project)
+    with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
+        Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+    assert context.current().training is None
+
+
+class _Unbuildable(StrategyPlugin):
+    name = "unbuildable"
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        raise ValueError(f"no strategy for {setup.precision.name}")
+
+
+def test_an_accelerator_that_could_not_be_built_decides_no_precision() -> None:
+    with pytest.raises(ValueError, match="no strategy for bf16"):
+        Accelerator(mixed_precision="bf16", strategy=_Unbuildable())
+    assert Accelerator().mixed_precision == "no"
 
 
 def test_state_views() -> None:

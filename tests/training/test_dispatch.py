@@ -194,11 +194,11 @@ def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str)
 def test_what_can_not_be_dispatched() -> None:
     from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 
-    share = LoaderTarget(rank=0, world_size=2, device=torch.device("cpu"))
+    target = LoaderTarget(rank=0, world_size=2, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="batch_size=3 is not a multiple of 2"):
         shard_loader(
             DataLoader(range(6), batch_size=3),
-            share,
+            target,
             DataLoaderConfiguration(dispatch_batches=True, split_batches=True),
         )
     with pytest.raises(ValueError, match="device_placement=False"):

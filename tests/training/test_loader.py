@@ -41,8 +41,8 @@ def _board() -> Sample:
 
 def _second_of_two(loader: DataLoader, **options: Any) -> PreparedLoader:
     """As prepared on rank 1 of 2; can't be iterated here where it would communicate."""
-    share = LoaderTarget(rank=1, world_size=2, device=torch.device("cpu"))
-    return shard_loader(loader, share, DataLoaderConfiguration(dispatch_batches=False, **options))
+    target = LoaderTarget(rank=1, world_size=2, device=torch.device("cpu"))
+    return shard_loader(loader, target, DataLoaderConfiguration(dispatch_batches=False, **options))
 
 
 class _Stream(IterableDataset):

@@ -17,7 +17,7 @@ from nblaunch.training.data.sharding import (
     SeedableRandomSampler,
     sampler_of,
 )
-from nblaunch.training.process import share_of, split_evenly
+from nblaunch.training.process_methods import share_of, split_evenly
 
 LENGTHS = st.integers(0, 70)
 BATCHES = st.integers(1, 9)

@@ -110,7 +110,7 @@ same = max(difference(weights[0], other) for other in weights[1:])
 
 
 def test_the_weights_are_those_of_plain_pytorch(trained: Kernel) -> None:
-    """Runs the reference in a process of its own: its backward() would change how this kernel's workers start."""
+    """Run Accelerate in a process of its own: its backward() would change how this kernel's workers start."""
     cell = trained.run(
         """
 plain = notebook_launcher(reference, num_processes=1, backend="cpu")

@@ -1,6 +1,6 @@
 """Save and load what training needs: :class:`Checkpointer`, the part of the ``Accelerator`` that does it.
 
-The folder of a checkpoint, with the names that users of the reference know:
+The folder of a checkpoint, with the names that users of Hugging Face Accelerate know:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name;

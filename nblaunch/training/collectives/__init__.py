@@ -1,1 +1,7 @@
-"""Collective operations over nested structures of tensors, DTensors, and random states."""
+"""Values of all ranks.
+
+operations.py   gather, reduce, broadcast and the like, over nested structures of tensors
+nested.py       walk these structures
+dtensor.py      sharded tensors
+rng.py          random states: seed them, make them equal over ranks
+"""

@@ -1,4 +1,8 @@
-"""Prepared data loaders: ``sharding`` decides which samples a rank gets, ``loader`` and ``dispatcher`` bring them.
+"""Prepared data loaders.
 
-``prepare`` makes a prepared loader out of the user's, ``resuming`` one that begins further on in its epoch.
+prepare.py      make a prepared loader out of the user's
+sharding.py     which samples a rank gets
+loader.py       read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
+dispatcher.py   ``DataLoaderDispatcher``, where rank 0 reads for all
+resuming.py     begin further on in an epoch
 """

@@ -1,6 +1,6 @@
-"""From the user's loader to a prepared one: who reads, and which options are kept.
+"""Make a prepared loader out of the user's: which rank reads what, in which order, and which options are kept.
 
-:func:`shard_loader` decides who reads, :func:`prepare_data_loader` does the same for users who call it themselves.
+:func:`shard_loader` does it for ``Accelerator.prepare``, :func:`prepare_data_loader` for users who call it themselves.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def sampling_options(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str
 
 @dataclass(frozen=True)
 class LoaderTarget:
-    """Whose part of a loader is wanted.
+    """The rank that a loader is prepared for, and how that rank reads it.
 
     Args:
-        rank: of the process.
-        world_size: processes that share the data.
+        rank: the rank, from 0.
+        world_size: ranks that share the data.
         device: where batches go; None: they stay where they are.
         rng_types: generators that are made equal at the start of every epoch.
         slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
@@ -143,20 +143,20 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    share = LoaderTarget(
+    target = LoaderTarget(
         rank=topology.rank if process_index is None else process_index,
         world_size=topology.world_size if num_processes is None else num_processes,
         device=device if put_on_device else None,
         rng_types=tuple(rng_types or ()),
         slice_fn=slice_fn_for_dispatch,
     )
-    return shard_loader(dataloader, share, config)
+    return shard_loader(dataloader, target, config)
 
 
-def shard_loader(loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
+def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
     """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
 
-    A sampler with a random generator of its own choice is given one, so that all ranks can be given the same.
+    What shuffles by torch's global generator gets a generator of its own, in place: see :func:`_make_order_shareable`.
 
     Raises:
         ValueError: the data can't be shared as ``config`` says, with the reason.
@@ -164,33 +164,33 @@ def shard_loader(loader: DataLoader, share: LoaderTarget, config: DataLoaderConf
     _check_plain(loader)
     common = reading_options(loader)
     common.update(
-        device=share.device, config=config, num_processes=share.world_size, rng_types=share.rng_types
+        device=target.device, config=config, num_processes=target.world_size, rng_types=target.rng_types
     )
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    if share.world_size > 1 and _is_dispatched(config, share, is_iterable):
-        return _dispatch(loader, share, config, common)
+    if target.world_size > 1 and _is_dispatched(config, target, is_iterable):
+        return _dispatch(loader, target, config, common)
     if is_iterable:
-        return _shard_iterable(loader, share, config, common)
+        return _shard_iterable(loader, target, config, common)
     batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
     _make_order_shareable(batch_sampler, config)
     shard = None
-    is_completed = share.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
-    if share.world_size > 1 or is_completed:
+    is_completed = target.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
+    if target.world_size > 1 or is_completed:
         shard = BatchSamplerShard(
-            batch_sampler, share.world_size, share.rank, config.split_batches, config.even_batches
+            batch_sampler, target.world_size, target.rank, config.split_batches, config.even_batches
         )
     sampling = sampling_options(shard or batch_sampler, is_passed_as_sampler)
     return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
 
 
-def _is_dispatched(config: DataLoaderConfiguration, share: LoaderTarget, is_iterable: bool) -> bool:
-    if config.dispatch_batches and share.device is None:
+def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_iterable: bool) -> bool:
+    if config.dispatch_batches and target.device is None:
         raise ValueError(
             "dispatch_batches=True sends batches to the device of each rank, and device_placement=False wants them "
             "where they are. Set one of them otherwise."
         )
     if config.dispatch_batches is None:
-        return is_iterable and share.device is not None
+        return is_iterable and target.device is not None
     return config.dispatch_batches
 
 
@@ -211,12 +211,12 @@ def _check_plain(loader: DataLoader) -> None:
 
 
 def _dispatch(
-    loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
+    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
-    if config.split_batches and (loader.batch_size or 0) % share.world_size:
+    if config.split_batches and (loader.batch_size or 0) % target.world_size:
         raise ValueError(
-            f"split_batches=True cuts each batch into {share.world_size} equal parts, but batch_size="
-            f"{loader.batch_size} is not a multiple of {share.world_size}"
+            f"split_batches=True cuts each batch into {target.world_size} equal parts, but batch_size="
+            f"{loader.batch_size} is not a multiple of {target.world_size}"
         )
     if isinstance(loader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -224,24 +224,24 @@ def _dispatch(
         batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
         _make_order_shareable(batch_sampler, config)
         sampling = sampling_options(batch_sampler, is_passed_as_sampler)
-    return DataLoaderDispatcher(loader.dataset, slice_fn=share.slice_fn, **sampling, **common)
+    return DataLoaderDispatcher(loader.dataset, slice_fn=target.slice_fn, **sampling, **common)
 
 
 def _shard_iterable(
-    loader: DataLoader, share: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
+    loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
     batch_size, drop_last = loader.batch_size, loader.drop_last
-    dataset, world_size = loader.dataset, share.world_size
+    dataset, world_size = loader.dataset, target.world_size
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
-        dataset = dataset.shard(num_shards=world_size, index=share.rank)  # type: ignore[attr-defined]
+        dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
         return DataLoaderShard(dataset, batch_size=batch_size, drop_last=drop_last, **common)
     # Without a batch size the stream yields whole batches, which are shared as single items are.
     unit = batch_size or 1
     is_split = config.split_batches and batch_size is not None
-    shard = IterableDatasetShard(dataset, unit, drop_last, world_size, share.rank, is_split)
+    shard = IterableDatasetShard(dataset, unit, drop_last, world_size, target.rank, is_split)
     own_size = unit // world_size if shard.split_batches else batch_size
     return DataLoaderShard(shard, shard=shard, batch_size=own_size, drop_last=drop_last, **common)
 
@@ -252,7 +252,11 @@ def _num_shards(dataset: Any) -> int:
 
 
 def _make_order_shareable(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """Check that a random order is one that all ranks can be given."""
+    """Give the user's sampler a seeded sampler or a generator that ranks can synchronise; changes it in place.
+
+    With ``use_seedable_sampler``, its ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
+    be asked: a collective. Otherwise, a sampler that would draw from torch's global generator gets its own.
+    """
     sampler = sampler_of(batch_sampler)
     if config.use_seedable_sampler and type(sampler) is RandomSampler:
         batch_sampler.sampler = SeedableRandomSampler(

@@ -1,7 +1,7 @@
 """Trackers of experiments: the class that users subclass, JSON lines, MLflow, TensorBoard and Weights & Biases.
 
-The contract is the reference's, so that trackers written for it work here. A tracker imports its library only when it
-is started.
+The contract is that of Hugging Face Accelerate, so that trackers written for it work here. A tracker imports its
+library only when it is started.
 """
 
 from __future__ import annotations

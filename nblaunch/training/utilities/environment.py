@@ -274,7 +274,7 @@ def _kept() -> AbstractContextManager[None]:
 
 @contextmanager
 def _restored(is_hidden: Callable[[str], bool]) -> Iterator[None]:
-    """Hide some variables; at the end, all of them (or those of the reference) are as they were."""
+    """Hide some variables; at the end, all of them (or those of Hugging Face Accelerate) are as they were."""
     before = env.snapshot()
     env.apply({name: None for name in before if is_hidden(name)})
     hides_all = is_hidden("")

@@ -3,8 +3,8 @@
     pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
     optimizer_0/             the same of the first optimizer
 
-Names and contents are those of the reference, so that checkpoints can be taken over. They can be loaded on any number
-of ranks, of which each reads what it needs. When they take their place in the folder is decided elsewhere.
+Names and contents are those of Hugging Face Accelerate, so that checkpoints can be taken over. They can be loaded on
+any number of ranks, of which each reads what it needs. When they take their place in the folder is decided elsewhere.
 """
 
 from __future__ import annotations

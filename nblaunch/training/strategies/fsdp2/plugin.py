@@ -1,4 +1,4 @@
-"""How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with the reference's fields.
+"""How a model is sharded over ranks: :class:`FullyShardedDataParallelPlugin`, with Hugging Face Accelerate's fields.
 
 Plain data that checks itself, and builds the strategy from it. Nothing here touches a device.
 """

@@ -1,7 +1,7 @@
-"""A process among the others, as users call it: ranks, barriers, work that only some ranks do.
+"""What users do with their process: its ranks, barriers, work that only some ranks do.
 
-:class:`ProcessMethods` implements what ``Accelerator``, ``PartialState`` and ``AcceleratorState`` share, once. It
-needs nothing but a :class:`JoinedProcess`, and never looks at models, loaders or precision.
+:class:`ProcessMethods` implements the methods that ``Accelerator``, ``PartialState`` and ``AcceleratorState`` have in
+common. It needs nothing but a :class:`JoinedProcess`, and never looks at models, loaders or precision.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessMethods(ABC):
-    """Ranks, barriers, and work that only some ranks do. Final classes provide its ``_process``."""
+    """Ranks, barriers, and work that only some ranks do. Final classes provide ``_process``, as of their session."""
 
     @property
     @abstractmethod
     def _process(self) -> JoinedProcess:
-        """The ranks, device and board slot of this process."""
+        """This process: its ranks, device and board slot."""
 
     # --- who am I ------------------------------------------------------------------------------------------------
 

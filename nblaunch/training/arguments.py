@@ -1,6 +1,7 @@
-"""What an ``Accelerator`` was asked for: arguments sorted, checked and completed, refusals with a way out.
+"""The constructor arguments of the ``Accelerator``: sorted, checked and completed, refusals with a way out.
 
-Settings come from arguments, then from the launcher, then from the environment. Nothing here touches a device.
+What was not passed comes from the launcher, else from the environment. Nothing here changes anything: functions return
+what was resolved. Their dataclasses are in ``options.py``; the settings of a launch, in ``nblaunch.config``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nblaunch import context, env
+from nblaunch.backends.base import Backend
 from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
 from nblaunch.training.options import (
@@ -25,8 +27,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     check_choice,
 )
-from nblaunch.training.session import Session
-from nblaunch.training.strategies import PLUGINS, Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies import PLUGINS, StrategyPlugin
 from nblaunch.training.strategies.default import DefaultPlugin
 
 HANDLERS = (
@@ -39,35 +40,22 @@ HANDLERS = (
 )
 
 _SPREAD = f"models are spread with DistributedDataParallel, or by one of the arguments {', '.join(PLUGINS)}, strategy"
-# Arguments of the reference's Accelerator that are not supported yet, with what to do instead.
+# Arguments of Hugging Face Accelerate's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
     "megatron_lm_plugin": _SPREAD,
     "parallelism_config": _SPREAD,
 }
 
 
-def refuse(unsupported: dict[str, Any]) -> None:
+def refuse_unsupported(unsupported: dict[str, Any]) -> None:
     """Raise for unknown arguments, and for those that are not supported."""
     for name, value in unsupported.items():
         if name not in REFUSED_ARGUMENTS:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
-        if value is not None:  # None is the reference's default, passed on by many trainers
+        if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(
                 f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {REFUSED_ARGUMENTS[name]}"
             )
-
-
-def prepare_device(strategy: StrategyPlugin | str | None, downcast_bf16: bool) -> None:
-    """Configure the device before it is first used.
-
-    Raises:
-        ValueError: ``strategy`` is neither a plugin nor a known name.
-    """
-    backend = context.current().backend
-    if strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy):
-        backend.enable_spmd()
-    if downcast_bf16 or context.current().accelerator_defaults.get("downcast_bf16"):
-        backend.downcast_to_bf16()
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
@@ -87,7 +75,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return by_type
 
 
-def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+def resolve_accumulation(
+    num_steps: int, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
     """Return gradient accumulation from the two arguments that may set it; ValueError where both do."""
     if plugin is None:
         if num_steps == 1:
@@ -102,7 +92,7 @@ def accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> G
     return plugin
 
 
-def rng_types(asked: Sequence[str] | None) -> list[str]:
+def resolve_rng_types(asked: Sequence[str] | None) -> list[str]:
     """Return the generators that loaders make equal over ranks; ValueError for an unknown one."""
     kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
     for kind in kinds:
@@ -110,7 +100,9 @@ def rng_types(asked: Sequence[str] | None) -> list[str]:
     return kinds
 
 
-def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+def resolve_data_config(
+    split_batches: bool | None, config: DataLoaderConfiguration | None
+) -> DataLoaderConfiguration:
     """Return how loaders share data, from the two arguments that set it; ValueError where they differ."""
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
@@ -122,7 +114,7 @@ def data(split_batches: bool | None, config: DataLoaderConfiguration | None) -> 
     return config
 
 
-def dynamo(
+def resolve_dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
     """Return how models are compiled: from either of two arguments, else from the launcher or the environment.
@@ -149,82 +141,80 @@ def dynamo(
     )
 
 
-def strategy_plugin(
-    session: Session, arguments: Mapping[str, Any], handlers: Mapping[type, Any]
-) -> StrategyPlugin:
-    """Return what spreads models: the plugin that was passed, else the one in use or of the launch, else replicas.
+def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
+    """Return whether this process is to drive all devices of its host: ``strategy="spmd"``.
 
-    Args:
-        session: keeps the plugin.
-        arguments: those of the Accelerator that may have a plugin, by name; None: not given.
-        handlers: may have settings of replicas.
+    Raises:
+        ValueError: ``strategy`` is neither a plugin nor a known name.
+    """
+    return strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy)
+
+
+def given_plugin(
+    deepspeed_plugin: Any, deepspeed_plugins: Any, fsdp_plugin: Any, strategy: StrategyPlugin | str | None
+) -> StrategyPlugin | None:
+    """Return the plugin that was passed in any of these arguments, to spread models over ranks; None where none was.
 
     Raises:
         ValueError: more than one was given.
         TypeError: one was given something else.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
+    passed = {
+        "deepspeed_plugin": deepspeed_plugin,
+        "deepspeed_plugins": deepspeed_plugins,
+        "fsdp_plugin": fsdp_plugin,
+        "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
+    }
+    given = {name: value for name, value in passed.items() if value is not None}
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(given)} were both given; models are spread over ranks by one of them"
         )
-    session.plugin = _given_plugin(given) or _kept_plugin(session)
-    if session.plugin is None:
-        session.plugin = DefaultPlugin(handlers.get(DistributedDataParallelKwargs))
-    return session.plugin
-
-
-def _given_plugin(given: dict[str, Any]) -> StrategyPlugin | None:
     for name, value in given.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
 
 
-def _kept_plugin(session: Session) -> StrategyPlugin | None:
-    if session.plugin is not None and session.plugin.is_kept:
-        return session.plugin
+def default_plugin(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:
+    """Return the plugin to use where none was passed: the one in use, else that of the launch, else replicas.
+
+    Args:
+        kept: that of an earlier Accelerator of this process; None: there is none.
+        handlers: may have settings of replicas.
+    """
+    if kept is not None and kept.is_kept:
+        return kept
     launched = context.current().accelerator_defaults
     for name, kind in PLUGINS.items():
         if name in launched:
             return kind.from_argument(name, kind(**launched[name]))
-    return None
+    return DefaultPlugin(handlers.get(DistributedDataParallelKwargs))
 
 
-def precision_of(session: Session, asked: str | None, handlers: dict[type, Any]) -> precision.Precision:
-    """Return the precision of this process: the first Accelerator decides, later ones agree or don't care."""
-    existing = session.precision
-    backend = session.process.backend
+def resolve_precision(
+    asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
+) -> precision.Precision:
+    """Return the precision of an Accelerator: the first one of a process decides, later ones agree or don't care.
+
+    Args:
+        asked: its name, by argument or plugin; None: as launched or in the environment.
+        existing: that of the earlier Accelerators; None: this is the first one.
+        backend: the device family.
+        handlers: may have settings of the gradient scaler and of autocast.
+
+    Raises:
+        ValueError: the name is unknown, the device can't compute in it, or it is another than the existing one.
+    """
     scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
     if existing is not None and asked is None:
         asked = existing.name
     default = context.current().accelerator_defaults.get("mixed_precision")
     name = precision.resolve(asked or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend)
-    if existing is None:
-        session.precision = precision.make(name, backend, autocast, scaling)
-        return session.precision
-    if existing.name != name:
+    if existing is not None and existing.name != name:
         raise ValueError(
             f"mixed_precision={name!r}, but an earlier Accelerator of this process uses {existing.name!r}. Use one "
             "precision per process, or AcceleratorState._reset_state() in between."
         )
-    return precision.make(name, backend, autocast, scaling) if autocast or scaling else existing
-
-
-def build_strategy(
-    session: Session, plugin: StrategyPlugin, own: precision.Precision, splits_batches: bool
-) -> tuple[Strategy, precision.Precision]:
-    """Build what spreads models, and resolve how they compute where it has a say in that.
-
-    Args:
-        session: keeps the strategy, its label and its precision.
-        plugin: builds the strategy.
-        own: the precision that was asked for.
-        splits_batches: a loader's ``batch_size`` is that of all ranks together.
-    """
-    built = plugin.build(TrainingSetup(session.process, own, session.accumulation, splits_batches))
-    session.label = built.label if built.holds_shards else ""
-    session.strategies[id(built)] = built
-    resolved = built.precision(own)
-    if session.precision is own:
-        session.precision = resolved
-    return built, resolved
+    if existing is not None and not (autocast or scaling):
+        return existing
+    return precision.make(name, backend, autocast, scaling)
