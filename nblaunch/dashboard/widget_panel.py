@@ -1,6 +1,6 @@
 """The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
-    ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Kill]
+    ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state      progress      epoch  step  ...                          (widget_ranks.py)
     grid of further ranks, failures, notices, charts, metrics, memory
     [all by time] [rank 0] [rank 1] ...
@@ -35,6 +35,7 @@ from nblaunch.dashboard.widget_ranks import NUMBERS, LogPane, RowGrid
 from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
+_DOUBLE_CLICK_S = 0.5
 STOP_REQUESTED = (
     "stop requested: loops that check accelerator.should_stop end at the same step on every rank. "
     "Interrupt ends any other function as well"
@@ -45,7 +46,7 @@ BUSY = "a cell is running; the kernel receives clicks only when it has ended"
 
 
 class Buttons:
-    """The buttons Stacks, Stop and Kill.
+    """The buttons Stacks, Stop, Interrupt and Kill. Each keeps its place and its meaning.
 
     Args:
         throttle: sends changes to the front end.
@@ -66,9 +67,13 @@ class Buttons:
         self._hidden = widgets.Layout(display="none")
         self._stacks = self._button("Stacks", "show the Python stack of every rank", self._on_stacks)
         self._stop = self._button("Stop", "end training at the same step on every rank", self._on_stop)
+        self._interrupt = self._button(
+            "Interrupt", "raise KeyboardInterrupt in every rank", self._on_interrupt
+        )
         self._kill = self._button("Kill", "end every worker at once", self._on_kill)
         self.widget = widgets.HBox(
-            [self._stacks, self._stop, self._kill], layout=widgets.Layout(flex="0 0 auto", margin="0")
+            [self._stacks, self._stop, self._interrupt, self._kill],
+            layout=widgets.Layout(flex="0 0 auto", margin="0"),
         )
 
     @property
@@ -90,17 +95,19 @@ class Buttons:
         """Update the buttons; sent at the throttle's next flush."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
-        stop = "Interrupt" if self._has_requested_stop else "Stop"
         kill = "Kill: sure?" if is_sure else "Kill"
         style = "danger" if is_sure else ""
+        is_busy = self._cells.is_busy
         for button, tooltip in self._tooltips.items():
-            is_busy = self._cells.is_busy
+            is_done = button is self._stop and self._has_requested_stop
             self._throttle.update(
-                button, disabled=is_busy, tooltip=BUSY if is_busy else tooltip, is_urgent=True
+                button,
+                layout=layout,
+                disabled=is_busy or is_done,
+                tooltip=BUSY if is_busy else tooltip,
+                is_urgent=True,
             )
-        self._throttle.update(self._stacks, layout=layout, is_urgent=True)
-        self._throttle.update(self._stop, layout=layout, description=stop, is_urgent=True)
-        self._throttle.update(self._kill, layout=layout, description=kill, button_style=style, is_urgent=True)
+        self._throttle.update(self._kill, description=kill, button_style=style, is_urgent=True)
 
     def _button(self, name: str, tooltip: str, on_click: Callable[[Any], None]) -> Any:
         button = widgets.Button(description=name, tooltip=tooltip, layout=self._hidden)
@@ -117,23 +124,25 @@ class Buttons:
         self.message, self.stacks = "stacks of the ranks:", answer.result()
 
     def _on_stop(self, button: Any) -> None:
-        if self._controls is None:
-            return
-        if self._has_requested_stop:
-            self.message = INTERRUPT_REQUESTED
-            self._controls.interrupt()
-        else:
+        if self._controls is not None:
             self._has_requested_stop, self.message = True, STOP_REQUESTED
             self._controls.stop()
 
+    def _on_interrupt(self, button: Any) -> None:
+        if self._controls is not None:
+            self.message = INTERRUPT_REQUESTED
+            self._controls.interrupt()
+
     def _on_kill(self, button: Any) -> None:
-        """Kill the job at the second click: progress since the last checkpoint is lost."""
+        """Kill the job at the second click, but not at a double click: progress since the last checkpoint is lost."""
         if self._controls is None:
             return
-        if self._clock() - self._kill_clicked_s < _SURE_S:
+        since_s = self._clock() - self._kill_clicked_s
+        if since_s >= _SURE_S:
+            self._kill_clicked_s = self._clock()
+        elif since_s >= _DOUBLE_CLICK_S:
             self.message = KILL_REQUESTED
             self._controls.cancel()
-        self._kill_clicked_s = self._clock()
 
 
 _VIEW_TYPE = "application/vnd.jupyter.widget-view+json"

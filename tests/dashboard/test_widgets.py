@@ -6,6 +6,7 @@ import io
 import logging
 import statistics
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from nblaunch.dashboard.fold import fold, fold_samples
 from nblaunch.dashboard.lines import NUM_LINES, LinesPrinter, LogBook
 from nblaunch.dashboard.notebook import Bundle
 from nblaunch.dashboard.view import JobView
+from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.events import Displayed, LogLines, Note, StatusLine
@@ -312,3 +314,44 @@ def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
     printer.on_samples([])
     printer.close()
     assert (stream.getvalue(), len(shown)) == ("[1] one\n[0] two\n", 1)
+
+
+# --- the buttons ------------------------------------------------------------------------------------------------------
+
+
+class Asked(Controls):
+    """Notes what is asked of a job."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def interrupt(self) -> None:
+        self.asked.append("interrupt")
+
+    def cancel(self) -> None:
+        self.asked.append("cancel")
+
+    def ask_stacks(self) -> Future[str]:
+        raise AssertionError("stacks were not asked for")
+
+
+def test_a_double_click_does_what_one_click_does() -> None:
+    clock, job = Clock(), Asked()
+    buttons = Buttons(Throttle(clock=clock), clock)
+    buttons.connect(job)
+    by_name = {button.description: button for button in buttons.widget.children}
+    for name in ("Stop", "Kill"):
+        by_name[name].click()
+        buttons.show(is_running=True)
+        clock.now_s += 0.2
+        by_name[name].click()
+    assert set(job.asked) == {"stop"}
+    clock.now_s += 1.0
+    by_name["Kill"].click()
+    assert job.asked[-1] == "cancel"
+    by_name["Interrupt"].click()
+    assert job.asked[-1] == "interrupt"
+    buttons.close()
