@@ -1,13 +1,13 @@
 """Device families, found by name: one file each in this folder, and those that were registered.
 
-base            Backend: what a device family is, and how to add one
-cpu             CPU cores, gloo
-cuda            NVIDIA GPUs, NCCL; what their errors mean (cuda_errors)
-xla             TPUs, and the CPU in their place; torch_xla and its compiler (xla_runtime)
-first_use       whether and where this process first used a device, which rules out a fork
-process_group   joining, leaving and forgetting torch's default process group
-
-A backend here is a device family. What torch.distributed calls a backend (gloo, NCCL) is a family's ``dist_backend``.
+base.py            Backend: what a device family is, and how to add one
+cpu.py             CPU cores, gloo
+cuda.py            NVIDIA GPUs, NCCL
+cuda_errors.py     what their errors mean
+xla.py             TPUs, and the CPU in their place
+xla_runtime.py     torch_xla and its compiler
+first_use.py       whether and where this process first used a device, which rules out a fork
+process_group.py   joining, leaving and forgetting torch's default process group
 """
 
 from __future__ import annotations

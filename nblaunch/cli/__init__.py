@@ -9,9 +9,20 @@
 No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and the
 remedy, and exit code 2.
 
-    config        questions, prompts                 run-notebook  notebook_client, screen
-    launch        script_job                         test          selfcheck, selfcheck_jobs, selfcheck_ranks
-    env           environment                        estimate-memory  estimate, memory_needs
+    config.py            ``nblaunch config``
+      questions.py       what it asks
+      prompts.py         how it asks, in a terminal or through a pipe
+    launch.py            ``nblaunch launch``
+      script_job.py      its job in a terminal: output, signals, exit code
+    run_notebook.py      ``nblaunch run-notebook``
+      notebook_client.py the notebook in its own kernel
+      screen.py          the output of its cells on a terminal
+    selfcheck.py         ``nblaunch test``
+      selfcheck_jobs.py  its checks, each a launch
+      selfcheck_ranks.py what their workers run
+    estimate.py          ``nblaunch estimate-memory``
+      memory_needs.py    its arithmetic
+    environment.py       ``nblaunch env``
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Module names of Hugging Face Accelerate.
 
-``names`` is the table: module -> public name -> module of nblaunch that defines it. ``finder`` is the import hook that
-serves it: ``import nblaunch.utils`` creates a module whose names are imported at their first use. ``unsupported``
-lists the names that nblaunch does not have, with what to use instead.
+names.py         the table: module -> public name -> module of nblaunch that defines it
+finder.py        the import hook that serves it: ``import nblaunch.utils`` creates a module whose names are imported at
+                 their first use
+unsupported.py   the names that nblaunch does not have, with what to use instead
 """

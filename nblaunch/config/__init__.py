@@ -4,7 +4,11 @@
     file ─────────┼──> Resolved: a value for each setting, with its source ──> LaunchSpec
     defaults ─────┘
 
-``settings`` is the table, with a kind of value (``kinds``) for each row. ``nblaunch launch`` makes its options from it,
-``files`` reads and writes it as YAML, ``resolving`` merges the layers and checks them, ``launching`` turns the result
-into a :class:`~nblaunch.spec.LaunchSpec`. Nothing here reads devices or starts processes.
+settings.py    the table of settings, from which ``nblaunch launch`` makes its options
+kinds.py       the kind of value of each row
+files.py       read and write settings as YAML
+resolving.py   merge the layers and check them
+launching.py   turn the result into a :class:`~nblaunch.spec.LaunchSpec`
+
+Nothing here reads devices or starts processes.
 """

@@ -2,10 +2,21 @@
 
     launcher ──events, board samples──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
-The launcher calls each ``Dashboard`` (``base``) with events and samples of the progress board. ``fold`` turns them into
-a ``JobView`` (``view``), ``table`` turns the view into rows and columns (with ``notices`` about slow and stuck ranks),
-and ``text``, ``html`` and ``widgets`` draw the table. ``notebook`` updates an output of a cell, ``lines`` prints what
-workers print. :func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
+base.py            Dashboard: what the launcher calls with events and samples of the progress board
+fold.py            the view of the job after each of them
+view.py            JobView: the state of a job as it is shown
+table.py           the view as rows and columns
+notices.py         slow and stuck ranks, losses that are not finite
+text.py            the table on terminals, and the progress line
+html.py            the table as HTML
+notebook.py        the dashboard for notebooks: an output of a cell that is updated
+widgets.py         the dashboard with live widgets
+  widget_panel.py      headline, buttons, charts, logs
+  widget_ranks.py      rows of the ranks, and what they print
+  widget_throttle.py   updates within a budget
+lines.py           what workers print
+
+:func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
 """
 
 from __future__ import annotations

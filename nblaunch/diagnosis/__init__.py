@@ -1,10 +1,13 @@
 """What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
 
-While a job runs, the supervisor calls ``hang.Inspector`` a few times a second. It records the memory of the workers
-(``memory``) and checks their progress. When a rank makes none, the supervisor collects the ranks' Python stacks
-(``stacks``), and ``hang`` decides whether the job hangs and which rank waits for which.
+While a job runs, the supervisor calls ``hang.Inspector`` a few times a second, which records the memory of the workers
+and checks their progress. After a failed attempt, the supervisor's ``report.AttemptReport`` holds the facts.
 
-After a failed attempt, the supervisor's ``report.AttemptReport`` holds the facts. ``root_cause`` finds the earliest
-failure that no other failure explains, ``memory`` adds the evidence of memory that ran out, and ``failure`` makes the
-exception that the kernel raises. ``rendering`` shows it in IPython with the user's frames only.
+hang.py         whether the job hangs, and which rank waits for which
+stacks.py       the ranks' Python stacks, collected when one makes no progress
+report.py       the facts of an attempt
+root_cause.py   the earliest failure that no other failure explains
+memory.py       memory of the workers; the evidence where it ran out
+failure.py      the exception that the kernel raises
+rendering.py    shows it in IPython, with the user's frames only
 """

@@ -1,16 +1,25 @@
 """The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller holds.
 
-    plan               can it work here, and how? -> LaunchPlan; fork_safety: whether the kernel can be forked
-    runner             runs a job to its end, attempt after attempt; its listeners receive the events
-      attempt          starts the workers of one attempt, each with an assignment; store: of the process group
-      supervisor       waits for everything that may happen until the workers have ended
-        escalation     which signal which rank gets when; termination: at SIGTERM; guardian: if the kernel dies
-        monitor        memory and devices of the workers, read from outside
-        joblog         the log files of a job; logtail follows them, log_limit keeps them small
-      results          outcome and values of a job that has ended; weights: into the kernel's modules
-        unpassed       modules that were trained without being passed; metrics: what was logged, as a table
-    job                Job: what the caller holds, a future; requests: what it asks of the running job
-    peers              what a supervisor needs of the other nodes, where there are any
+    plan.py              can it work here, and how? -> LaunchPlan
+      fork_safety.py     whether the kernel can be forked
+    runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
+      attempt.py         starts the workers of one attempt, each with an assignment
+        store.py         of the process group
+      supervisor.py      waits for everything that may happen until the workers have ended
+        escalation.py    which signal which rank gets when
+        termination.py   the end of the kernel itself: SIGTERM
+        guardian.py      the end of the workers if the kernel dies
+        monitor.py       memory and devices of the workers, read from outside
+        joblog.py        the log files of a job
+          logtail.py     follows them
+          log_limit.py   keeps them small
+      results.py         outcome and values of a job that has ended
+        weights.py       trained weights on their way into the kernel's modules
+        unpassed.py      modules that were trained without being passed
+        metrics.py       what was logged, as a table
+    job.py               Job: what the caller holds, a future
+      requests.py        what it asks of the running job
+    peers.py             what a supervisor needs of the other nodes, where there are any
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.
 """

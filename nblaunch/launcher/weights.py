@@ -127,7 +127,7 @@ def _name(module: Any, path: ArgPath) -> str:
 
 
 def _is_sent(state: Mapping[str, Any]) -> bool:
-    """Whether there is anything in ``state`` that the kernel does not have."""
+    """Return whether there is anything in ``state`` that the kernel does not have."""
     return not all(isinstance(value, Unchanged) for value in state.values())
 
 
@@ -139,7 +139,7 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Loading:
-    """Whether a module has its weights, and a warning."""
+    """Hold whether a module has its weights, and a warning."""
 
     is_loaded: bool
     text: str = ""

@@ -1,11 +1,26 @@
 """What travels between a launcher and its workers, and between ranks.
 
-to a worker     assignment: the call and what one worker has to do; payload: values in memory files, pickled
-                modules: torch modules in the arguments, by argument path; pickle_errors: what can't be pickled
-from a worker   channel: events on a pipe, in Python's own types (plain); board: progress in shared memory
-                outbox: return value and weights; originals: which weights have not changed
-                exceptions: an exception with its causes, as text and as object
-between ranks   stop_agreement: the step at which all ranks stop; sealing: pickles under the key of the job
-between nodes   schema: dataclasses as JSON, never unpickled
-descriptors     file descriptors: which children must not keep, and waiting for any
+To a worker:
+
+    assignment.py       the call, and what one worker has to do
+    payload.py          values in memory files, pickled
+    modules.py          torch modules in the arguments, by argument path; shards of their weights
+    pickle_errors.py    what can't be pickled
+
+From a worker:
+
+    channel.py          events on a pipe
+    plain.py            and values in them, in Python's own types
+    board.py            progress in shared memory
+    outbox.py           return value and weights
+    originals.py        which weights have not changed
+    exceptions.py       an exception with its causes, as text and as object
+
+Between ranks and between nodes:
+
+    stop_agreement.py   the step at which all ranks stop
+    sealing.py          pickles under the key of the job
+    schema.py           dataclasses as JSON between nodes, never unpickled
+
+descriptors.py has file descriptors: which ones children must not keep, and waiting for any of several.
 """

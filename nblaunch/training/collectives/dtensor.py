@@ -111,7 +111,7 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """Do the same for a module's state dict. Tied weights are gathered once, and are one tensor under all names."""
+    """Return a module's whole weights, as :func:`gather` does. Tied ones are one tensor under all their names."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}

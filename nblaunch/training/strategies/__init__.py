@@ -1,11 +1,11 @@
 """Ways to spread a model over processes: one file or folder each.
 
-base             what a strategy has to do, and in which order it is called
-default          what is used where no plugin is passed: chooses one of the next two, or a lone process
-ddp              gradients averaged during backward, by torch's DistributedDataParallel
-reduce_at_step   gradients averaged at the optimizer's step, for XLA
-fsdp2            weights sharded with torch's ``fully_shard``
-deepspeed        DeepSpeed's engine: sharded optimizer states, gradients and weights
+base.py             what a strategy has to do, and in which order it is called
+default.py          what is used where no plugin is passed: chooses one of the next two, or a lone process
+ddp.py              gradients averaged during backward, by torch's DistributedDataParallel
+reduce_at_step.py   gradients averaged at the optimizer's step, for XLA
+fsdp2/              weights sharded with torch's ``fully_shard``
+deepspeed/          DeepSpeed's engine: sharded optimizer states, gradients and weights
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Training with DeepSpeed's engine.
 
-plugin       the user's settings
-config       completes the engine's configuration: "auto" values, contradictions
-library      imports DeepSpeed and builds its engine
-strategy     what ``prepare`` and the training loop call
-optimizer    the engine's optimizer and scheduler, as the loop calls them
-clipping     the norm of gradients, and its limit
-precision    16-bit weights of the engine
-checkpoint   saves shards, gathers whole weights
+plugin.py       the user's settings
+config.py       completes the engine's configuration: "auto" values, contradictions
+library.py      imports DeepSpeed and builds its engine
+strategy.py     what ``prepare`` and the training loop call
+optimizer.py    the engine's optimizer and scheduler, as the loop calls them
+clipping.py     the norm of gradients, and its limit
+precision.py    16-bit weights of the engine
+checkpoint.py   saves shards, gathers whole weights
 """

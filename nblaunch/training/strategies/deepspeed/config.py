@@ -81,7 +81,7 @@ class DummyScheduler(SchedulerPlaceholder):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one call of ``prepare`` was given, as far as the configuration depends on it.
+    """Hold what one call of ``prepare`` was given, as far as the configuration depends on it.
 
     Args:
         model: the user's own module.

@@ -110,7 +110,7 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 
 
 def _leave_uncompiled(library: Any) -> None:
-    """Keep it from compiling its all-reduce through shared memory, which only its inference uses.
+    """Keep DeepSpeed from compiling its all-reduce through shared memory, which only its inference uses.
 
     Each rank would call a compiler for half a minute as soon as there is a process group.
     """

@@ -62,7 +62,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         offload_param_nvme_path: folder for ``"nvme"``.
         zero3_init_flag: not supported; build the model in ``with deepspeed.zero.Init():`` instead.
         zero3_save_16bit_model: with stage 3, ``get_state_dict`` and ``save_model`` put weights together (the default).
-        transformer_moe_cls_names: names of layer classes, separated by commas, that stage 3 keeps in one piece, as
+        transformer_moe_cls_names: names of layer classes, separated by commas, that stage 3 gathers as one, as
             mixtures of experts need.
         enable_msamp: not supported.
         msamp_opt_level: not supported.

@@ -47,7 +47,7 @@ _SHARDED = {
 
 @dataclass(frozen=True)
 class _Given:
-    """What one call of ``prepare`` was given beside the model."""
+    """Hold what one call of ``prepare`` was given beside the model."""
 
     optimizer: Any = None
     scheduler: Any = None
@@ -55,7 +55,7 @@ class _Given:
 
 
 class DeepSpeedStrategy(Strategy):
-    """One engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
+    """Train with one engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
 
     A model without an optimizer is evaluated only: stage 3 shards it all the same, the others as it is.
 
@@ -239,7 +239,7 @@ class DeepSpeedStrategy(Strategy):
         return self._setup.accumulation.sync_gradients and not self._is_unsynced
 
     def _step(self) -> bool:
-        """Step the engine; whether that was left out because gradients overflowed."""
+        """Step the engine; return whether that was left out because gradients overflowed."""
         self._is_step_due = False
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
@@ -339,15 +339,15 @@ def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
         sizes: bytes of every rank's shard.
         kept_bytes: with stage 3, of the weights that are so small that they are never freed.
     """
-    weights, share = formatting.size(model_bytes), formatting.size_range(sizes)
+    weights, shard = formatting.size(model_bytes), formatting.size_range(sizes)
     if stage < 3:
         return (
             f"{name}: {weights} of weights on each of {len(sizes)} ranks; {_SHARDED[stage]}, each rank steps "
-            f"{share} of weights in full precision (ZeRO stage {stage})"
+            f"{shard} of weights in full precision (ZeRO stage {stage})"
         )
     kept = f"; {formatting.size(kept_bytes)} in small tensors stay gathered" if kept_bytes else ""
     return (
-        f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {share} each, as are gradients and optimizer "
+        f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {shard} each, as are gradients and optimizer "
         f"states (ZeRO stage 3){kept}"
     )
 

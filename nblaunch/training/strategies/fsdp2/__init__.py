@@ -1,11 +1,11 @@
 """Models sharded over ranks with torch's ``fully_shard``.
 
-plugin                      the user's settings
-strategy                    what ``prepare`` and the training loop call
-units                       which modules are gathered as one
-weights                     where the shards of a rank are filled from
-views                       what a unit may return
-activation_checkpointing    activations that are computed anew in backward
-fsdp_internals              what torch has no public way to ask
-checkpoint                  shards in files
+plugin.py                     the user's settings
+strategy.py                   what ``prepare`` and the training loop call
+units.py                      which modules are gathered as one
+weights.py                    where the shards of a rank are filled from
+views.py                      what a unit may return
+activation_checkpointing.py   activations that are computed anew in backward
+fsdp_internals.py             what torch has no public way to ask
+checkpoint.py                 shards in files
 """

@@ -196,7 +196,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
 
     @property
     def reshards(self) -> bool | int:
-        """``reshard_after_forward``, from the two fields that may say so."""
+        """Whether weights are freed after a forward, or over how many ranks they stay; from the two fields for it."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return _SHARDING.get(self.sharding_strategy, True)
