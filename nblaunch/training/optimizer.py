@@ -224,7 +224,7 @@ def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _do_nothing() -> None:
-    """For optimizers without modes."""
+    """Do nothing, for optimizers without modes."""
 
 
 class OptimizerPlaceholder:

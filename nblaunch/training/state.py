@@ -208,7 +208,7 @@ class AcceleratorState(View, ProcessMethods):
     """There is none: such forms of parallelism are refused by name."""
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """One of several plugins."""
+        """Return one of several plugins."""
         return self._named_plugins.get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:

@@ -66,17 +66,17 @@ def numbered(name: str, index: int) -> str:
 
 
 def custom(index: int) -> str:
-    """Name of the file of the n-th registered object."""
+    """Return the name of the file of the n-th registered object."""
     return f"custom_checkpoint_{index}.pkl"
 
 
 def random_states(rank: int) -> str:
-    """Name of the file with a rank's random states."""
+    """Return the name of the file with a rank's random states."""
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
 def folder_name(iteration: int) -> str:
-    """Name of an automatically named checkpoint."""
+    """Return the name of an automatically named checkpoint."""
     return f"checkpoint_{iteration}"
 
 
@@ -175,7 +175,7 @@ def check_whole(folder: Path, manifest: Manifest) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Checksum of a file's contents, with its kind: ``crc32:1a2b3c4d``."""
+    """Return the checksum of a file's contents, with its kind: ``crc32:1a2b3c4d``."""
     value = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -222,7 +222,7 @@ def _raise_damaged(folder: Path, wrong: list[str]) -> None:
 
 
 def _other_than(folder: Path) -> str:
-    """Advice where ``folder`` can't be loaded."""
+    """Return advice where ``folder`` can't be loaded."""
     number = iteration_of(folder)
     older = [] if number is None else [p for p in in_order(folder.parent) if (iteration_of(p) or 0) < number]
     return f"Load an older one: load_state({str(older[-1])!r})" if older else "Load another checkpoint"

@@ -169,7 +169,7 @@ class Restorer:
     def _load_random_states(
         self, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
     ) -> None:
-        """Last of all, because loading may draw random numbers."""
+        """Load random states last of all, because loading may draw random numbers."""
         is_same_size = manifest is None or manifest.world_size == self._state.world_size
         path = folder / files.random_states(self._state.rank)
         if not path.is_file():

@@ -132,7 +132,7 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Every file of a folder and its subfolders, by its path relative to it, with its size in bytes."""
+    """Return every file of a folder and its subfolders, by its path relative to it, with its size in bytes."""
     return {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))

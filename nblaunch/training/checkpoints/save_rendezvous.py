@@ -348,7 +348,7 @@ class Participant(_Side):
             return self._outcomes.pop(number)
 
     def failure_of(self, number: int) -> str | None:
-        """Why rank 0 has given up round ``number``; None where it has not, so far."""
+        """Return why rank 0 has given up round ``number``; None where it has not, so far."""
         found = self._mail.read(f"outcome/{number}", SaveOutcome)
         return found.error if found is not None and found.error_type else None
 

@@ -175,7 +175,7 @@ def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
 def _models_and_optimizers(
     state: TrainingState, folder: Path
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], bool]:
-    """Whole weights and optimizer states to be written, or none and True: all ranks have written their parts."""
+    """Return whole weights and optimizer states to be written, or none and True: all ranks wrote their shards."""
     prepared, strategy = state.preparer, state.strategy
     if strategy.save_shards(folder, prepared.models, prepared.optimizers):
         return [], [], True

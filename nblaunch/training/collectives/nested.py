@@ -141,7 +141,7 @@ def to_fp32(data: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Another name of :func:`to_fp32`."""
+    """Do the same as :func:`to_fp32`."""
     return to_fp32(tensor)
 
 

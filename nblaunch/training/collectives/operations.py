@@ -51,7 +51,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Rank in the process group; 0 without one."""
+    """Return the rank in the process group; 0 without one."""
     return dist.get_rank() if is_distributed() else 0
 
 
@@ -209,7 +209,7 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def _compare(operation: str, data: Any) -> None:
-    """Debug mode: raise on every rank where ``data`` as a whole is not alike, before anything is sent.
+    """Raise, in debug mode, on every rank where ``data`` as a whole is not alike, before anything is sent.
 
     For padding, sizes may differ, but neither types nor the number of dimensions.
     """

@@ -127,7 +127,7 @@ class DataLoaderDispatcher(PreparedLoader):
             current = upcoming
 
     def _join(self, batches: list[Any]) -> Any:
-        """One round as one batch; None where there is none, or only a part of one that is dropped."""
+        """Return one round as one batch; None where there is none, or only a part of one that is dropped."""
         if not batches or (self._drops_last and len(batches) < self.batches_per_round):
             return None
         if nested.count_rows(batches[0]) == 0:

@@ -247,7 +247,7 @@ def _shard_iterable(
 
 
 def _num_shards(dataset: Any) -> int:
-    """Into how many parts an iterable dataset can divide itself; 0 where it can't."""
+    """Return into how many parts an iterable dataset can divide itself; 0 where it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 

@@ -161,7 +161,7 @@ class BatchSamplerShard(BatchSampler):
             torch.randperm(len(order), generator=sampler.generator)
 
     def _iter_whole(self) -> Iterator[list[int]]:
-        """Batch ``i`` to rank ``i % P``. A round is handed out only when all P batches of it are known."""
+        """Yield every P-th batch. A round of P batches is handed out only when all of them are known."""
         batches = iter(self.batch_sampler)
         head: list[int] = []
         while batch_round := list(islice(batches, self.num_processes)):
@@ -176,7 +176,7 @@ class BatchSamplerShard(BatchSampler):
                 yield batch_round[self.process_index]
 
     def _iter_parts(self) -> Iterator[list[int]]:
-        """Each batch is cut into P parts; a short one is completed first, or leaves some ranks with less."""
+        """Yield this rank's part of each batch; a short batch is completed first, or leaves some ranks with less."""
         size, part = self._global_size, self._part_size
         head: list[int] = []
         for batch in self.batch_sampler:

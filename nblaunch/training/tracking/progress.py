@@ -98,13 +98,13 @@ class OwnTime:
         self._since = 0.0
 
     def begin_backward(self) -> None:
-        """From here on the rank may wait for others."""
+        """Add the own time of the step: from here on the rank may wait for others."""
         self._slot.note_progress()
         if self._since:
             self._slot.add_own_time(monotonic() - self._since)
 
     def end_backward(self) -> None:
-        """From here on the rank is by itself."""
+        """Start measuring: from here on the rank is by itself."""
         self._since = monotonic()
 
     def pause(self) -> None:
