@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.architecture.source import PACKAGE, ROOT, FunctionNode, Module, listing, modules
+from tests.architecture.source import ROOT, FunctionNode, Module, listing, modules
 
 MAX_FILE_LINES = 600
 LONGER_FILES = {"nblaunch.training.accelerator": 950}  # the table of contents: a docstring per public method
@@ -62,21 +62,6 @@ def test_no_error_is_swallowed_whatever_it_is() -> None:
 def test_every_module_says_what_it_owns(module: Module) -> None:
     assert not module.text.strip() or ast.get_docstring(module.tree), (
         f"{module.at(module.tree)} has no docstring"
-    )
-
-
-def test_every_folder_of_training_lists_its_modules() -> None:
-    texts = {module.path: ast.get_docstring(module.tree) or "" for module in modules()}
-    offenders = [
-        f"{path.relative_to(ROOT)} does not name {name}"
-        for path in texts
-        if path.is_relative_to(PACKAGE / "training") and path.name != "__init__.py"
-        for folder, name in ((path.parent, path.stem), (path.parent.parent, path.parent.name))
-        if folder.is_relative_to(PACKAGE / "training")
-        and not re.search(rf"\b{name}\b", texts[folder / "__init__.py"])
-    ]
-    assert not offenders, (
-        f"the docstring of a folder is its table of contents:{listing(sorted(set(offenders)))}"
     )
 
 
