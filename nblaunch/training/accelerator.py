@@ -643,7 +643,7 @@ class Accelerator(PreparationProperties):
 
         A collective without a deadline: the main process waits for every rank, however late. Ranks that go on to
         another collective, or end, show that the main process was meant to save alone (``if is_main_process:``); it
-        does, without their random states. Where they hold parts of the weights, that is an error.
+        does, without their random states. Where they hold shards of the weights, that is an error.
 
         Args:
             output_dir: the folder, as the main process names it. Ignored with automatic naming, see
@@ -661,7 +661,7 @@ class Accelerator(PreparationProperties):
 
         Raises:
             ValueError: no folder was given, it is a file, or the automatically named one exists; or
-                ``main_process_only`` where every rank holds a part of the weights.
+                ``main_process_only`` where every rank holds a shard of the weights.
             CheckpointError: it could not be written; names the rank and the reason.
         """
         return self._checkpoints.saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
@@ -741,7 +741,7 @@ class Accelerator(PreparationProperties):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole weights of a prepared model.
 
-        Where every rank holds a part of them, all ranks must call it; the main process of every machine gets them, in
+        Where every rank holds a shard of them, all ranks must call it; the main process of every machine gets them, in
         CPU memory, the others an empty dict.
 
         Args:
@@ -787,7 +787,7 @@ class Accelerator(PreparationProperties):
             safe_serialization: safetensors' format, for a dict of tensors.
 
         Raises:
-            CheckpointError: ``obj`` has weights of which this rank holds but a part.
+            CheckpointError: ``obj`` has weights of which this rank holds but a shard.
         """
         self._checkpoints.save(obj, f, safe_serialization)
 

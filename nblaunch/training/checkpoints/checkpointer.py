@@ -6,7 +6,7 @@ The folder of a checkpoint, with the names that users of Hugging Face Accelerate
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name;
     nblaunch_checkpoint.json lists them all
 
-Where ranks hold parts of models, weights and optimizers lie in folders instead, a file of each rank in them:
+Where ranks hold shards of models, weights and optimizers lie in folders instead, a file of each rank in them:
 pytorch_model_fsdp_0/ and optimizer_0/ for FSDP2.
 """
 

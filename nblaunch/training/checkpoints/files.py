@@ -112,7 +112,7 @@ class Manifest:
         schedulers: how many.
         loaders: how many.
         custom: how many registered objects.
-        in_parts: the strategy whose ranks wrote parts of weights and optimizers; empty where they are whole.
+        in_parts: the strategy whose ranks wrote shards of weights and optimizers; empty where they are whole.
         gradient_orders: of every model, see ``Strategy.gradient_order``.
         files: size in bytes of every file, by its path in the folder.
         checksums: of every file, likewise; empty in format 1.

@@ -46,7 +46,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         safe_serialization: safetensors' format, for a dict of tensors.
 
     Raises:
-        CheckpointError: ``obj`` has weights of which this rank holds but a part.
+        CheckpointError: ``obj`` has weights of which this rank holds but a shard.
     """
     refuse_parts(obj)
     topology = context.current().topology
@@ -55,11 +55,11 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def refuse_parts(obj: Any) -> None:
-    """Raise CheckpointError where a file of ``obj`` would have parts of weights alone: nothing can be made of them."""
+    """Raise CheckpointError where a file of ``obj`` would have shards of weights alone: nothing can be made of them."""
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
-            f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a part, and would write "
+            f"save was given {formatting.count(count, 'tensor')} of which each rank holds but a shard, and would write "
             "that of the main process. Save whole weights with accelerator.save_model(model, folder), or with "
             "accelerator.save(accelerator.get_state_dict(model), path), called on all ranks; accelerator.save_state "
             "saves optimizers, too"
@@ -120,7 +120,7 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     """Return what identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
 
-    Of a tensor that lies in parts: of this rank's.
+    Of a sharded tensor: of this rank's shard.
     """
     tensor = dtensor.local(tensor)
     if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's

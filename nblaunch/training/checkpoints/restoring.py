@@ -121,7 +121,7 @@ class Restorer:
             )
         if manifest.in_parts and manifest.in_parts != self._state.strategy.name:
             raise CheckpointError(
-                f"checkpoint {folder} was saved in parts, by the ranks of strategy {manifest.in_parts!r}, and this "
+                f"checkpoint {folder} was saved in shards, by the ranks of strategy {manifest.in_parts!r}, and this "
                 f"job's is {self._state.strategy.name!r}; build the Accelerator as then: "
                 f"Accelerator({argument_of(manifest.in_parts)}=...)"
             )

@@ -2,7 +2,7 @@
 
     all ranks     meet; the main process makes the folder
     main process  hooks, states ──> Snapshot ── written aside, committed by a rename
-    others        hooks, parts of weights, random states ──> files of their own in the same folder
+    others        hooks, shards of weights, random states ──> files of their own in the same folder
 
 How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_rendezvous``.
 """
@@ -116,7 +116,7 @@ class Saver:
         strategy = self._state.strategy
         if strategy.holds_shards and self._state.world_size > 1:
             raise ValueError(
-                f"main_process_only=True, but with {strategy.name} every rank holds a part of the weights; call "
+                f"main_process_only=True, but with {strategy.name} every rank holds a shard of the weights; call "
                 "save_state on all ranks, without it"
             )
 
@@ -176,7 +176,7 @@ class Saver:
         self._thread.start()
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
-        """Raise where ranks are missing that hold parts of the state; warn that their random states are not saved."""
+        """Raise where ranks are missing that hold shards of the state; warn that their random states are not saved."""
         if not passed:
             return
         who = (
@@ -187,7 +187,7 @@ class Saver:
         strategy = self._state.strategy
         if strategy.holds_shards:
             raise CheckpointError(
-                f"save_state was called {who}, but with {strategy.name} every rank holds a part of the weights; call "
+                f"save_state was called {who}, but with {strategy.name} every rank holds a shard of the weights; call "
                 "it on all ranks, not under `if accelerator.is_main_process`"
             )
         if not self._is_warned:

@@ -1,15 +1,16 @@
 """How a model is spread over processes: :class:`Strategy`, and :class:`StrategyPlugin`, by which users choose one.
 
 A strategy gets the ranks, the device, the precision and the accumulation of its Accelerator in :class:`TrainingSetup`,
-and what the user prepares in one call. For each model and what trains it, ``prepare`` calls in this order:
+and what the user prepares in one call. ``prepare`` calls in this order:
 
-    on_prepare       with all arguments of the call
-    before_move      while the model is still on the host
-                     (the model goes to its device, unless the strategy ``moves_models``)
-    setup_module     wraps or shards the model
-    compile
-    optimizer        after all models
-    scheduler        after all optimizers
+    on_prepare         with all arguments of the call
+    for each model:
+      before_move      while it is still on the host
+                       (it goes to its device, unless the strategy ``moves_models``)
+      setup_module     wraps or shards it
+      compile
+    optimizer          for each, after all models
+    scheduler          for each, after all optimizers
 
 Loaders are prepared without it. A new strategy is one file with its plugin and its strategy, in this folder or in a
 user's own code.
@@ -147,8 +148,8 @@ class Strategy(ABC):
     def before_move(self, model: torch.nn.Module) -> None:
         """Look at ``model`` while it is still on the host, before it goes to its device.
 
-        Not called for models that are only evaluated. Communicating here would stall launches whose workers move their
-        models one after the other: :meth:`setup_module` is the place for that.
+        Neither this nor :meth:`setup_module` is called for models that are only evaluated. Communicating here would
+        stall launches whose workers move their models one after the other: :meth:`setup_module` is the place for that.
         """
 
     @abstractmethod

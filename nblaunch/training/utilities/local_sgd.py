@@ -31,7 +31,7 @@ class LocalSGD:
         enabled: False: nothing is changed, and gradients are averaged as always.
 
     Raises:
-        ValueError: ``local_sgd_steps`` is less than 1, or ranks hold parts of models.
+        ValueError: ``local_sgd_steps`` is less than 1, or ranks hold shards of models.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LocalSGD:
         if accelerator._strategy.holds_shards:
             raise ValueError(
                 f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds a "
-                "part of one; leave LocalSGD or the plugin out"
+                "shard of one; leave LocalSGD or the plugin out"
             )
         self.accelerator = accelerator
         self.model = model

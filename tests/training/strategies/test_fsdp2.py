@@ -210,7 +210,7 @@ def _whole_tensors() -> dict[str, Any]:
     accelerator.prepare(model)
     return {
         "weights": dtensor.gather_weights(model, keep=True),
-        "in parts": [name for name, tensor in model.named_parameters() if dtensor.is_sharded(tensor)],
+        "sharded": [name for name, tensor in model.named_parameters() if dtensor.is_sharded(tensor)],
         "is one": model[2].running_mean is model[1].running_mean,
     }
 
@@ -220,7 +220,7 @@ def test_what_every_rank_holds_whole_is_sent_by_rank_0_too() -> None:
     torch.testing.assert_close(second["weights"], first["weights"])
     assert first["weights"]["1.bias"].tolist() == first["weights"]["1.running_mean"].tolist() == [0, 1, 2]
     for one in (first, second):
-        assert one["in parts"] == ["0.weight", "0.bias"]
+        assert one["sharded"] == ["0.weight", "0.bias"]
         assert one["is one"]
 
 
@@ -451,7 +451,7 @@ def _average_locally() -> str:
 
 
 def test_local_steps_of_whole_models_are_refused() -> None:
-    assert "with FSDP every rank holds a part of one" in ranks.run(_average_locally, 2)[0]
+    assert "with FSDP every rank holds a shard of one" in ranks.run(_average_locally, 2)[0]
 
 
 def _fail() -> str:

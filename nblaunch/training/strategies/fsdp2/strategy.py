@@ -76,7 +76,7 @@ class Fsdp2Strategy(Strategy):
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
-        if is_sharded(inner):
+        if is_fsdp_module(inner):
             return model  # by the user
         units = fsdp2_units.choose(inner, self.plugin)
         if self.plugin.activation_checkpointing:
@@ -91,9 +91,7 @@ class Fsdp2Strategy(Strategy):
         """Shard a model that is whole on the ranks, or on the meta device, from the inside out."""
         # Units come and go at every step. glibc would keep their memory, as much as the whole model and more.
         memory.tune_allocator()
-        ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
-        if self._process.topology.rank == 0:
-            _warn_of_drift(model, ignored)
+        ignored = self._ignored_parameters(model)
         name = type(model).__name__  # before fully_shard makes another class of it
         units = [*units, ("", model)]
         device = self._process.device
@@ -107,6 +105,12 @@ class Fsdp2Strategy(Strategy):
             fsdp_internals.name_in_errors(unit, module)
         weights.fill_shards(self.plugin.param_init_fn)
         self._report(model, name, weights.num_bytes, len(units))
+
+    def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
+        ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
+        if self._process.topology.rank == 0:
+            _warn_of_drift(model, ignored)
+        return ignored
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -157,12 +161,12 @@ class Fsdp2Strategy(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         own = models.inner_of(model)
-        return self._unreduced(own) if is_sharded(own) else nullcontext()
+        return self._unreduced(own) if is_fsdp_module(own) else nullcontext()
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         own: Any = models.inner_of(model)
-        if not is_sharded(own):
+        if not is_fsdp_module(own):
             yield
             return
         own.set_requires_gradient_sync(True)
@@ -176,7 +180,7 @@ class Fsdp2Strategy(Strategy):
             if parameter.grad is not None:
                 dtensor.local(parameter.grad).mul_(factor)
         for module in model.modules():
-            if is_sharded(module):
+            if is_fsdp_module(module):
                 for gradient in fsdp_internals.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
 
@@ -240,7 +244,7 @@ class Fsdp2Strategy(Strategy):
         return True
 
 
-def is_sharded(module: Any) -> bool:
+def is_fsdp_module(module: Any) -> bool:
     """Return whether ``fully_shard`` was applied to ``module``."""
     if not _has_fully_shard():
         return False

@@ -49,7 +49,7 @@ class WholeWeights:
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
         self._others |= {name: p for name, p in model.named_parameters() if p in ignored}
-        self._filled: set[str] = set()
+        self._views: set[str] = set()  # names of shards that are views of the kernel's pages
         self._origins = _origins(type(model).__name__, {**self._parameters, **self._others}, may_be_sent)
 
     @property
@@ -101,17 +101,17 @@ class WholeWeights:
         made: dict[int, nn.Parameter] = {}
         for name, source in self._parameters.items():
             parameters, own_name = _owner(self._model, name), _own_name(name)
-            shape: Any = parameters[own_name]
-            if id(shape) not in made:
-                held = self._shared(name, source, shape) if device.type == "cpu" else None
-                if held is None:
-                    held = torch.empty(dtensor.extent(shape)[1], dtype=shape.dtype, device=device)
+            meta_shard: Any = parameters[own_name]
+            if id(meta_shard) not in made:
+                local = self._shared(name, source, meta_shard) if device.type == "cpu" else None
+                if local is None:
+                    local = torch.empty(dtensor.extent(meta_shard)[1], dtype=meta_shard.dtype, device=device)
                 else:
-                    self._filled.add(name)
-                made[id(shape)] = nn.Parameter(
-                    dtensor.with_local(shape, held), requires_grad=shape.requires_grad
+                    self._views.add(name)
+                made[id(meta_shard)] = nn.Parameter(
+                    dtensor.with_local(meta_shard, local), requires_grad=meta_shard.requires_grad
                 )
-            parameters[own_name] = made[id(shape)]
+            parameters[own_name] = made[id(meta_shard)]
 
     def _shared(self, name: str, source: torch.Tensor, shard: Any) -> torch.Tensor | None:
         """Return the shard as a view of memory that is shared with other processes; None where it is not shared."""
@@ -135,7 +135,7 @@ class WholeWeights:
             if shard is None or id(shard) in done or self._origins[name] == "nowhere":
                 continue
             done.add(id(shard))
-            if name in self._filled:
+            if name in self._views:
                 continue
             with torch.no_grad():
                 dtensor.local(shard).copy_(dtensor.slice_for(shard, self._whole(name, source)))
