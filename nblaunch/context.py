@@ -42,7 +42,7 @@ class WorkerContext:
         accelerator_defaults: of arguments of ``Accelerator``, set by the launch, as ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
         attempt: number of restarts of the job before this worker.
-        key: authenticates objects from other ranks of the job (``wire/sealing.py``); b"" if there is none.
+        key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards

@@ -169,17 +169,17 @@ class Fact(Event):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The return value in a rank's outbox (``wire/outbox.py``).
+class ValueLocation:
+    """Where the return value lies in a rank's outbox (``wire/outbox.py``).
 
     Args:
-        value_at: offset of the return value; -1 if there is none or it is not needed.
-        value_end: its end.
+        at: offset of the return value; -1 if there is none or it is not needed.
+        end: its end.
         unpicklable: paths of parts that can't be pickled, as ``result['model'].lock``.
     """
 
-    value_at: int = -1
-    value_end: int = -1
+    at: int = -1
+    end: int = -1
     unpicklable: tuple[str, ...] = ()
 
 
@@ -188,12 +188,12 @@ class Finished(Event):
     """The function of a rank returned.
 
     Args:
-        contents: the return value.
+        value_location: of the return value.
         left_by_exit: the function called ``sys.exit(0)`` instead of returning.
         sends: argument paths of the modules whose weights follow, each with a :class:`WeightsSent`.
     """
 
-    contents: Contents = field(default_factory=Contents)
+    value_location: ValueLocation = field(default_factory=ValueLocation)
     left_by_exit: bool = False
     sends: tuple[int | str, ...] = ()
 

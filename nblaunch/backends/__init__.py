@@ -6,8 +6,10 @@ cuda.py            NVIDIA GPUs, NCCL
 cuda_errors.py     what their errors mean
 xla.py             TPUs, and the CPU in their place
 xla_runtime.py     torch_xla and its compiler
-first_use.py       whether and where this process first used a device, which rules out a fork
+first_use.py       whether forked workers could use the device, and which line of this process used it first
 process_group.py   joining, leaving and forgetting torch's default process group
+
+A backend here is a device family. What torch.distributed calls a backend (gloo, NCCL) is a family's ``dist_backend``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ registers it itself. Nothing else of nblaunch names a device family where this i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-from collections.abc import Iterable, Iterator, Sequence
 
 
 def tensors(data: Any) -> Iterator[Any]:

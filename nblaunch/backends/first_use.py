@@ -1,4 +1,7 @@
-"""Whether and where this process first used a device, and so whether a forked copy of it can.
+"""Whether workers forked from this process could use the device, and which line of it used the device first.
+
+Backends answer ``fork_hazard()`` and ``first_use()`` from here. Threads matter too: whether a launch forks
+is decided in ``launcher/fork_safety.py``.
 
     watch, watch_torch        record the line that initialises CUDA; called when nblaunch is imported
     cuda_hazard               why forked workers could not use CUDA

@@ -9,6 +9,9 @@ Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks ex
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
+Two modes change this scheme: one process drives all devices of a host (SPMD), with batches cut over them by the
+compiler; and wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
+
 Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compiled and why), ``first_use.py`` (whether a
 fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
@@ -19,9 +22,6 @@ there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_haza
 group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and
 ``prefetches_to_device``; whether a module keeps its parameters when it moves, for ``to_device``. Topology and chips
 (``host/tpu.py``), memory (``host/memory.py``) and compilations (``CompileWatch``) can serve both.
-
-Two modes change that: one process drives all devices of a host (SPMD), with batches cut over them by the compiler; and
-wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
 from nblaunch.backends import first_use, process_group, xla_runtime
-from nblaunch.backends.base import Backend
+from nblaunch.backends.base import Backend, tensors
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.backends.xla_runtime import CompileWatch
 from nblaunch.host import memory, tpu
@@ -44,8 +44,6 @@ from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-
-from nblaunch.backends.base import tensors
 
 
 def switch_on() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.cli import UsageError
+from nblaunch.config.converters import Switch
 from nblaunch.config.files import find_layers
-from nblaunch.config.kinds import Switch
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve, unknown
 from nblaunch.config.settings import GROUPS, SETTINGS, Setting
@@ -94,13 +94,13 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_setting(group: Any, setting: Setting) -> None:
     default = "" if setting.default in (None, False) else f" (default: {setting.default})"
     text = f"{setting.meaning}{default}".replace("%", "%%")
-    if isinstance(setting.kind, Switch):
+    if isinstance(setting.converter, Switch):
         group.add_argument(
             *spellings(setting.name), dest=setting.name, action="store_true", default=None, help=text
         )
     else:
         group.add_argument(
-            *spellings(setting.name), dest=setting.name, metavar=setting.kind.metavar, help=text
+            *spellings(setting.name), dest=setting.name, metavar=setting.converter.metavar, help=text
         )
 
 

@@ -4,11 +4,11 @@
     file ─────────┼──> Resolved: a value for each setting, with its source ──> LaunchSpec
     defaults ─────┘
 
-settings.py    the table of settings, from which ``nblaunch launch`` makes its options
-kinds.py       the kind of value of each row
-files.py       read and write settings as YAML
-resolving.py   merge the layers and check them
-launching.py   turn the result into a :class:`~nblaunch.spec.LaunchSpec`
+settings.py     the table of settings, from which ``nblaunch launch`` makes its options
+converters.py   convert and check values; each row of the table names one
+files.py        read and write settings as YAML
+resolving.py    merge the layers and check them
+launching.py    turn the result into a :class:`~nblaunch.spec.LaunchSpec`
 
 Nothing here reads devices or starts processes.
 """

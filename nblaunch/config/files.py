@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
-from nblaunch.config.kinds import Flag
+from nblaunch.config.converters import Flag
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
 from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS
 

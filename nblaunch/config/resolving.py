@@ -78,7 +78,7 @@ def convert(name: str, value: Any, label: str = "") -> Any:
     if name not in SETTINGS:
         raise ConfigError(unknown(label, SETTINGS))
     try:
-        return SETTINGS[name].kind.convert(value)
+        return SETTINGS[name].converter.convert(value)
     except ValueError as error:
         raise ConfigError(f"{label}: {shown(value)} {error}") from None
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import backends
-from nblaunch.config.kinds import (
+from nblaunch.config.converters import (
     Choice,
     Compiler,
+    Converter,
     Flag,
     FlagOrName,
-    Kind,
     Machines,
     Number,
     Pairs,
@@ -50,20 +50,20 @@ class Setting:
 
     Args:
         name: of the option, the key and the argument.
-        kind: converts and checks values.
+        converter: converts and checks values.
         default: None = chosen at the launch.
         meaning: one line, for help and for comments in files.
         group: key of :data:`GROUPS`.
     """
 
     name: str
-    kind: Kind
+    converter: Converter
     default: Any
     meaning: str
     group: str
 
 
-_TABLE: dict[str, tuple[tuple[str, Kind, Any, str], ...]] = {
+_TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
     "devices": (
         (
             "backend",

@@ -17,7 +17,8 @@ from typing import Any
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
-from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, is_own_file, set_attribute, shortened
+from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
+from nblaunch.wire.user_code import is_own_file
 
 _MAX_FRAMES = 3
 _MAX_NOTES_LINES = 4
@@ -241,7 +242,9 @@ class LocalRendering:
         if shell is None or error is None:
             return [f"{type(error).__name__}: {error}"]
         name, message = type(error).__name__, str(error)
-        return _fitting(shell, lambda max_lines: stand_in(name, message), _without_own_frames(tb), ())
+        return _fitting(
+            shell, lambda max_lines: stand_in(name, message), _without_own_and_ipython_frames(tb), ()
+        )
 
 
 def _fitting(
@@ -280,7 +283,7 @@ def put_before(error: BaseException, cause: BaseException, info: ExceptionInfo) 
         error.__context__ = cause
 
 
-def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
+def _without_own_and_ipython_frames(tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback without entries of nblaunch and IPython."""
     return _without(tb, lambda entry: _is_own(entry) or _is_ipython(entry))
 

@@ -28,7 +28,7 @@ from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire import descriptors, sealing
+from nblaunch.wire import descriptors, signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, create_memory_file
 from nblaunch.wire.channel import EventReceiver
@@ -221,7 +221,7 @@ def assign(
         OSError: descriptors or memory ran out.
     """
     assignments, receivers = [], {}
-    key = sealing.new_key() if attempt.topology.num_nodes == 1 else b""
+    key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
         reading, writing = os.pipe()

@@ -2,6 +2,9 @@
 
 A fork copies the memory of all threads, and only the calling thread itself. Whatever another one was doing is never
 finished in a worker: a lock that it held stays locked, a pool waits for threads that are not there.
+
+Whether the device survives a fork is asked of the backend (``Backend.fork_hazard``), which finds it out in
+``backends/first_use.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +28,7 @@ from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.wire.assignment import Call
-from nblaunch.wire.exceptions import is_user_file
-from nblaunch.wire.pickle_errors import captured_variables
+from nblaunch.wire.user_code import captured_variables, is_user_file
 
 _THREADS = Path("/proc/self/task")
 _MAX_VISITED = 500

@@ -22,7 +22,7 @@ from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath, modules_in
-from nblaunch.wire.pickle_errors import captured_variables
+from nblaunch.wire.user_code import captured_variables
 
 
 @dataclass(frozen=True)

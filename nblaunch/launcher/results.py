@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.rendering import hide_launcher
@@ -18,10 +18,7 @@ from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.unpassed import describe_unpassed_modules
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import RankResult
-from nblaunch.worker.failure import without_own_frames
-
-if TYPE_CHECKING:
-    pass
+from nblaunch.wire.user_code import from_first_user_frame
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class JobOutcome:
         """
         if self.error is None:
             return self
-        return replace(self, _traceback=without_own_frames(self.error.__traceback__))
+        return replace(self, _traceback=from_first_user_frame(self.error.__traceback__))
 
     def released(self) -> JobOutcome:
         """Return the same without values, weights and variables."""
@@ -187,7 +184,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
     """Return what to raise when a return value could not travel whole; the parts that could are kept in the error."""
     for rank, result in sorted(rank_results.items()):
-        unpicklable = report.finished[rank].contents.unpicklable
+        unpicklable = report.finished[rank].value_location.unpicklable
         if unpicklable:
             why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
         elif result.value_error:

@@ -438,7 +438,7 @@ class Supervisor:
         report = self._report
         return {
             own.rank: outbox.read(
-                own.outbox_fd, report.finished[own.rank].contents, report.weights.get(own.rank, {})
+                own.outbox_fd, report.finished[own.rank].value_location, report.weights.get(own.rank, {})
             )
             for own in self._running.assignments
             if own.outbox_fd >= 0 and own.rank in report.finished

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
-from nblaunch.events import Contents, Event, ExitStatus, Failed, Finished
+from nblaunch.events import Event, ExitStatus, Failed, Finished, ValueLocation
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample
 
@@ -224,7 +224,7 @@ def failed_for_peers(failed: Failed) -> Failed:
 
 def finished_for_peers(finished: Finished) -> Finished:
     """Return the event without the result of the rank."""
-    return replace(finished, contents=Contents(), sends=())
+    return replace(finished, value_location=ValueLocation(), sends=())
 
 
 def _label(node_rank: int, host: str) -> str:

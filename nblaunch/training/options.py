@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from nblaunch.config.kinds import compiler_refusal
+from nblaunch.config.converters import compiler_refusal
 from nblaunch.packages import is_installed
 
 RNG_TYPES = ("generator", "torch", "cuda", "xla")

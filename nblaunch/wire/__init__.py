@@ -1,11 +1,11 @@
-"""What travels between a launcher and its workers, and between ranks.
+"""What crosses between processes of a job, and how: formats and shared memory, and what both ends must know of them.
 
 To a worker:
 
     assignment.py       the call, and what one worker has to do
     payload.py          values in memory files, pickled
     modules.py          torch modules in the arguments, by argument path; shards of their weights
-    pickle_errors.py    what can't be pickled
+    pickle_errors.py    which part of a value can't be pickled
 
 From a worker:
 
@@ -19,8 +19,11 @@ From a worker:
 Between ranks and between nodes:
 
     stop_agreement.py   the step at which all ranks stop
-    sealing.py          pickles under the key of the job
+    signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON between nodes, never unpickled
 
-descriptors.py has file descriptors: which ones children must not keep, and waiting for any of several.
+At both ends:
+
+    user_code.py        which files, frames and variables are the user's
+    descriptors.py      file descriptors: which ones forked processes must not keep, and waiting for any of several
 """

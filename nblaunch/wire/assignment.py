@@ -43,7 +43,7 @@ class Assignment:
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
-        key: of the job, for objects between its ranks (``wire/sealing.py``); b"" where machines have none in common.
+        key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
         registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
         descendant_tag: by which its descendants are found (``host/descendants.py``).

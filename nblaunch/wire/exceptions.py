@@ -1,6 +1,6 @@
 """Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
 
-Also what messages need of them: whether a frame is of the user's code, and long texts without their middle.
+Also what messages need of them: long texts without their middle.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import builtins
 import pickle
 import sys
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -38,22 +36,6 @@ def fewer_lines(text: str, max_lines: int) -> str:
     num_first = max(1, (max_lines - 1) // 3)
     left_out = f"... ({missing:,} lines left out; str() of the exception has them) ..."
     return "\n".join([*lines[:num_first], left_out, *lines[num_first + missing :]])
-
-
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
-_LIBRARY_FOLDERS = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
-
-
-def is_own_file(filename: str) -> bool:
-    """Return whether the file is part of nblaunch."""
-    return filename.startswith(_OWN_FOLDER)
-
-
-def is_user_file(filename: str) -> bool:
-    """Return whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
-    return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>"))
 
 
 _MAX_BYTES = 64 << 20

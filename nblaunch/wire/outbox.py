@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nblaunch.events import Contents, WeightsSent
+from nblaunch.events import ValueLocation, WeightsSent
 from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.modules import ArgPath, path_name
 
@@ -53,14 +53,14 @@ class Outbox:
         self._fd = fd
         self._writer = payload.PayloadWriter(fd)
 
-    def put_value(self, value: Any) -> Contents:
+    def put_value(self, value: Any) -> ValueLocation:
         """Write the return value. What of it can't be pickled is left out and named.
 
         Raises:
             Exception: something went wrong that is not the fault of any part: memory is full, most likely.
         """
         value_at, unpicklable = self._append(value, "result", {})
-        return Contents(value_at, os.fstat(self._fd).st_size, unpicklable)
+        return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
 
     def put_weights(
         self, path: ArgPath, state: Mapping[str, Any], tests: Mapping[int, Callable[[Any], bool]]
@@ -92,15 +92,15 @@ class Outbox:
             return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
 
 
-def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> RankResult:
+def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, WeightsSent]) -> RankResult:
     """Read what an :class:`Outbox` wrote. Never raises for what a part's own code raises while it is rebuilt.
 
     What a worker that died has not finished goes first: memory may have run out, and the kernel must not be next.
     """
-    end = max(contents.value_end, 0, *(event.end for event in sent.values()))
+    end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:
         os.ftruncate(fd, end)
-    value, value_error = _read_value(fd, contents) if contents.value_at >= 0 else (None, "")
+    value, value_error = _read_value(fd, value_location) if value_location.at >= 0 else (None, "")
     weights, weights_errors = {}, {path: event.lost for path, event in sent.items() if event.lost}
     for path, event in sent.items():
         if event.at < 0:
@@ -115,15 +115,15 @@ def read(fd: int, contents: Contents, sent: Mapping[ArgPath, WeightsSent]) -> Ra
     return RankResult(value, weights, value_error, weights_errors)
 
 
-def _read_value(fd: int, contents: Contents) -> tuple[Any, str]:
+def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value, and why it can't be rebuilt.
 
     Callers keep it. One that is next to all of a large file stays there; any other is moved out, or a loss would keep
     the weights beside it in memory, and a thousand losses a thousand descriptors.
     """
-    num_bytes = contents.value_end - contents.value_at
+    num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)
-    return _tried(payload.load if is_most else payload.take, fd, contents.value_at)
+    return _tried(payload.load if is_most else payload.take, fd, value_location.at)
 
 
 def _tried(read: Callable[[int, int], Any], fd: int, at: int) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""Which part of a value can't be pickled, by its name in the user's code, and which variables a function captures."""
+"""Which part of a value can't be pickled, by its name in the user's code."""
 
 from __future__ import annotations
 
@@ -11,21 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from nblaunch.wire.payload import pickling_error
-
-
-def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Closure variables and globals that the function's own code names, each with its value; those that have one."""
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue  # the variable has no value yet
-        yield name, value
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
+from nblaunch.wire.user_code import captured_variables
 
 _KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch import context
-from nblaunch.events import Contents, Event, Finished, WeightsSent
+from nblaunch.events import Event, Finished, ValueLocation, WeightsSent
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.originals import Originals
@@ -54,12 +54,18 @@ class Delivery:
         assignment = self._assignment
         outbox = Outbox(assignment.outbox_fd)
         is_wanted = assignment.returns_value and not left_by_exit and value is not None
-        contents = outbox.put_value(value) if is_wanted else Contents()
+        location = outbox.put_value(value) if is_wanted else ValueLocation()
         collect_shards = context.current().collect_sharded_weights
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         self._send(
-            Finished(assignment.rank, time.time(), contents=contents, left_by_exit=left_by_exit, sends=sends)
+            Finished(
+                assignment.rank,
+                time.time(),
+                value_location=location,
+                left_by_exit=left_by_exit,
+                sends=sends,
+            )
         )
         for path in sends:
             try:

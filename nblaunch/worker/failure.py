@@ -17,7 +17,8 @@ from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
 from nblaunch.wire import exceptions
-from nblaunch.wire.exceptions import MAX_CHARACTERS, is_own_file, is_user_file, parts_of, shortened
+from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
+from nblaunch.wire.user_code import from_first_user_frame, is_user_file
 
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group
@@ -70,7 +71,7 @@ def send_failure(
 
 def _described(rank: int, error: BaseException, evidence: tuple[str, ...]) -> Failed:
     """Return the event without the exception itself."""
-    error = error.with_traceback(without_own_frames(error.__traceback__))
+    error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
         rank=rank,
         time_s=time.time(),
@@ -102,13 +103,6 @@ def _written(message: str, path: Path) -> str:
     except OSError as error:
         return f"(the complete message, {len(message):,} characters, could not be written to {path}: {error.strerror})"
     return f"(the complete message, {len(message):,} characters, is in {path})"
-
-
-def without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame that is not nblaunch's, where the user's function begins."""
-    while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
-        tb = tb.tb_next
-    return tb
 
 
 def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:

@@ -94,7 +94,7 @@ def test_every_setting_is_in_a_group_and_takes_its_own_default() -> None:
     for setting in SETTINGS.values():
         assert setting.group in GROUPS
         if setting.default is not None:
-            assert setting.kind.convert(setting.default) == setting.default
+            assert setting.converter.convert(setting.default) == setting.default
 
 
 def test_the_earlier_layer_wins_and_sources_are_kept() -> None:

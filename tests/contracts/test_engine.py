@@ -107,7 +107,9 @@ class Stage:
         finished = {
             rank: [e for e in events if isinstance(e, Finished)] for rank, events in self.events.items()
         }
-        return [outbox.read(a.outbox_fd, finished[a.rank][0].contents, {}).value for a in self.assignments]
+        return [
+            outbox.read(a.outbox_fd, finished[a.rank][0].value_location, {}).value for a in self.assignments
+        ]
 
     def logs(self) -> list[str]:
         return [path.read_text() for path in sorted(self.folder.glob("*.log*"))]

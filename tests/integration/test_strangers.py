@@ -42,5 +42,5 @@ def test_objects_of_strangers_are_refused(shared: Kernel, tmp_path: Path) -> Non
     for start_method in ("fork", "spawn"):
         witness = tmp_path / start_method
         name, text = shared.run(f"launch({str(witness)!r}, {start_method!r})").value
-        assert (name, "does not carry the seal of this job" in text) == ("ValueError", True)
+        assert (name, "does not carry the signature of this job" in text) == ("ValueError", True)
         assert not witness.exists()

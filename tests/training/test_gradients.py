@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, context
-from nblaunch.config.kinds import COMPILERS
+from nblaunch.config.converters import COMPILERS
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.options import (
     DataLoaderConfiguration,

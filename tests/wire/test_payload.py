@@ -186,15 +186,15 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
         3: {"x": Unreadable()},
     }
     box = outbox.Outbox(file)
-    contents = box.put_value({"fine": 1, "bad": [threading.Lock()]})
-    assert contents.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
+    location = box.put_value({"fine": 1, "bad": [threading.Lock()]})
+    assert location.unpicklable[0].startswith("result['bad'][0] (TypeError: ")
     sent = {}
     for place, state in weights.items():
         at, end, lost = box.put_weights(place, state, {})
         sent[place] = WeightsSent(0, 1.0, path=place, at=at, end=end, lost=lost)
     assert sent[2].lost.startswith("args[2].state_dict()['extra'] (TypeError: ")
     sent[4] = WeightsSent(0, 1.0, path=4, error="MemoryError: ")
-    result = outbox.read(file, contents, sent)
+    result = outbox.read(file, location, sent)
     assert result.value["fine"] == 1
     assert result.value["bad"][0].why.startswith("TypeError")
     assert result.weights[0]["w"].sum() == 3
@@ -208,7 +208,7 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
 def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None:
     """Nor does what could be written of the weights stay in memory."""
     box = outbox.Outbox(file)
-    contents = box.put_value({"loss": torch.ones(1000)})
+    location = box.put_value({"loss": torch.ones(1000)})
     size = os.fstat(file).st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MB, limits[1]))
@@ -219,7 +219,7 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.fstat(file).st_size < size + 100
     at, end, _ = box.put_weights(0, {"small": torch.full((MB // 8,), 3.0)}, {})
-    result = outbox.read(file, contents, {0: WeightsSent(0, 1.0, at=at, end=end)})
+    result = outbox.read(file, location, {0: WeightsSent(0, 1.0, at=at, end=end)})
     assert result.value["loss"].sum() == 1000
     assert result.weights[0]["small"].unique().tolist() == [3.0]
 
@@ -227,11 +227,11 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
 def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
     """It died at it, maybe because there was none left."""
     box = outbox.Outbox(file)
-    contents = box.put_value("value")
+    location = box.put_value("value")
     at, end, _ = box.put_weights(0, {"w": torch.full((MB,), 2.0)}, {})
     box.put_weights(1, {"w": torch.ones(4 * MB)}, {})
-    outcome = outbox.read(file, contents, {0: WeightsSent(0, 1.0, path=0, at=at, end=end)})
+    result = outbox.read(file, location, {0: WeightsSent(0, 1.0, path=0, at=at, end=end)})
     assert os.fstat(file).st_size == end
-    assert (outcome.value, outcome.weights[0]["w"].unique().tolist()) == ("value", [2.0])
-    assert outbox.read(file, contents, {}).value == "value"
-    assert os.fstat(file).st_size == contents.value_end
+    assert (result.value, result.weights[0]["w"].unique().tolist()) == ("value", [2.0])
+    assert outbox.read(file, location, {}).value == "value"
+    assert os.fstat(file).st_size == location.end

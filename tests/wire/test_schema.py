@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.events import Contents, ExceptionInfo, ExitStatus, Failed, Finished, FrameInfo, WorkerState
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished, FrameInfo, ValueLocation, WorkerState
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.wire import schema
 from nblaunch.wire.board import Sample
@@ -26,7 +26,7 @@ _HEARTBEAT = Heartbeat(
         samples=(Sample(0, WorkerState.TRAINING, loss=0.25), Sample(1, loss=math.inf)),
         failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
         exits={0: (ExitStatus(-9), 3.0)},
-        finished={2: Finished(2, 4, Contents(5, 6, ("result[0]",)), sends=(0, "model"))},
+        finished={2: Finished(2, 4, ValueLocation(5, 6, ("result[0]",)), sends=(0, "model"))},
         stop=StopState(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ bytes they all know, and the result is exact.
 Where tensors differ from rank to rank, gloo ends the process from its C++ side, with no exception. So shapes are
 compared first where that is cheap, which is on gloo; on a GPU every comparison would wait for the device.
 
-Objects travel pickled. On one machine they are sealed (``wire/sealing.py``). Ranks of several machines, or under
+Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks of several machines, or under
 ``torchrun``, have no secret in common: there, as with torch's own collectives of objects, the network must be trusted.
 """
 
@@ -28,7 +28,7 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
 from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.training.options import check_choice
-from nblaunch.wire import sealing
+from nblaunch.wire import signing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -230,13 +230,13 @@ def _compare(operation: str, data: Any) -> None:
 
 
 def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(sealing.dump(value, context.current().key)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(signing.dump(value, context.current().key)), dtype=torch.uint8)
 
 
 def _unpickled(row: torch.Tensor) -> Any:
     # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over a connection of
     # the process group that was made when the rank joined; they never lie in the store, where others could put them.
-    return sealing.load(bytes(row.numpy()), context.current().key)
+    return signing.load(bytes(row.numpy()), context.current().key)
 
 
 def _settle(*tensors: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of values of settings: each converts and checks a value of a command line, a file or a Python call."""
+"""Converters of the values of settings: each converts and checks a value of a command line, a file or a Python call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILERS = (
 """Compilers that Accelerate lists. Some register themselves with torch when the script imports their library."""
 
 
-class Kind(ABC):
+class Converter(ABC):
     """Conversion of a value to the type of a setting."""
 
     metavar = ""
@@ -36,7 +36,7 @@ class Kind(ABC):
 
 
 @dataclass(frozen=True)
-class Whole(Kind):
+class Whole(Converter):
     """A whole number, at least ``least`` and at most ``most``."""
 
     least: int = 0
@@ -54,7 +54,7 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True)
-class Machines(Kind):
+class Machines(Converter):
     """A number of machines, or ``min:max``."""
 
     metavar = "N|MIN:MAX"
@@ -67,7 +67,7 @@ class Machines(Kind):
 
 
 @dataclass(frozen=True)
-class Number(Kind):
+class Number(Converter):
     """A number of at least ``least``; with ``is_optional`` also ``none``."""
 
     least: float = 0.0
@@ -86,7 +86,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
-class Flag(Kind):
+class Flag(Converter):
     """True or false; accepts yes, no, on, off, 1 and 0 as well."""
 
     metavar = "true|false"
@@ -106,7 +106,7 @@ class Switch(Flag):
 
 
 @dataclass(frozen=True)
-class Choice(Kind):
+class Choice(Converter):
     """One of ``choices``, case ignored; ``synonyms`` maps other spellings to choices."""
 
     choices: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
-class Text(Kind):
+class Text(Converter):
     """Any non-empty text."""
 
     metavar: str = "TEXT"
@@ -142,7 +142,7 @@ class Text(Kind):
 
 
 @dataclass(frozen=True)
-class Compiler(Kind):
+class Compiler(Converter):
     """The name of a ``torch.compile`` backend in lower case, or ``no`` for none."""
 
     metavar = "NAME"
@@ -159,7 +159,7 @@ class Compiler(Kind):
 
 
 @dataclass(frozen=True)
-class FlagOrName(Kind):
+class FlagOrName(Converter):
     """True, false, or a name in capitals, for settings that took names before they took flags."""
 
     metavar = "true|false|NAME"
@@ -174,7 +174,7 @@ class FlagOrName(Kind):
 
 
 @dataclass(frozen=True)
-class Pairs(Kind):
+class Pairs(Converter):
     """``key=value,key=value``, or a mapping in a file."""
 
     metavar = "KEY=VALUE,..."

@@ -1,0 +1,48 @@
+"""What of a program is the user's: files, the frames of a traceback, the variables that a function uses."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+_LIBRARY_FOLDERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def is_own_file(filename: str) -> bool:
+    """Return whether the file is part of nblaunch."""
+    return filename.startswith(_OWN_FOLDER)
+
+
+def is_user_file(filename: str) -> bool:
+    """Return whether the file is a notebook cell or a module of the user's: neither installed nor part of Python."""
+    return not filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>"))
+
+
+def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame that is not nblaunch's, where the user's function begins.
+
+    Later frames stay, those of nblaunch too: the function may call it.
+    """
+    while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb
+
+
+def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Closure variables and globals that the function's own code names, each with its value; those that have one."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue  # the variable has no value yet
+        yield name, value
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]

@@ -1,0 +1,43 @@
+"""Objects between ranks: read only with the signature of the job."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from nblaunch.wire import signing
+
+unpickled: list[str] = []
+
+
+class Witness:
+    """A pickle of it leaves a trace where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled.append, ("this ran",)
+
+
+def test_what_is_signed_comes_back() -> None:
+    key = signing.new_key()
+    assert signing.load(signing.dump({"a": [1, 2]}, key), key) == {"a": [1, 2]}
+    assert signing.load(signing.dump("no key", b""), b"") == "no key"
+
+
+@pytest.mark.parametrize("signature", [b"", b"\0" * 32, b"\0" * 40], ids=["none", "wrong", "longer"])
+def test_what_is_not_signed_is_not_read(signature: bytes) -> None:
+    with pytest.raises(ValueError, match="does not carry the signature of this job"):
+        signing.load(signature + pickle.dumps(Witness()), signing.new_key())
+    assert unpickled == []
+
+
+def test_what_is_signed_by_another_job_or_changed_on_its_way_is_not_read() -> None:
+    key = signing.new_key()
+    signed = bytearray(signing.dump(Witness(), key))
+    with pytest.raises(ValueError):
+        signing.load(bytes(signed), signing.new_key())
+    signed[-1] ^= 1
+    with pytest.raises(ValueError):
+        signing.load(bytes(signed), key)
+    assert unpickled == []
