@@ -123,7 +123,7 @@ assert ("toy", "toy chips (3 here)") in questions._devices(answers, machine)
 assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
 assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]
 assert environment._devices()["toy"] == {{"count": 3, "noun": "toy chip", "unusable_because": None}}
-assert SETTINGS["backend"].kind.convert("toy") == "toy"
+assert SETTINGS["backend"].converter.convert("toy") == "toy"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
