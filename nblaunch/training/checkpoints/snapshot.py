@@ -158,7 +158,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
 
 
 def contribute(state: TrainingState, folder: Path) -> None:
-    """Do another rank's part of :func:`collect`: write its parts of models and optimizers, call the hooks."""
+    """Do another rank's part of :func:`collect`: write its shards of models and optimizers, call the hooks."""
     holds_shards = state.strategy.holds_shards
     _run_hooks(state, folder, _models_and_optimizers(state, folder)[0] if holds_shards else None)
 
