@@ -1,14 +1,14 @@
 """Start methods, one file each.
 
-base.py          Engine, which starts workers, and WorkerGroup, by which they are watched
-fork.py          forks of this process
-forkserver.py    forks of a clean interpreter
-spawn.py         fresh interpreters
-inline.py        no worker: the function runs in this process
-children.py      a group of child processes: wait, signal, reap
-saved_call.py    the call as it was at one moment, for fresh interpreters
-interpreter.py   starts a fresh interpreter
-child_main.py    what that does
+base.py               Engine, which starts workers, and WorkerGroup, by which they are watched
+fork.py               forks of this process
+forkserver.py         forks of a clean interpreter
+spawn.py              fresh interpreters
+inline.py             no worker: the function runs in this process
+children.py           a group of child processes: wait, signal, reap
+saved_call.py         the call as it was at one moment, for fresh interpreters
+interpreter.py        starts a fresh interpreter
+interpreter_main.py   what that does
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import signal
 from collections.abc import Sequence
 
 from nblaunch.engines.base import Engine, WorkerGroup
-from nblaunch.engines.child_main import REPORT, STARTED
 from nblaunch.engines.children import kill_and_reap, open_pidfd, reap_with_group, signal_group
 from nblaunch.engines.interpreter import start_interpreter
+from nblaunch.engines.interpreter_main import REPORT, STARTED
 from nblaunch.engines.saved_call import SavedCall, saved_or_now
 from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus

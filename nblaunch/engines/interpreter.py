@@ -25,7 +25,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(
 def start_interpreter(
     assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that runs ``engines/child_main.py`` for the given assignments.
+    """Start a Python process that runs ``engines/interpreter_main.py`` for the given assignments.
 
     Safe in any thread, whatever the others are doing: nothing of this process runs in the new one.
 
@@ -48,7 +48,7 @@ def start_interpreter(
         inherited.add(report_fd)
     try:
         return start_program(
-            "nblaunch.engines.child_main",
+            "nblaunch.engines.interpreter_main",
             boot,
             [call.fd],
             inherited,

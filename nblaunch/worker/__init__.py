@@ -1,4 +1,4 @@
-"""The child side of a launch: what happens in a worker process before, around and after the user's function.
+"""What happens in a worker process before, around and after the user's function.
 
 bootstrap.py   the life of a worker: set-up, the function, results, end
 guard.py       session, end with the parent, signals and interrupts, stacks on request

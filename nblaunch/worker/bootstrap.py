@@ -5,7 +5,7 @@
     guard     first to go when memory runs out, stacks on request
     inherited the state of libraries that a fork brought along from the kernel is reset
     progress  bars and parameters of the function are counted
-    context   environment, device, thread counts, displays, ``nblaunch.context``
+    context   environment, backend, thread counts, displays, ``nblaunch.context``
     ──> Started
     function  the call is loaded, the user's function called
     delivery  value, then weights

@@ -7,10 +7,10 @@ import ast
 from tests.architecture.source import Module, modules
 
 READERS = {
-    "nblaunch.backends": "part of a worker's assignment, see nblaunch.engines.child_main",
+    "nblaunch.backends": "part of a worker's assignment, see nblaunch.engines.interpreter_main",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
-    "nblaunch.engines.child_main": "assignments in a memory file that its launcher made and that it inherited",
+    "nblaunch.engines.interpreter_main": "assignments in a memory file that its launcher made and that it inherited",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
