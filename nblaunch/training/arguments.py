@@ -66,12 +66,14 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     """
     by_type: dict[type, Any] = {}
     for handler in handlers:
-        if not isinstance(handler, HANDLERS):
+        kind = next((kind for kind in HANDLERS if isinstance(handler, kind)), None)
+        if kind is None:
             valid = ", ".join(kind.__name__ for kind in HANDLERS)
             raise ValueError(f"kwargs_handlers has {handler!r:.80}, which is none of {valid}")
-        if type(handler) in by_type:
-            raise ValueError(f"kwargs_handlers has more than one {type(handler).__name__}")
-        by_type[type(handler)] = handler
+        if kind in by_type:
+            raise ValueError(f"kwargs_handlers has more than one {kind.__name__}")
+        handler.check()
+        by_type[kind] = handler
     return by_type
 
 
@@ -89,6 +91,7 @@ def resolve_accumulation(
             f"gradient_accumulation_steps={num_steps} and gradient_accumulation_plugin were both given; set "
             "num_steps in the plugin"
         )
+    plugin.check()
     return plugin
 
 
@@ -111,6 +114,7 @@ def resolve_data_config(
             f"split_batches={split_batches}, but dataloader_config has split_batches={config.split_batches}; "
             "set it in one place"
         )
+    config.check()
     return config
 
 
@@ -128,6 +132,7 @@ def resolve_dynamo(
         )
     plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
     if plugin is not None:
+        plugin.check()
         return plugin
     launched = context.current().accelerator_defaults.get("dynamo_plugin")
     if backend is None and launched is not None:

@@ -1,7 +1,8 @@
 """The option classes that an ``Accelerator`` takes, with the names and fields of Hugging Face Accelerate.
 
-They are frozen data: they validate themselves, and never read the environment or touch a device. A field that is not
-listed here is not supported yet, and Python refuses it by name.
+They are plain data: they never read the environment or touch a device. They are checked when they are made, and once
+more where an ``Accelerator`` takes them, since their fields may be assigned and subclasses may add some. A field that
+is not listed here is not supported yet, and Python refuses it by name.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ RNG_TYPES = ("generator", "torch", "cuda", "xla")
 
 
 class PrecisionType(str, enum.Enum):
-    """Names of precisions."""
+    """Names of precisions; which of them a device can compute in, the ``Accelerator`` says."""
 
     NO = "no"
+    FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
 
@@ -33,19 +35,33 @@ class PrecisionType(str, enum.Enum):
 
 
 class RNGType(str, enum.Enum):
-    """Names of random number generators."""
+    """Names of random number generators, those of devices that are not supported included."""
 
     GENERATOR = "generator"
     TORCH = "torch"
     CUDA = "cuda"
+    XLA = "xla"
+    XPU = "xpu"
+    NPU = "npu"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    HPU = "hpu"
+    NEURON = "neuron"
 
     def __str__(self) -> str:
         return self.value
 
 
-@dataclass(frozen=True)
+@dataclass
 class KwargsHandler:
     """Base of the classes that may be given in ``Accelerator(kwargs_handlers=[...])``."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError where the value of a field can't be used."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields."""
@@ -77,7 +93,7 @@ class DDPCommunicationHookType(str, enum.Enum):
         return self.value
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments for :class:`torch.nn.parallel.DistributedDataParallel`, described there, and its communication hook.
 
@@ -107,7 +123,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     sync_batchnorm: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         names = tuple(kind.value for kind in DDPCommunicationHookType)
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
@@ -123,7 +139,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_kwargs().items() if name not in own}
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradScalerKwargs(KwargsHandler):
     """Arguments for :class:`torch.amp.GradScaler`, used with ``mixed_precision="fp16"``."""
 
@@ -134,7 +150,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class AutocastKwargs(KwargsHandler):
     """Arguments for :class:`torch.autocast`. ``cache_enabled`` None: torch's own default."""
 
@@ -142,7 +158,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """How to join the process group.
 
@@ -157,7 +173,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProfileKwargs(KwargsHandler):
     """What ``accelerator.profile`` records.
 
@@ -187,7 +203,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for activity in self.activities or ():
             check_choice("activities item", activity, ("cpu", "cuda", "xpu", "mtia"))
 
@@ -229,14 +245,15 @@ class DynamoBackend(str, enum.Enum):
     IPEX = "IPEX"
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models, with the arguments of :func:`torch.compile`.
 
     Args:
-        backend: name of torch's compiler, in any case; ``"no"``: models are not compiled.
+        backend: name of torch's compiler, in any case; ``"no"`` or None: models are not compiled.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
         fullgraph: an error where a model can't be compiled in one piece.
         dynamic: whether shapes may change; None: torch finds out.
@@ -248,7 +265,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: torch has no such compiler.
     """
 
-    backend: DynamoBackend | str = DynamoBackend.NO
+    backend: DynamoBackend | str | None = DynamoBackend.NO
     mode: str | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
@@ -256,7 +273,7 @@ class TorchDynamoPlugin(KwargsHandler):
     disable: bool = False
     use_regional_compilation: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         reason = compiler_refusal(self._name)
         if reason:
             raise ValueError(f"dynamo backend {str(self.backend)!r} {reason}")
@@ -268,7 +285,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     @property
     def _name(self) -> str:
-        return str(getattr(self.backend, "value", self.backend)).lower()
+        return str(getattr(self.backend, "value", self.backend) or "no").lower()
 
     def to_compile_kwargs(self) -> dict[str, Any]:
         """Return what differs from torch's defaults, for :func:`torch.compile`."""
@@ -277,7 +294,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return kwargs
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """Gradient accumulation in full.
 
@@ -300,14 +317,14 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
     average_tail: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not isinstance(self.num_steps, int) or isinstance(self.num_steps, bool):
             raise TypeError(f"gradient accumulation num_steps={self.num_steps!r} is not a whole number")
         if self.num_steps < 1:
             raise ValueError(f"gradient accumulation num_steps={self.num_steps} is less than 1")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataLoaderConfiguration:
     """How prepared loaders share their data among ranks.
 
@@ -339,6 +356,10 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError or ImportError where the value of a field can't be used."""
         if self.data_seed is not None and self.data_seed < 0:
             raise ValueError(f"data_seed={self.data_seed} is negative")
         if self.use_stateful_dataloader and not is_installed("torchdata"):

@@ -20,7 +20,7 @@ from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPl
 
 
 class DistributedType(str, enum.Enum):
-    """How a job computes, as one word."""
+    """How a job computes, as one word. All names that scripts compare with; no job here has one of the second group."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -28,6 +28,15 @@ class DistributedType(str, enum.Enum):
     XLA = "XLA"
     FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
+
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    MEGATRON_LM = "MEGATRON_LM"
 
     def __str__(self) -> str:
         return f"DistributedType.{self.name}"

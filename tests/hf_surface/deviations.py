@@ -49,7 +49,6 @@ DEVIATIONS: dict[str, list[str]] = {
           "utils.convert_model", "utils.filter_first_and_last_linear_layers",
           "Accelerator.*_recipe_handler", "utils.ao.*"],
     OTHER_DEVICES: [
-        "*DistributedType.MULTI_?*", "utils.RNGType.*", "utils.DynamoBackend.NEURON",
         "utils.is_habana_gaudi1",
         "utils.install_xla",
     ],

@@ -1,0 +1,59 @@
+"""The option classes are plain dataclasses, as scripts use them: assigned to, subclassed, compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import accelerate.utils
+import pytest
+
+from nblaunch import Accelerator, DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin, utils
+from nblaunch.training.options import DistributedDataParallelKwargs, KwargsHandler, TorchDynamoPlugin
+
+
+@dataclass
+class Own(KwargsHandler):
+    a: int = 0
+    b: bool = False
+
+
+@dataclass
+class OwnDdp(DistributedDataParallelKwargs):
+    note: str = ""
+
+
+def test_subclasses_are_ordinary_dataclasses() -> None:
+    assert Own(a=2).to_kwargs() == {"a": 2}
+    assert OwnDdp(find_unused_parameters=True).to_kwargs() == {"find_unused_parameters": True}
+
+
+def test_a_handler_of_a_subclass_takes_effect() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[OwnDdp(find_unused_parameters=True)])
+    assert accelerator.ddp_handler is not None
+    assert accelerator.ddp_handler.find_unused_parameters
+    with pytest.raises(ValueError, match="more than one DistributedDataParallelKwargs"):
+        Accelerator(kwargs_handlers=[OwnDdp(), DistributedDataParallelKwargs()])
+
+
+def test_what_is_assigned_is_checked_where_it_is_used() -> None:
+    config = DataLoaderConfiguration()
+    config.data_seed = 42
+    assert Accelerator(cpu=True, dataloader_config=config).dataloader_config.data_seed == 42
+    config.data_seed = -1
+    with pytest.raises(ValueError, match="data_seed=-1"):
+        Accelerator(cpu=True, dataloader_config=config)
+    plugin = GradientAccumulationPlugin()
+    plugin.num_steps = 0
+    with pytest.raises(ValueError, match="num_steps=0"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+
+
+def test_no_compiler_may_be_none() -> None:
+    assert not TorchDynamoPlugin(backend=None).is_on
+
+
+@pytest.mark.parametrize("name", ["DistributedType", "PrecisionType", "RNGType", "DynamoBackend"])
+def test_every_member_of_the_enumerations_can_be_compared_with(name: str) -> None:
+    own, theirs = getattr(utils, name), getattr(accelerate.utils, name)
+    assert {member.name: member.value for member in theirs}.items() <= {m.name: m.value for m in own}.items()
+    assert DistributedType.NO != DistributedType.MULTI_XPU
