@@ -166,8 +166,9 @@ def position_of(text: str) -> Position | None:
     thread = _main_thread(parse(text))
     if thread is None:
         return None
-    inner, user = _split_at_user(thread.frames)
-    described = describe(user[:1]) or describe(thread.frames[:1]) or ["outside of the function"]
+    own = _without_inherited(thread.frames)
+    inner, user = _split_at_user(own)
+    described = describe(user[:1]) or describe(own[:1]) or ["outside of the function"]
     waiting_in = _collective_in(inner)
     is_long_work = not waiting_in and any(
         part in frame.filename for part in _LONG_WORK_FILES for frame in inner
@@ -188,6 +189,14 @@ def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
         if any(frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames):
             return thread
     return next((thread for thread in threads if thread.is_current), None)
+
+
+def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
+    """Return the frames inside the worker's bootstrap: around it, a forked worker has those of the kernel's cell."""
+    for i, frame in enumerate(frames):
+        if frame.filename.endswith(_BOOTSTRAP):
+            return frames[:i]
+    return frames
 
 
 def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], Sequence[StackFrame]]:

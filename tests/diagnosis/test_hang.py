@@ -8,6 +8,7 @@ from nblaunch.diagnosis.hang import describe_hang
 from nblaunch.diagnosis.stacks import Position, position_of
 from nblaunch.training.collectives import operations
 from nblaunch.wire.outbox import Outbox
+from nblaunch.worker import output
 from nblaunch.worker.delivery import Delivery
 
 TORCH = "/usr/lib/python3/site-packages/torch"
@@ -106,6 +107,17 @@ def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted(
     position = position_of(text)
     assert position is not None
     assert position.where == "/home/me/train.py, line 14 in train"
+
+
+def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
+    """Below the bootstrap, a forked worker has the frames of the kernel."""
+    cell = ("/tmp/ipykernel_1/2.py", 4, "<module>")
+    fork = ("/site/nblaunch/engines/fork.py", 70, "fork_workers")
+    starting = position_of(dump((output.__file__, 9, "capture"), BOOTSTRAP, fork, cell))
+    assert starting == Position("outside of the function")
+    running = position_of(dump(("/home/me/train.py", 14, "train"), BOOTSTRAP, fork, cell))
+    assert running is not None
+    assert "/home/me/train.py" in running.where
 
 
 def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
