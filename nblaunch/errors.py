@@ -9,7 +9,7 @@
     │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
     ├── ResultError           the return value can't be pickled; ``partial`` is what can
-    ├── JobCancelled          the job was stopped by ``job.cancel()`` or ``job.interrupt()``
+    ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
     └── DistributedOperationException   ranks called a collective with tensors of different shapes
 

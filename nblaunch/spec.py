@@ -213,8 +213,9 @@ class LaunchSpec:
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; default of ``Accelerator()`` in workers.
         backend: device family, ``"auto"`` = the best one of this machine.
-        engine: ``"local"`` = processes of this machine, ``"inline"`` = this process (one worker, for pdb),
-            ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the arguments below.
+        engine: what runs the function: ``"local"`` = processes of this machine, ``"inline"`` = this process (one
+            worker, for pdb), ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the
+            arguments below.
         start_method: of local workers; ``"auto"`` = fork if it is safe.
         master_addr: address of machine 0, as the others reach it.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.

@@ -1,13 +1,13 @@
 """What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
 
 While a job runs, the supervisor calls ``hang.Inspector`` a few times a second, which records the memory of the workers
-and checks their progress. After a failed attempt, the supervisor's ``report.AttemptReport`` holds the facts.
+and checks their progress. After an attempt, the supervisor's ``report.AttemptReport`` holds the facts.
 
 hang.py         whether the job hangs, and which rank waits for which
 stacks.py       the ranks' Python stacks, collected when one makes no progress
 report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains
 memory.py       memory of the workers; the evidence where it ran out
-failure.py      the exception that the kernel raises
-rendering.py    shows it in IPython, with the user's frames only
+failure.py      which exception the kernel raises, with its evidence
+rendering.py    makes the worker's exception again (rebuild), and shows it in IPython with the user's frames only
 """

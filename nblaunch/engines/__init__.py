@@ -1,5 +1,9 @@
 """Start methods, one file each.
 
+An Engine here is a start method. The argument ``engine`` of ``notebook_launcher`` chooses between worker processes
+(``"local"``, and ``"elastic"`` with other machines: both are started by these) and ``"inline"``. DeepSpeed's engine is
+unrelated.
+
 base.py               Engine, which starts workers, and WorkerGroup, by which they are watched
 fork.py               forks of this process
 forkserver.py         forks of a clean interpreter
@@ -19,7 +23,7 @@ from nblaunch.engines.forkserver import ForkserverEngine
 from nblaunch.engines.spawn import SpawnEngine
 
 
-def local(start_method: str) -> Engine:
+def find(start_method: str) -> Engine:
     """Return the engine for workers on this machine: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
     engines = {engine.name: engine for engine in (ForkEngine, ForkserverEngine, SpawnEngine)}
     return engines[start_method]()

@@ -41,7 +41,7 @@ STARTED, ENDED = 0, 1
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run what the launcher wrote to the pipes whose descriptors are given: a worker, or the server of all."""
+    """Run what the launcher wrote to the memory files whose descriptors are given: a worker, or the server of all."""
     boot_fd, call_fd = (int(argument) for argument in arguments)
     with os.fdopen(boot_fd, "rb") as file:
         boot: Boot = pickle.load(file)

@@ -1,10 +1,10 @@
-"""Readings of the host that a job runs on. None creates a device context.
+"""The host that a job runs on: readings, and what is asked of its system. Nothing creates a device context.
 
 proc.py               /proc and /sys: states, memory and processor time of processes
-descendants.py        processes that workers have started, wherever they went
+descendants.py        finds and ends every process that workers have started, wherever they went
 cgroup.py             folders of control groups
-memory.py             limits of host memory, and what is available within them
-disk.py               why a file can't be written
+memory.py             memory of processes, limits of the host, glibc's allocator
+disk.py               room in files: freed, and why there is none
 gpus.py               GPUs, and which of them CUDA shows in this process
 nvml.py               the GPU driver's own library
 meter.py              memory and utilisation of devices

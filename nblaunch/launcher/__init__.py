@@ -1,13 +1,16 @@
 """The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller holds.
 
+The kernel is the process that calls the launcher: a Jupyter kernel, or a script; never a CUDA kernel. The launcher is
+this code in it.
+
     plan.py              can it work here, and how? -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
     runner.py            runs a job to its end, attempt after attempt; its listeners receive the events
       attempt.py         starts the workers of one attempt, each with an assignment
-        store.py         of the process group
+        store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for everything that may happen until the workers have ended
         escalation.py    which signal which rank gets when
-        termination.py   the end of the kernel itself: SIGTERM
+        termination.py   an orderly end with time for a checkpoint: SIGTERM to nblaunch launch, Job.terminate
         guardian.py      the end of the workers if the kernel dies
         monitor.py       memory and devices of the workers, read from outside
         joblog.py        the log files of a job
@@ -18,7 +21,7 @@
         unpassed.py      modules that were trained without being passed
         metrics.py       what was logged, as a table
     job.py               Job: what the caller holds, a future
-      requests.py        what it asks of the running job
+      requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
     peers.py             what a supervisor needs of the other nodes, where there are any
 
 Why a job failed or makes no progress is explained by :mod:`nblaunch.diagnosis`.

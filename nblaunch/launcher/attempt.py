@@ -41,12 +41,13 @@ class Attempt:
     Args:
         spec: what to run.
         plan: how.
-        number: of this attempt, from 0.
+        number: of this attempt in this launcher, from 0; names its log folder.
         topology: of the first of these ranks. ``master_port`` 0: the workers' store is hosted here.
         log: the job's log folder.
         saved: the call as it was at the launch, where this attempt may start later; None = as it is now.
         peers: the other nodes of the job, where there are any.
-        restart_count: how often workers were started before, the same number on all nodes.
+        restart_count: with several nodes, how often the job's workers were started before, as the agents agreed
+            (``TORCHELASTIC_RESTART_COUNT``); unused on one machine, where ``number`` is that.
     """
 
     spec: LaunchSpec
@@ -115,7 +116,7 @@ def start_attempt(attempt: Attempt, engine: Engine | None = None) -> RunningAtte
         PayloadError: the call can't be sent to workers.
         LaunchError: a worker, descriptor, port or folder could not be had. Nothing is left behind.
     """
-    engine = engine or engines.local(attempt.plan.start_method)
+    engine = engine or engines.find(attempt.plan.start_method)
     leak_check = DeviceLeakCheck(attempt.plan.backend)
     with ExitStack() as stack, refusals_as_launch_errors(attempt):
         return _start(attempt, engine, leak_check, stack)

@@ -15,7 +15,7 @@ In the launcher:
 
 In the agent:
 
-    agent.py               torch's elastic agent, with workers of the launcher
+    agent.py               torch's elastic agent, whose workers are started by the launcher
       rendezvous.py        store of the rendezvous, and torch's handlers on it
       heartbeats.py        state of each node, exchanged through that store
 

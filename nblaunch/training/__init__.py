@@ -28,9 +28,11 @@ The way of objects through ``prepare``:
 
     prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
-      models                 models.py (unwrap) ──> precision.py (forward) ──> strategies/ (equal weights)
-                             ──> models.py (to the device), host_memory.py (a note of what that takes)
-                             ──> strategies/ (wrap or shard) ──> models.py (compile)
+      models                 models.py (without_parallel_wrappers) ──> precision.py (forward)
+                             ──> strategies/ (before_move: a look at it on the host)
+                             ──> models.py (to the device; FSDP2 and DeepSpeed move it themselves: moves_models),
+                                 host_memory.py (a note of what that takes)
+                             ──> strategies/ (setup_module: rank 0's weights; wrap or shard) ──> models.py (compile)
       optimizers             strategies/ ──> optimizer.py: steps only where ``accumulation`` ends a window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 """

@@ -146,7 +146,9 @@ class Accelerator(PreparationProperties):
         # 1. The arguments alone: what is wrong with them is reported before anything is changed.
         arguments.refuse_unsupported(unsupported)
         self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
-        window = arguments.resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        accumulation = arguments.resolve_accumulation(
+            gradient_accumulation_steps, gradient_accumulation_plugin
+        )
         data = arguments.resolve_data_config(split_batches, dataloader_config)
         generators = arguments.resolve_rng_types(rng_types)
         dynamo = arguments.resolve_dynamo(dynamo_backend, dynamo_plugin, handlers)
@@ -156,7 +158,7 @@ class Accelerator(PreparationProperties):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._session = session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        self._choose_strategy(plugin, mixed_precision, window, data.split_batches)
+        self._choose_strategy(plugin, mixed_precision, accumulation, data.split_batches)
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
@@ -178,15 +180,15 @@ class Accelerator(PreparationProperties):
         self,
         given: StrategyPlugin | None,
         mixed_precision: str | None,
-        window: GradientAccumulationPlugin,
+        accumulation: GradientAccumulationPlugin,
         splits_batches: bool,
     ) -> None:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         session, backend = self._session, self._session.process.backend
         plugin = session.plugin = given or arguments.default_plugin(session.plugin, self._handlers)
-        name = plugin.precision(mixed_precision, backend)
+        name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, session.precision, backend, self._handlers)
-        session.accumulation.configure(plugin.accumulation(window))
+        session.accumulation.configure(plugin.accumulation(accumulation))
         setup = TrainingSetup(session.process, asked, session.accumulation, splits_batches)
         self._strategy = plugin.build(setup)
         self._precision = session.adopt(self._strategy, asked)

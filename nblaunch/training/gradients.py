@@ -76,7 +76,7 @@ class Gradients:
         with ExitStack() as stack:
             if even_batches is not None and self._session.process.topology.world_size > 1:
                 stack.enter_context(_even_batches(self._preparer.loaders, even_batches))
-            stack.enter_context(self._strategy.join(list(joinables)))
+            stack.enter_context(self._strategy.join_uneven_inputs(list(joinables)))
             yield
 
     def unscale(self, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from nblaunch.training.joining import JoinedProcess, barrier
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class JobHostMemory:
     """Memory of the host that the workers of a job take, and their kernel.
 
     Args:
@@ -32,7 +32,7 @@ class HostMemory:
     is_built_in_workers: bool
 
 
-def gather_host_memory(model: torch.nn.Module, process: JoinedProcess) -> HostMemory | None:
+def gather_host_memory(model: torch.nn.Module, process: JoinedProcess) -> JobHostMemory | None:
     """Measure what the job takes of the host's memory. A collective: all ranks must call it once they placed ``model``.
 
     Returns:
@@ -53,7 +53,7 @@ def gather_host_memory(model: torch.nn.Module, process: JoinedProcess) -> HostMe
         (memory.proportional_bytes(context.current().parent_pid) or 0) if context.is_worker() else 0
     )
     world_size = process.topology.world_size
-    return HostMemory(
+    return JobHostMemory(
         num_workers=world_size,
         total_bytes=sum(sizes) + kernel_bytes - world_size * device_bytes,
         model_bytes=model_bytes,
@@ -62,7 +62,7 @@ def gather_host_memory(model: torch.nn.Module, process: JoinedProcess) -> HostMe
     )
 
 
-def describe_host_memory(usage: HostMemory) -> str:
+def describe_host_memory(usage: JobHostMemory) -> str:
     """Return the line that is shown: how much, and what could be saved."""
     model = f"model {formatting.size(usage.model_bytes)}"
     held = (

@@ -29,7 +29,7 @@ def is_compiled_module(module: Any) -> bool:
     return isinstance(module, OptimizedModule)
 
 
-def inner_of(model: Any) -> Any:
+def uncompiled(model: Any) -> Any:
     """Return the module inside a compiled one; any other object as it is."""
     return model._orig_mod if is_compiled_module(model) else model
 
@@ -64,13 +64,13 @@ _communicating: Any = (DistributedDataParallel, DataParallel)
 
 
 def add_wrapper(kind: type) -> None:
-    """Have :func:`unwrap` know a class whose instances hold the user's module as ``.module``."""
+    """Have :func:`without_parallel_wrappers` know a class whose instances hold the user's module as ``.module``."""
     global _communicating
     if kind not in _communicating:
         _communicating += (kind,)
 
 
-def unwrap(model: Any) -> Any:
+def without_parallel_wrappers(model: Any) -> Any:
     """Return the module inside any number of wrappers that communicate, of any origin; it may be a compiled one."""
     while isinstance(model, _communicating):
         model = model.module
@@ -91,7 +91,7 @@ def bare_module(model: Any) -> Any:
 
 
 def _inside(model: Any) -> Any:
-    return model.module if isinstance(model, _communicating) else inner_of(model)
+    return model.module if isinstance(model, _communicating) else uncompiled(model)
 
 
 class Replacements:

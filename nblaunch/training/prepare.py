@@ -103,7 +103,7 @@ class Preparer:
         """
         if any(model is known for known in self.models):
             return model
-        inner = models.unwrap(model)
+        inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:

@@ -101,7 +101,7 @@ class Session:
         Returns:
             The precision in which that Accelerator computes: the strategy has a say in it.
         """
-        resolved = strategy.precision(asked)
+        resolved = strategy.adapt_precision(asked)
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
         if self.precision is None or self.precision is asked:

@@ -16,9 +16,12 @@ From a worker:
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as object
 
+Both ways between launcher and workers:
+
+    stop_agreement.py   the step at which all ranks stop, over the board
+
 Between ranks and between nodes:
 
-    stop_agreement.py   the step at which all ranks stop
     signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON between nodes, never unpickled
 

@@ -160,7 +160,7 @@ class PayloadWriter:
 
         Args:
             value: what to write.
-            main_by_reference: as in ``wire/pickling.py``.
+            main_by_reference: as in :class:`NotebookPickler`.
             tests: ``id`` of a tensor -> a function that says of its values, on the CPU, whether the reader has them.
                 Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
 

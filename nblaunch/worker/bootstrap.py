@@ -8,8 +8,8 @@
     context   environment, backend, thread counts, displays, ``nblaunch.context``
     ──> Started
     function  the call is loaded, the user's function called
-    delivery  value, then weights
-    ──> Finished (the value is in the outbox), or Failed
+    delivery  the value ──> Finished ──> the weights of each module ──> WeightsSent
+              (or, where the function raised: ──> Failed)
     finish    threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
@@ -187,7 +187,7 @@ class _Worker:
         return turn(self.assignment.board_fd, self.assignment.rank, is_alone)
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Explain what kernel or device have to do with ``error``; never hides the error itself."""
+        """Explain what the notebook's process or the device has to do with ``error``; never hides the error itself."""
         try:
             own = inherited.explain(error)
             return own or backends.find(self.assignment.backend).explain_failure(error)

@@ -117,7 +117,7 @@ class Stage:
 
 @pytest.fixture(params=["fork", "forkserver", "spawn"])
 def stage(request: pytest.FixtureRequest, tmp_path: Path, nothing_left_behind: None) -> Iterator[Stage]:
-    stage = Stage(engines.local(request.param), tmp_path)
+    stage = Stage(engines.find(request.param), tmp_path)
     with stage.stack:
         yield stage
     for fd in stage.worker_ends:

@@ -76,7 +76,7 @@ class ToyPlugin(StrategyPlugin):
 
     name = "toy"
 
-    def precision(self, asked: str | None, backend: Backend) -> str | None:
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         return asked or "bf16"
 
     def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:

@@ -10,7 +10,7 @@ from torch import nn
 from nblaunch import formatting
 from nblaunch.backends.cpu import CpuBackend
 from nblaunch.host import memory
-from nblaunch.training.host_memory import HostMemory, describe_host_memory, gather_host_memory
+from nblaunch.training.host_memory import JobHostMemory, describe_host_memory, gather_host_memory
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.session import open_session
 
@@ -28,7 +28,7 @@ def _process() -> JoinedProcess:
 
 def test_what_stands_for_device_memory_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "proportional_bytes", lambda *pid: 5000)
-    assert gather_host_memory(MODEL, _process()) == HostMemory(
+    assert gather_host_memory(MODEL, _process()) == JobHostMemory(
         num_workers=1, total_bytes=3800, model_bytes=400, device_bytes=1200, is_built_in_workers=False
     )
 
@@ -42,7 +42,7 @@ def test_nothing_is_reported_where_the_host_or_the_device_family_does_not(
 
 
 def test_a_model_that_was_built_in_every_worker_is_described_with_what_to_do() -> None:
-    usage = HostMemory(8, 4_000_000_000, 420_000_000, 0, is_built_in_workers=True)
+    usage = JobHostMemory(8, 4_000_000_000, 420_000_000, 0, is_built_in_workers=True)
     line = describe_host_memory(usage)
     assert "8 workers" in line
     assert "420 MB" in line

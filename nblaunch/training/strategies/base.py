@@ -93,7 +93,7 @@ class StrategyPlugin(ABC):
             f"nblaunch.{cls.__name__}, which has the same fields"
         )
 
-    def precision(self, asked: str | None, backend: Backend) -> str | None:
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         """Return the name of the precision that models compute in.
 
         Args:
@@ -138,15 +138,21 @@ class Strategy(ABC):
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
-    def precision(self, precision: Precision) -> Precision:
+    def adapt_precision(self, precision: Precision) -> Precision:
         """Return the precision that models compute in, where the strategy does a part of that itself."""
         return precision
 
     def on_prepare(self, objects: Sequence[Any]) -> None:
-        """Check and note all arguments of one call of ``prepare``, before any of them is prepared."""
+        """Check and note all arguments of one call of ``prepare``, before any of them is prepared.
+
+        Not called by ``prepare_model`` and the like, which prepare one object.
+        """
 
     def before_move(self, model: torch.nn.Module) -> None:
         """Look at ``model`` while it is still on the host, before it goes to its device.
+
+        This gets the module without its parallel wrappers; :meth:`setup_module` gets the model as it was passed, which
+        may be wrapped or compiled already.
 
         Neither this nor :meth:`setup_module` is called for models that are only evaluated. Communicating here would
         stall launches whose workers move their models one after the other: :meth:`setup_module` is the place for that.
@@ -212,7 +218,7 @@ class Strategy(ABC):
         """Clip gradients elementwise to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which ranks without data left take part in the steps of the others."""
         return nullcontext()
 

@@ -95,7 +95,7 @@ class DdpStrategy(Strategy):
         finally:
             spread.require_backward_grad_sync, spread.require_forward_param_sync = before
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         models = [_own(one) for one in joinables]
         answering = [one for one in models if isinstance(one, Joinable)]
         if not answering:
@@ -178,4 +178,4 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
 
 def _own(prepared: Any) -> Any:
     """Return what communicates in a prepared object: inside a compiled model's wrapper, or a prepared optimizer's."""
-    return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.inner_of(prepared)
+    return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.uncompiled(prepared)

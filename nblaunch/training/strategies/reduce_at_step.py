@@ -51,7 +51,7 @@ class ReduceAtStepStrategy(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         return nullcontext()  # nothing is reduced before the step in any case
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         warn(
             "join_uneven_inputs has no effect on this device: all ranks take part in every step; keep even_batches=True"
         )

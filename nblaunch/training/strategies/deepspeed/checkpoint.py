@@ -71,7 +71,7 @@ def _tag(index: int) -> str:
 
 
 def _engine_of(model: Any) -> Any:
-    inner = models.inner_of(model)
+    inner = models.uncompiled(model)
     return inner if library.is_engine(inner) else None
 
 

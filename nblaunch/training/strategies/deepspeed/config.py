@@ -80,8 +80,8 @@ class DummyScheduler(SchedulerPlaceholder):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Hold what one call of ``prepare`` was given, as far as the configuration depends on it.
+class EngineInputs:
+    """What an engine is configured by: model, optimizer, scheduler and batch sizes, before they are prepared.
 
     Args:
         model: the user's own module.
@@ -106,7 +106,7 @@ class Prepared:
     device_type: str = "cpu"
 
 
-def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
+def complete(plugin: DeepSpeedPlugin, prepared: EngineInputs) -> dict[str, Any]:
     """Return the configuration for an engine that trains what was prepared. The plugin stays as it is.
 
     Raises:
@@ -136,7 +136,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: Prepared) -> dict[str, Any]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: Prepared) -> None:
+def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: EngineInputs) -> None:
     accumulation = "gradient_accumulation_steps"
     settle(config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})")
     micro = "train_micro_batch_size_per_gpu"
@@ -162,11 +162,11 @@ def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: P
     )
 
 
-def _per_rank(size: int, prepared: Prepared) -> int:
+def _per_rank(size: int, prepared: EngineInputs) -> int:
     return max(1, size // prepared.world_size) if prepared.splits_batches else size
 
 
-def _from_total(total: Any, prepared: Prepared) -> int:
+def _from_total(total: Any, prepared: EngineInputs) -> int:
     """Return a micro-batch size where no loader is prepared; the engine only counts samples with it."""
     if not isinstance(total, int):
         return 1
@@ -212,7 +212,7 @@ def _hidden_size(model: torch.nn.Module) -> int | None:
 # --- optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def _settle_optimizer(config: dict[str, Any], prepared: Prepared) -> None:
+def _settle_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
     optimizer = prepared.optimizer
     described = config.get("optimizer")
     if isinstance(optimizer, DummyOptim):
@@ -247,7 +247,7 @@ def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
     return shutil.which(compiler) is None
 
 
-def _settle_scheduler(config: dict[str, Any], prepared: Prepared) -> None:
+def _settle_scheduler(config: dict[str, Any], prepared: EngineInputs) -> None:
     scheduler = prepared.scheduler
     described = config.get("scheduler")
     if isinstance(scheduler, DummyScheduler):
@@ -270,7 +270,7 @@ def _settle_scheduler(config: dict[str, Any], prepared: Prepared) -> None:
             )
 
 
-def _schedule(scheduler: DummyScheduler, prepared: Prepared) -> Iterator[tuple[str, Any]]:
+def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tuple[str, Any]]:
     owner = scheduler.optimizer
     defaults = getattr(owner, "defaults", None) or {}
     lr = defaults.get("lr", getattr(owner, "lr", None))

@@ -149,7 +149,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         """Return the plugins of the process: those of a mapping by name, or one alone."""
         return DeepSpeedPlugins(dict(value) if isinstance(value, Mapping) else {"default": value})
 
-    def precision(self, asked: str | None, backend: Backend) -> str | None:
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
@@ -215,8 +215,8 @@ class DeepSpeedPlugins(StrategyPlugin):
                 )
         self.select(next(iter(self.by_name)))
 
-    def precision(self, asked: str | None, backend: Backend) -> str | None:
-        return self.active.precision(asked, backend)
+    def precision_name(self, asked: str | None, backend: Backend) -> str | None:
+        return self.active.precision_name(asked, backend)
 
     def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
         return self.active.accumulation(asked)

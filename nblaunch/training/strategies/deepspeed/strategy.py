@@ -23,7 +23,7 @@ from nblaunch.errors import warn
 from nblaunch.events import Note
 from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, Waiting
-from nblaunch.training.models import compile_model, to_device, unwrap
+from nblaunch.training.models import compile_model, to_device, without_parallel_wrappers
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.precision import Precision
@@ -57,7 +57,8 @@ class _Given:
 class DeepSpeedStrategy(Strategy):
     """Train with one engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
 
-    A model without an optimizer is evaluated only: stage 3 shards it all the same, the others as it is.
+    A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
+    its device.
 
     Args:
         plugins: the selected one describes the engine.
@@ -80,7 +81,7 @@ class DeepSpeedStrategy(Strategy):
         self._optimizer: EngineOptimizer | None = None
         self._is_unsynced = self._is_step_due = False
 
-    def precision(self, precision: Precision) -> Precision:
+    def adapt_precision(self, precision: Precision) -> Precision:
         return self._precision
 
     # --- preparing -----------------------------------------------------------------------------------------------
@@ -117,9 +118,10 @@ class DeepSpeedStrategy(Strategy):
             to_device(model, process)
             return model
         if optimizer is not None and self.engine is not None:
+            trained = type(without_parallel_wrappers(self.engine)).__name__
             raise ValueError(
-                f"this Accelerator trains a {type(unwrap(self.engine)).__name__} with DeepSpeed already; build a "
-                "second Accelerator for the second model, or call free_memory() first"
+                f"this Accelerator trains a {trained} with DeepSpeed already; build a second Accelerator for the "
+                "second model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(plugin, self._describe(model, process))
@@ -145,15 +147,15 @@ class DeepSpeedStrategy(Strategy):
         if not deepspeed_library.is_engine(model) or not options.is_on:
             return None
         # The user's module in place: what the engine does around it, with clocks and collectives, is not for a graph.
-        module = unwrap(model)
+        module = without_parallel_wrappers(model)
         if options.use_regional_compilation:
             compile_model(module, options)
         else:
             module.compile(**options.to_compile_kwargs())
         return model
 
-    def _describe(self, model: torch.nn.Module, process: JoinedProcess) -> deepspeed_config.Prepared:
-        return deepspeed_config.Prepared(
+    def _describe(self, model: torch.nn.Module, process: JoinedProcess) -> deepspeed_config.EngineInputs:
+        return deepspeed_config.EngineInputs(
             model=model,
             optimizer=self._given.optimizer,
             scheduler=self._given.scheduler,
@@ -266,7 +268,7 @@ class DeepSpeedStrategy(Strategy):
             "clip_grad_value_ can't be used with DeepSpeed, whose engine clips by the norm; use clip_grad_norm_"
         )
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         warn(
             "join_uneven_inputs has no effect with DeepSpeed: all ranks take part in every step; keep even_batches=True"
         )

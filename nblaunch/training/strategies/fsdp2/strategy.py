@@ -160,12 +160,12 @@ class Fsdp2Strategy(Strategy):
             model.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        own = models.inner_of(model)
+        own = models.uncompiled(model)
         return self._unreduced(own) if is_fsdp_module(own) else nullcontext()
 
     @contextmanager
     def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        own: Any = models.inner_of(model)
+        own: Any = models.uncompiled(model)
         if not is_fsdp_module(own):
             yield
             return
@@ -200,7 +200,7 @@ class Fsdp2Strategy(Strategy):
             if parameter.grad is not None:
                 dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
 
-    def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+    def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         warn(
             "join_uneven_inputs has no effect with fsdp_plugin: every rank has a shard of every layer, and takes part "
             "in every step; keep even_batches=True"
