@@ -119,7 +119,7 @@ def test_settings_reach_the_accelerator() -> None:
     name = script("""
         from nblaunch import Accelerator
         accelerator = Accelerator()
-        dynamo = accelerator._dynamo
+        dynamo = accelerator._preparer.dynamo
         print(accelerator.mixed_precision, accelerator.gradient_accumulation_steps, accelerator.debug,
               dynamo.backend, dynamo.mode, Accelerator(gradient_accumulation_steps=5).gradient_accumulation_steps)
     """)

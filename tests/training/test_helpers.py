@@ -137,7 +137,7 @@ def test_kwargs_as_dictionaries() -> None:
     options = utils.GradientAccumulationPlugin(num_steps=3, average_tail=True)
     assert options.to_kwargs() == {"num_steps": 3, "average_tail": True}
     assert options.to_dict()["sync_each_batch"] is False
-    assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp16", "bf16"]
+    assert [str(kind) for kind in utils.PrecisionType] == ["no", "fp8", "fp16", "bf16"]
     assert str(utils.RNGType.TORCH) == "torch"
 
 
