@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nblaunch.training.strategies.deepspeed import config as deepspeed_config
-from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, Prepared, complete
+from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler, EngineInputs, complete
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 from nblaunch.training.strategies.deepspeed.strategy import shards_line
 
@@ -33,7 +33,7 @@ AUTO = {
 
 
 def _complete(config: dict[str, Any], **prepared: Any) -> dict[str, Any]:
-    return complete(DeepSpeedPlugin(config), Prepared(**{"model": MODEL, **prepared}))
+    return complete(DeepSpeedPlugin(config), EngineInputs(**{"model": MODEL, **prepared}))
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_batches_come_from_the_loaders() -> None:
     assert config["gradient_accumulation_steps"] == 3
     assert config["train_batch_size"] == 48
     largest = DeepSpeedPlugin(AUTO, is_train_batch_min=False)
-    assert complete(largest, Prepared(MODEL, batch_sizes=[16, 8]))["train_micro_batch_size_per_gpu"] == 16
+    assert complete(largest, EngineInputs(MODEL, batch_sizes=[16, 8]))["train_micro_batch_size_per_gpu"] == 16
     split = _complete(AUTO, batch_sizes=[16], world_size=4, splits_batches=True)
     assert (split["train_micro_batch_size_per_gpu"], split["train_batch_size"]) == (4, 16)
 
@@ -227,8 +227,8 @@ def test_torch_computes_adam_where_no_compiler_is(monkeypatch: pytest.MonkeyPatc
 
 def test_the_plugin_stays_as_it_is() -> None:
     plugin = DeepSpeedPlugin(AUTO)
-    first = complete(plugin, Prepared(MODEL, batch_sizes=[8]))
-    second = complete(plugin, Prepared(MODEL, batch_sizes=[4]))
+    first = complete(plugin, EngineInputs(MODEL, batch_sizes=[8]))
+    second = complete(plugin, EngineInputs(MODEL, batch_sizes=[4]))
     assert (first["train_batch_size"], second["train_batch_size"]) == (8, 4)
     assert math.isinf(first["steps_per_print"])
 
