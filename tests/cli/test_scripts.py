@@ -161,7 +161,10 @@ num_processes: 2
     """)
     ended = launch("--num_processes", "2", "--dashboard", "none", *options.split(), name)
     assert ended.code == 0, ended.err
-    assert [line for line in ended.lines if line.startswith("[")] == [f"[0] {expected}", f"[1] {expected}"]
+    assert sorted(line for line in ended.lines if line.startswith("[")) == [
+        f"[0] {expected}",
+        f"[1] {expected}",
+    ]
 
 
 def test_all_output_is_shown_in_whole_lines() -> None:
