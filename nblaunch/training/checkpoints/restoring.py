@@ -17,7 +17,7 @@ from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
 from nblaunch.training.strategies import argument_of
 
-_PLACES = (None, "cpu", "on_device")
+_MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class Restorer:
@@ -25,13 +25,13 @@ class Restorer:
 
     Args:
         state: what is loaded into.
-        settle: waits for a checkpoint that is still being written.
+        wait_for_save: waits for a checkpoint that is still being written.
     """
 
-    def __init__(self, state: TrainingState, settle: Callable[[], None]) -> None:
+    def __init__(self, state: TrainingState, wait_for_save: Callable[[], None]) -> None:
         self._state = state
         self._project = state.project
-        self._settle = settle
+        self._wait_for_save = wait_for_save
 
     def load(
         self,
@@ -42,13 +42,13 @@ class Restorer:
         strict: bool = True,
     ) -> None:
         """Load a checkpoint; see ``Accelerator.load_state``."""
-        if map_location not in _PLACES:
+        if map_location not in _MAP_LOCATIONS:
             raise TypeError(
                 f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
             )
         device = self._state.session.process.device if map_location == "on_device" else "cpu"
         reading = {"map_location": device, **(load_kwargs or {})}
-        self._settle()
+        self._wait_for_save()
         folder = self._common(self._agree(lambda: self._find(input_dir)))
         manifest = self._agree(lambda: self._checked(folder, any_world_size))
         if manifest is not None:

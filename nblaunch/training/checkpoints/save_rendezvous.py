@@ -54,7 +54,7 @@ class Round:
 
     Args:
         number: counts the saves of the process group, from 1.
-        is_decided: who takes part is settled.
+        is_decided: the ranks that take part are fixed.
         present: the other ranks that take part.
         folder: where they write to; empty if the save has failed, see its :class:`SaveOutcome`.
         target: the checkpoint's folder at last.

@@ -34,7 +34,7 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _MAX_DIMS = 14  # of a shape that is compared
-_SETTLE_S = 1.0  # far more than it takes
+_RELEASE_TIMEOUT_S = 1.0  # far more than it takes
 
 # torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -239,7 +239,7 @@ def _unpickled(row: torch.Tensor) -> Any:
     return signing.load(bytes(row.numpy()), context.current().key)
 
 
-def _settle(*tensors: torch.Tensor) -> None:
+def _wait_until_released(*tensors: torch.Tensor) -> None:
     """Wait until the process group's threads have let go of temporary tensors.
 
     They do so a moment after the collective has returned. The thread that lets go last needs the interpreter's lock
@@ -249,7 +249,7 @@ def _settle(*tensors: torch.Tensor) -> None:
     if dist.get_backend() != "gloo":
         return  # groups of devices keep tensors until the device is through, and are taken down without the lock
     untyped: tuple[Any, ...] = tensors  # torch's stubs don't know _use_count
-    deadline = time.monotonic() + _SETTLE_S
+    deadline = time.monotonic() + _RELEASE_TIMEOUT_S
     while any(tensor._use_count() > 1 for tensor in untyped) and time.monotonic() < deadline:
         time.sleep(0)  # gives the lock away
 
@@ -293,7 +293,7 @@ def _all_gather_bytes(tensor: torch.Tensor) -> torch.Tensor:
     received = torch.empty(sent.numel() * world_size(), dtype=torch.uint8, device=sent.device)
     with waiting():
         _all_gather_flat(received, sent)
-        _settle(received, sent)
+        _wait_until_released(received, sent)
     return received
 
 
@@ -315,7 +315,7 @@ def _send_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     sent = _as_bytes(dense)
     with waiting():
         dist.broadcast(sent, src=from_process)
-        _settle(sent)
+        _wait_until_released(sent)
     if (
         sent.data_ptr() != tensor.data_ptr()
     ):  # a copy was sent: the tensor is not contiguous, or on another device
@@ -330,7 +330,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.
     operation = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction, dist.ReduceOp.SUM)
     with waiting():
         dist.all_reduce(combined, op=operation)
-        _settle(combined)
+        _wait_until_released(combined)
     combined = combined.to(tensor.device)
     if reduction == "mean":
         combined = combined / world_size()

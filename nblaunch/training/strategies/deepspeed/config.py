@@ -116,13 +116,13 @@ def complete(plugin: DeepSpeedPlugin, prepared: EngineInputs) -> dict[str, Any]:
     config = copy.deepcopy(plugin.deepspeed_config)
     for kind in ("fp16", "bf16"):
         asked = f"mixed_precision={prepared.precision!r}"
-        settle(config, f"{kind}.enabled", prepared.precision == kind, asked)
-    _settle_batches(config, plugin, prepared)
+        set_or_check(config, f"{kind}.enabled", prepared.precision == kind, asked)
+    _complete_batches(config, plugin, prepared)
     if get(config, "gradient_clipping") == AUTO:
         put(config, "gradient_clipping", 0.0)  # none, until clip_grad_norm_ asks for it
-    _settle_buckets(config, prepared.model)
-    _settle_optimizer(config, prepared)
-    _settle_scheduler(config, prepared)
+    _complete_buckets(config, prepared.model)
+    _complete_optimizer(config, prepared)
+    _complete_scheduler(config, prepared)
     config.setdefault("steps_per_print", math.inf)  # the dashboard shows progress
     left = sorted(autos(config))
     if left:
@@ -136,9 +136,11 @@ def complete(plugin: DeepSpeedPlugin, prepared: EngineInputs) -> dict[str, Any]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: EngineInputs) -> None:
+def _complete_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: EngineInputs) -> None:
     accumulation = "gradient_accumulation_steps"
-    settle(config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})")
+    set_or_check(
+        config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})"
+    )
     micro = "train_micro_batch_size_per_gpu"
     sizes = [_per_rank(size, prepared) for size in prepared.batch_sizes if size is not None]
     there, total = get(config, micro), get(config, "train_batch_size")
@@ -153,7 +155,7 @@ def _settle_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: E
             f'{" and ".join(map(str, sizes))} rows per rank; write "auto"'
         )
     product = get(config, micro) * get(config, accumulation) * prepared.world_size
-    settle(
+    set_or_check(
         config,
         "train_batch_size",
         product,
@@ -176,7 +178,7 @@ def _from_total(total: Any, prepared: EngineInputs) -> int:
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
 
-def _settle_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
+def _complete_buckets(config: dict[str, Any], model: torch.nn.Module) -> None:
     # Buffers larger than the model would be filled by nothing.
     num_elements = max(1, sum(_num_elements(parameter) for parameter in model.parameters()))
     if get(config, f"{_ZERO}.reduce_bucket_size") is None:
@@ -212,7 +214,7 @@ def _hidden_size(model: torch.nn.Module) -> int | None:
 # --- optimizer and scheduler ------------------------------------------------------------------------------------------
 
 
-def _settle_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
+def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
     optimizer = prepared.optimizer
     described = config.get("optimizer")
     if isinstance(optimizer, DummyOptim):
@@ -247,7 +249,7 @@ def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
     return shutil.which(compiler) is None
 
 
-def _settle_scheduler(config: dict[str, Any], prepared: EngineInputs) -> None:
+def _complete_scheduler(config: dict[str, Any], prepared: EngineInputs) -> None:
     scheduler = prepared.scheduler
     described = config.get("scheduler")
     if isinstance(scheduler, DummyScheduler):
@@ -377,7 +379,7 @@ def drop(config: dict[str, Any], key: str) -> None:
         inner.pop(name, None)
 
 
-def settle(config: dict[str, Any], key: str, value: Any, source: str) -> None:
+def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set a key that is missing or "auto"; what it says otherwise must be the same.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from nblaunch.backends.base import Backend
 from nblaunch.training.options import GradientAccumulationPlugin, check_choice
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, settle
+from nblaunch.training.strategies.deepspeed.config import AUTO, get, put, read_config, set_or_check
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _ZERO = "zero_optimization"
@@ -98,7 +98,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         self.deepspeed_config = {} if self.hf_ds_config is None else read_config(self.hf_ds_config)
         for name, value in given.items():
-            settle(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
+            set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
         if self.hf_ds_config is not None and _ZERO not in self.deepspeed_config:
             raise ValueError(
                 f"the DeepSpeed configuration has no {_ZERO!r}; say which stage: {{{_ZERO!r}: {{'stage': 2}}}}"
