@@ -15,16 +15,7 @@ from nblaunch.events import Failed, FrameInfo
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import exceptions
 from nblaunch.worker.failure import describe_failure
-
-
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
+from tests.odd_exceptions import Frozen, Mute
 
 
 def failure(error: BaseException, cause: BaseException | None = None) -> Failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import sys
 import threading
@@ -12,6 +11,7 @@ import pytest
 
 from nblaunch.errors import WorkerDied
 from nblaunch.wire import exceptions
+from tests.odd_exceptions import Frozen, Mute
 
 
 class Custom(Exception):
@@ -23,16 +23,6 @@ class Required(Exception):
         super().__init__(f"status {status}: {reason}")
         self.status = status
         self.reason = reason
-
-
-class Mute(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
 
 
 class Outer:
