@@ -12,11 +12,11 @@ from typing import Any
 from nblaunch import dashboard as dashboards
 from nblaunch import env
 from nblaunch.diagnosis.rendering import ShownAtCall
+from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner, Listener
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
-from nblaunch.wire import descriptors
 
 
 def notebook_launcher(

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 
 
 class UsageError(Exception):

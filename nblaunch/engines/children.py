@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from nblaunch.engines.base import KILL_PATIENCE_S, WorkerGroup
 from nblaunch.events import ExitStatus
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 
 _REAP_INTERVAL_S = 0.002
 

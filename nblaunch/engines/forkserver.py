@@ -18,7 +18,7 @@ from nblaunch.engines.interpreter_main import REPORT, STARTED
 from nblaunch.engines.saved_call import SavedCall, saved_or_now
 from nblaunch.engines.spawn import disown
 from nblaunch.events import ExitStatus
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 

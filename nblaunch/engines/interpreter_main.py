@@ -25,11 +25,11 @@ from nblaunch.engines.spawn import spawn_workers
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
+from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.wire import exceptions, payload
 from nblaunch.wire.assignment import Boot, Call, restore_random_states
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
-from nblaunch.wire.descriptors import wait_until_readable
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, guard, output
 from nblaunch.worker.failure import describe_failure

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
+from nblaunch.host import descriptors
 from nblaunch.spec import name_of
-from nblaunch.wire import descriptors, payload, pickle_errors
+from nblaunch.wire import payload, pickle_errors
 from nblaunch.wire.assignment import Call, capture_random_states
 from nblaunch.wire.board import create_memory_file
 

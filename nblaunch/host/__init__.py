@@ -1,9 +1,10 @@
-"""The host that a job runs on: readings, and what is asked of its system. Nothing creates a device context.
+"""The host that a job runs on: readings, and what is asked of its operating system. Nothing creates a device context.
 
 proc.py               /proc and /sys: states, memory and processor time of processes
 descendants.py        finds and ends every process that workers have started, wherever they went
 cgroup.py             folders of control groups
 memory.py             memory of processes, limits of the host, glibc's allocator
+descriptors.py        file descriptors: which ones forked processes must not keep, and waiting for any of several
 disk.py               room in files: freed, and why there is none
 gpus.py               GPUs, and which of them CUDA shows in this process
 nvml.py               the GPU driver's own library

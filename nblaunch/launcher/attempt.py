@@ -18,6 +18,7 @@ from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
+from nblaunch.host import descriptors
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
@@ -28,7 +29,7 @@ from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire import descriptors, signing
+from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, create_memory_file
 from nblaunch.wire.channel import EventReceiver

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nblaunch.engines.spawn import disown
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 
 _SCRIPT = (
     'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 
 from nblaunch.errors import LaunchError
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 
 
 class WakePipe:

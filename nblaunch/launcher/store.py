@@ -14,7 +14,7 @@ import socket
 import threading
 
 from nblaunch.errors import LaunchError
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
 
 _BACKLOG = 1024
 _STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with some to spare

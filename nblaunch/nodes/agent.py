@@ -31,6 +31,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from nblaunch.events import Event
+from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.nodes import messages
 from nblaunch.nodes.agent_process import AgentConfig, RendezvousConfig
 from nblaunch.nodes.heartbeats import HeartbeatExchange, RankTakenError
@@ -48,7 +49,6 @@ from nblaunch.nodes.rendezvous import is_connection_error, make_handler, open_st
 from nblaunch.topology import Topology
 from nblaunch.wire import schema
 from nblaunch.wire.channel import EventReceiver, EventSender
-from nblaunch.wire.descriptors import wait_until_readable
 from nblaunch.worker import output
 
 

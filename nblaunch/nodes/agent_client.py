@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
+from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
 from nblaunch.nodes.messages import AgentEnded, Heartbeat, Leave, PeerHeartbeats, WorldFormed
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT, LaunchSpec
-from nblaunch.wire.descriptors import wait_until_readable
 
 _TICK_S = 0.1
 _FIRST_NOTE_S = 3.0

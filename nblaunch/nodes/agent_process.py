@@ -30,9 +30,9 @@ from nblaunch.engines.interpreter import start_program
 from nblaunch.engines.spawn import disown
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
-from nblaunch.wire import descriptors
+from nblaunch.host import descriptors
+from nblaunch.host.descriptors import is_writable, wait_until_readable
 from nblaunch.wire.channel import EventReceiver, EventSender
-from nblaunch.wire.descriptors import is_writable, wait_until_readable
 
 LINGER_S = 4.0
 """Longest time in seconds for which an agent waits until the others have received its last heartbeat."""

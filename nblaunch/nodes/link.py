@@ -18,6 +18,7 @@ from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note
+from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.launcher.requests import StopRequests
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
@@ -35,7 +36,6 @@ from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_o
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample, Slot
-from nblaunch.wire.descriptors import wait_until_readable
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4

@@ -28,5 +28,4 @@ Between ranks and between nodes:
 At both ends:
 
     user_code.py        which files, frames and variables are the user's
-    descriptors.py      file descriptors: which ones forked processes must not keep, and waiting for any of several
 """

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nblaunch.wire.descriptors import is_writable, wait_until_readable
+from nblaunch.host.descriptors import is_writable, wait_until_readable
 
 _BEYOND_SELECT = 1100
 
