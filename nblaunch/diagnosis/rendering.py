@@ -16,9 +16,9 @@ from typing import Any
 
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
+from nblaunch.user_code import is_own_file
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute, shortened
-from nblaunch.wire.user_code import is_own_file
 
 _MAX_FRAMES = 3
 _MAX_NOTES_LINES = 4

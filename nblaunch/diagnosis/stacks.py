@@ -16,8 +16,8 @@ from pathlib import Path
 
 from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.host import disk, proc
+from nblaunch.user_code import is_own_file, is_user_file
 from nblaunch.wire.assignment import STACKS_SIGNAL
-from nblaunch.wire.user_code import is_own_file, is_user_file
 
 _DEADLINE_S = 0.8
 _QUIET_S = 0.03

@@ -27,8 +27,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
+from nblaunch.user_code import captured_variables, is_user_file
 from nblaunch.wire.assignment import Call
-from nblaunch.wire.user_code import captured_variables, is_user_file
 
 _THREADS = Path("/proc/self/task")
 _MAX_VISITED = 500

@@ -21,8 +21,8 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
+from nblaunch.user_code import captured_variables
 from nblaunch.wire.modules import ArgPath, modules_in
-from nblaunch.wire.user_code import captured_variables
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from nblaunch.events import Note
 from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.unpassed import describe_unpassed_modules
+from nblaunch.user_code import from_first_user_frame
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.user_code import from_first_user_frame
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from nblaunch.launcher.weights import trainable_bytes
-from nblaunch.wire.user_code import captured_variables
+from nblaunch.user_code import captured_variables
 
 
 def describe_unpassed_modules(function: Callable[..., Any], name: str) -> str:

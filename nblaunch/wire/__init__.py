@@ -1,4 +1,4 @@
-"""What crosses between processes of a job, and how: formats and shared memory, and what both ends must know of them.
+"""What crosses between processes of a job, and how: formats and shared memory.
 
 To a worker:
 
@@ -24,8 +24,4 @@ Between ranks and between nodes:
 
     signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON between nodes, never unpickled
-
-At both ends:
-
-    user_code.py        which files, frames and variables are the user's
 """

@@ -10,8 +10,8 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
+from nblaunch.user_code import captured_variables
 from nblaunch.wire.payload import pickling_error
-from nblaunch.wire.user_code import captured_variables
 
 _KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4

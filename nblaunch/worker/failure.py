@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from nblaunch.events import Event, ExceptionInfo, Failed, FrameInfo
+from nblaunch.user_code import from_first_user_frame, is_user_file
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
-from nblaunch.wire.user_code import from_first_user_frame, is_user_file
 
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group

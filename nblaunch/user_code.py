@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+_OWN_FOLDER = str(Path(__file__).resolve().parent)
 _LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
