@@ -37,7 +37,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import bootstrap, guard
+from nblaunch.worker import bootstrap, process_control
 
 
 class ForkEngine(Engine):
@@ -66,7 +66,7 @@ def fork_workers(
     with (
         _memory_shown(assignments) as originals,
         _frozen_heap(),
-        guard.signals_blocked(),
+        process_control.signals_blocked(),
         warnings.catch_warnings(),
     ):
         # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.

@@ -16,7 +16,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment, Boot
 from nblaunch.wire.board import create_memory_file
-from nblaunch.worker import guard
+from nblaunch.worker import process_control
 
 # The kernel's search path comes first of all: nblaunch itself may have been found through it.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
@@ -98,7 +98,7 @@ def start_program(
         os.lseek(message_fd, 0, os.SEEK_SET)
         program = _PROGRAM.format(path=list(sys.path if path is None else path), module=module)
         # Or an interrupt would print the traceback of an unfinished import into the cell.
-        with guard.signals_blocked():
+        with process_control.signals_blocked():
             return subprocess.Popen(
                 [sys.executable, "-c", program, *map(str, (message_fd, *further_fds))],
                 stdin=subprocess.DEVNULL,

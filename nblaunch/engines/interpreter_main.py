@@ -31,7 +31,7 @@ from nblaunch.wire.assignment import Boot, Call, restore_random_states
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import bootstrap, guard, output
+from nblaunch.worker import bootstrap, output, process_control
 from nblaunch.worker.failure import describe_failure
 
 REPORT = struct.Struct("<iii")
@@ -70,13 +70,13 @@ def _ensure_shell(boot: Boot) -> None:
 
 def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
     first = boot.assignments[0]
-    guard.start_session()
-    guard.end_with_parent(first.parent_pid)
+    process_control.start_session()
+    process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:
         output.capture(boot.log_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
-        guard.unblock_signals()
+        process_control.unblock_signals()
         _ensure_shell(boot)
         call: Call = payload.load(call_fd)
         restore_random_states(pickle.loads(boot.random_states))

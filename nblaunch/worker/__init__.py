@@ -1,11 +1,11 @@
 """What happens in a worker process before, around and after the user's function.
 
-bootstrap.py   the life of a worker: set-up, the function, results, end
-guard.py       session, end with the parent, signals and interrupts, stacks on request
-inherited.py   what a forked worker must forget of the kernel
-output.py      output to the log file, displays to the launcher
-progress.py    steps, bars and parameters of code that does not use nblaunch
-delivery.py    the return value, then the weights
-failure.py     the user's exception, made ready to travel
-script.py      a Python script as the function
+bootstrap.py         the life of a worker: set-up, the function, results, end
+process_control.py   session, end with the parent, signals and interrupts, stacks on request
+inherited.py         what a forked worker must forget of the kernel
+output.py            output to the log file, displays to the launcher
+progress.py          steps, bars and parameters of code that does not use nblaunch
+delivery.py          the return value, then the weights
+failure.py           the user's exception, made ready to travel
+script.py            a Python script as the function
 """

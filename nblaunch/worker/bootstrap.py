@@ -1,16 +1,16 @@
 """The life of one worker, from its first instruction to its last.
 
-    guard     own session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
-    output    descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
-    guard     first to go when memory runs out, stacks on request
-    inherited the state of libraries that a fork brought along from the kernel is reset
-    progress  bars and parameters of the function are counted
-    context   environment, backend, thread counts, displays, ``nblaunch.context``
+    process_control  own session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
+    output           descriptors 0, 1 and 2 to the log file, ``sys.stdout`` and ``sys.stderr`` replaced
+    process_control  first to go when memory runs out, stacks on request
+    inherited        the state of libraries that a fork brought along from the kernel is reset
+    progress         bars and parameters of the function are counted
+    context          environment, backend, thread counts, displays, ``nblaunch.context``
     ──> Started
-    function  the call is loaded, the user's function called
-    delivery  the value ──> Finished ──> the weights of each module ──> WeightsSent
-              (or, where the function raised: ──> Failed)
-    finish    threads joined, exit handlers run, process group left; then ``os._exit``
+    function         the call is loaded, the user's function called
+    delivery         the value ──> Finished ──> the weights of each module ──> WeightsSent
+                     (or, where the function raised: ──> Failed)
+    finish           threads joined, exit handlers run, process group left; then ``os._exit``
 
 A worker never returns into the code it was forked from.
 
@@ -41,7 +41,7 @@ from nblaunch.wire.board import Board, Slot, turn
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
-from nblaunch.worker import guard, inherited, output, progress
+from nblaunch.worker import inherited, output, process_control, progress
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
 
@@ -80,13 +80,13 @@ class _Worker:
     """
 
     def __init__(self, assignment: Assignment, slot: Slot | None) -> None:
-        guard.start_session()
-        guard.end_with_parent(assignment.parent_pid)
-        guard.reset_signals()
+        process_control.start_session()
+        process_control.end_with_parent(assignment.parent_pid)
+        process_control.reset_signals()
         descendants.carry(assignment.descendant_tag)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
-        self.interrupts = guard.Interrupts(self.slot)
+        self.interrupts = process_control.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
         self.interrupts.install()
         self._state_before_compiling = WorkerState.RUNNING
@@ -97,7 +97,7 @@ class _Worker:
         # Value and error are kept until all is finished: to destroy what they hold may wait for other ranks.
         try:
             self._prepare()
-            guard.unblock_signals()
+            process_control.unblock_signals()
             function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
@@ -140,8 +140,8 @@ class _Worker:
         assignment = self.assignment
         kernel_streams = (sys.stdout, sys.stderr)
         output.capture(assignment.log_path)
-        guard.prefer_for_oom_kill()
-        guard.watch_faults(assignment.stacks_path)
+        process_control.prefer_for_oom_kill()
+        process_control.watch_faults(assignment.stacks_path)
         inherited.reset_after_fork(kernel_streams)
         progress.watch(self.slot)
         env.apply(assignment.environment)
@@ -179,7 +179,7 @@ class _Worker:
         self.slot.detach()
         self.interrupts.reset_in_subprocess()
         output.renew_buffers()
-        guard.watch_faults_of_subprocess()
+        process_control.watch_faults_of_subprocess()
 
     def _turn(self, is_alone: bool = False) -> AbstractContextManager[None]:
         if self._is_subprocess:
