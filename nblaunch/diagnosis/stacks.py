@@ -31,7 +31,7 @@ _COLLECTIVE_FILES = (
     "/nblaunch/training/collectives/",
     "/torch_xla/core/xla_model.py",
 )
-_RENDEZVOUS = "/nblaunch/training/checkpoints/save_rendezvous.py"
+_SAVE_ROUND = "/nblaunch/training/checkpoints/save_round.py"
 _DATA_FILES = ("/torch/utils/data/dataloader.py",)
 _DATA_LOADER = "the data loader"
 _LONG_WORK_FILES = (
@@ -209,7 +209,7 @@ def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], 
 
 def _collective_in(inner: Sequence[StackFrame]) -> str:
     """Return the name of the outermost collective among library frames, which the user called."""
-    if any(frame.filename.endswith(_RENDEZVOUS) for frame in inner):
+    if any(frame.filename.endswith(_SAVE_ROUND) for frame in inner):
         return inner[-1].name  # save_state, or the wait for an asynchronous save
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):

@@ -41,7 +41,7 @@ class Session:
         attributes: what users set on ``PartialState()`` and the other views, by class.
         worker_context: that of the worker in which it was opened: ``context.current()`` there.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
-        save_rendezvous: where this rank meets the others to save checkpoints; None where it is alone.
+        save_round: this rank's side of the rounds in which ranks save checkpoints; None where it is alone.
     """
 
     process: JoinedProcess
@@ -60,7 +60,7 @@ class Session:
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
     worker_context: WorkerContext | None = field(default=None, compare=False, repr=False)
     has_checked_models: bool = False
-    save_rendezvous: Any = field(default=None, compare=False, repr=False)
+    save_round: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.

@@ -57,7 +57,7 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
         (
             [
                 ("/usr/lib/python3.11/threading.py", 9, "wait"),
-                ("/site/nblaunch/training/checkpoints/save_rendezvous.py", 9, "arrive"),
+                ("/site/nblaunch/training/checkpoints/save_round.py", 9, "arrive"),
                 ("/site/nblaunch/training/checkpoints/saving.py", 9, "save"),
                 ("/site/nblaunch/training/checkpoints/checkpointer.py", 9, "save_state"),
             ],

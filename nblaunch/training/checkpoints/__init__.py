@@ -4,7 +4,7 @@ checkpointer.py      what the ``Accelerator`` calls
 saving.py            ``save_state``, also in a thread
 restoring.py         ``load_state``
 snapshot.py          what one checkpoint is made of
-save_rendezvous.py   how ranks meet to save it
+save_round.py        how ranks meet to save it
 files.py             what lies in its folder, and the manifest
 model_files.py       files of weights: safetensors or torch's format, whole or in shards
 safe_save.py         why a folder is never half written

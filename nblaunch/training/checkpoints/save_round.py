@@ -1,6 +1,4 @@
-"""The meeting point of ranks at a save: a collective without a deadline, through the store of their process group.
-
-It has nothing to do with torch's rendezvous, by which the ranks of a job find each other before they train.
+"""Rounds in which ranks save together: a collective without a deadline, through the store of their process group.
 
     rank 0    opens a round ── who comes? ── decides: who is present, which folder ──> reports ── writes ── outcome
     others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome

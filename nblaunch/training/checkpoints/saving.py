@@ -4,7 +4,7 @@
     main process  hooks, states ──> Snapshot ── written aside, committed by a rename
     others        hooks, shards of weights, random states ──> files of their own in the same folder
 
-How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_rendezvous``.
+How files are made safe is the business of ``safe_save``, how ranks meet that of ``save_round``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.distributed as dist
 from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
-from nblaunch.training.checkpoints import files, safe_save, save_rendezvous
+from nblaunch.training.checkpoints import files, safe_save, save_round
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
-from nblaunch.training.checkpoints.save_rendezvous import Coordinator, Participant, Report, SaveOutcome
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
     CpuCopies,
     Snapshot,
@@ -94,23 +94,23 @@ class Saver:
             if error is not None:
                 raise error
         elif number:
-            self._state.session.save_rendezvous.outcome(number).check()
+            self._state.session.save_round.outcome(number).check()
 
     def _meet(self) -> Any:
-        """Return this rank's side of the rendezvous of its process group; None for a lone process."""
+        """Return this rank's side of the save rounds of its process group; None for a lone process."""
         state, session = self._state, self._state.session
         if state.world_size == 1 or not is_distributed():
             return None
-        if session.save_rendezvous is None or not session.save_rendezvous.is_current():
+        if session.save_round is None or not session.save_round.is_current():
             # The store has no public name; torch's own modules take it so, since 1.13 at least.
             store = dist.distributed_c10d._get_default_store()
-            collectives = partial(save_rendezvous.collectives_begun, session.process.backend)
-            session.save_rendezvous = (
+            collectives = partial(save_round.collectives_begun, session.process.backend)
+            session.save_round = (
                 Coordinator(store, state.world_size, collectives)
                 if state.rank == 0
                 else Participant(store, state.rank, collectives)
             )
-        return session.save_rendezvous
+        return session.save_round
 
     def _refuse_to_save_alone(self) -> None:
         strategy = self._state.strategy
