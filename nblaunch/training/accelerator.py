@@ -518,8 +518,9 @@ class Accelerator(PreparationProperties):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what ranks computed for their batches, each sample of the dataset exactly once.
 
-        Samples that completed the last batch of an epoch are dropped. All ranks must call it for every batch, with
-        whole batches: the first dimension is that of samples.
+        Samples that completed the last batch of an epoch are dropped: with that batch, all rows are cut to the number
+        of samples that it has, in a lone process, too. All ranks must call it for every batch, with whole batches: the
+        first dimension is that of samples. A loss may be repeated once per row of a full batch.
 
         Args:
             input_data: tensor or nested structure of tensors; anything else must be an iterable per rank and is

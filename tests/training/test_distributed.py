@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -12,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from nblaunch import Accelerator, backends, context
 from nblaunch.events import WorkerState
@@ -106,6 +116,53 @@ def _collect_objects(rows: int) -> list[list[str]]:
 def test_metrics_of_objects_count_every_sample_once() -> None:
     for batches in ranks.run(_collect_objects, 2, 7):
         assert batches == [["0", "1", "2", "3"], ["4", "5", "6"]]
+
+
+def _repeated_losses(rows: int, batch_size: int, package: str) -> list[list[float]]:
+    """A trainer's evaluation: the mean loss of a batch counts once per row, by a repetition for a full batch."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # Accelerate warns without them
+    kit = importlib.import_module(package)
+    accelerator = kit.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(rows).float(), batch_size=batch_size))
+    return [accelerator.gather_for_metrics(batch.mean().repeat(batch_size)).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("package", ["nblaunch", "accelerate"])
+def test_a_repeated_loss_is_cut_to_the_rows_of_the_last_batch(package: str) -> None:
+    assert ranks.run(_repeated_losses, 1, 5, 2, package) == [[[0.5, 0.5], [2.5, 2.5], [4.0]]]
+
+
+def test_what_has_no_rows_is_not_cut() -> None:
+    accelerator = Accelerator()
+    for batch in accelerator.prepare(DataLoader(torch.arange(5).float(), batch_size=2)):
+        loss, rows, text = batch.mean(), {"rows": batch}, {"text": "a"}
+        assert accelerator.gather_for_metrics(loss) is loss
+        assert accelerator.gather_for_metrics(rows)["rows"].tolist() == batch.tolist()
+        assert accelerator.gather_for_metrics(text) == {"text": "a"}
+
+
+class _Growing(BatchSampler):
+    """Batches of 1, 2, 3 ... rows, up to the batch size."""
+
+    def __iter__(self) -> Any:
+        indices = list(self.sampler)
+        size = 1
+        while indices:
+            yield indices[:size]
+            indices, size = indices[size:], min(size + 1, self.batch_size)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+@pytest.mark.parametrize("rows", [4, 5, 9, 10, 11])
+def test_metrics_of_batches_of_varying_size_count_every_sample_once(rows: int) -> None:
+    accelerator = Accelerator()
+    sampler = _Growing(SequentialSampler(range(rows)), 4, False)
+    seen: list[int] = []
+    for batch in accelerator.prepare(DataLoader(torch.arange(rows), batch_sampler=sampler)):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    assert seen == list(range(rows))
 
 
 class _Numbers(IterableDataset):

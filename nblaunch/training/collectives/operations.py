@@ -16,7 +16,7 @@ Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -149,10 +149,10 @@ def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: Accumul
     is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
     gathered = gather_object(data) if is_object else gather(data)
     loader = accumulation.active_loader
-    if loader is None or not loader.end_of_dataloader or not _may_be_completed(loader):
+    if loader is None or not loader.end_of_dataloader:
         return gathered
     remainder = accumulation.remainder
-    if remainder < 0 and not _drops_last(loader):
+    if remainder < 0 and not _drops_last(loader) and _may_be_completed(loader):
         warn(
             "the loader's length is not known, so samples that completed its last batch are still among the "
             "gathered ones. With num_workers=0 they can be distinguished."
@@ -160,8 +160,8 @@ def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: Accumul
     if remainder <= 0:
         return gathered
     if is_object:
-        return gathered[:remainder]
-    return nested.map_leaves(lambda leaf: leaf[:remainder], gathered)
+        return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
+    return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
 
 
 def _may_be_completed(loader: Any) -> bool:

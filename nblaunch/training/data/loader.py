@@ -350,8 +350,9 @@ class DataLoaderShard(PreparedLoader):
             if not is_plain:
                 current = self._receive(current, is_placed)
                 rows = nested.count_rows(current)
-        self._finish_epoch()
-        session.loops.advance(loop, nested.count_rows(current))
+        rows = nested.count_rows(current)
+        self._finish_epoch(rows)
+        session.loops.advance(loop, rows)
         self._begin_step(session, loop, current)
         yield current
 
@@ -367,8 +368,10 @@ class DataLoaderShard(PreparedLoader):
         is_plain = type(innermost(self.batch_sampler)) is BatchSampler
         return is_plain and not isinstance(self.dataset, IterableDataset)
 
-    def _finish_epoch(self) -> None:
+    def _finish_epoch(self, rows: int) -> None:
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
+        elif self.remainder >= 0 and self.num_processes == 1 and not self._has_equal_batches:
+            self.remainder = rows % self.total_batch_size  # batches of other sizes came before it
         self.end_of_dataloader = True
         self._note_position(is_end=True)
