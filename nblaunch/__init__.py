@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import packages
 from nblaunch.backends import first_use
-from nblaunch.compat import finder
+from nblaunch.compat import delegated, finder
 
 __version__ = "0.1.0"
 
@@ -171,6 +171,9 @@ packages.when_imported("torch.cuda", first_use.watch_torch)
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in delegated.HOMES:
+        globals()[name] = delegated.find(name)
+        return globals()[name]
     if name not in _PUBLIC:
         raise AttributeError(finder.missing_attribute(__name__, name))
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

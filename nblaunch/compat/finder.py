@@ -1,7 +1,8 @@
 """The import hook for module names of Hugging Face Accelerate, by the table in :mod:`nblaunch.compat.names`.
 
 ``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at their first
-use. An unsupported name raises an error that says what to use instead, as a module and as an attribute.
+use. Names of :mod:`nblaunch.compat.delegated` are found in every module. An unsupported name raises an error that says
+what to use instead, as a module and as an attribute.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from nblaunch.compat import delegated
 from nblaunch.compat.names import HOMES
 from nblaunch.compat.unsupported import explanation
 
@@ -51,6 +53,9 @@ class _ForwardingModule(ModuleType):
             return value
         if f"{module}.{name}" in HOMES:
             return importlib.import_module(f"{module}.{name}")
+        if name in delegated.HOMES:
+            self.__dict__[name] = delegated.find(name)
+            return self.__dict__[name]
         raise AttributeError(missing_attribute(module, name))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from nblaunch.compat import delegated
+
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "accelerator": {
         "training.accelerator": "Accelerator",
@@ -124,6 +126,7 @@ def _homes(module: str) -> Iterator[tuple[str, str]]:
 
 
 HOMES: Mapping[str, Mapping[str, str]] = {
+    **{f"nblaunch.{module}": {} for module in delegated.MODULES},
     **{f"nblaunch.{module}": dict(_homes(module)) for module in _NAMES},
     **{f"nblaunch.{module}": dict(_homes("utils")) for module in _SAME_AS_UTILS},
 }

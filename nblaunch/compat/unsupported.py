@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-LARGE_MODELS = (
-    "nblaunch does not split models by a device map. To train a model that does not fit on one device, use "
-    "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) or Accelerator(deepspeed_plugin="
-    "DeepSpeedPlugin(zero_stage=3)), both from nblaunch.utils. For inference with a device map, import this name from "
-    "accelerate itself; both packages can be used together"
-)
 _PARALLELISM = (
     "nblaunch trains models with DistributedDataParallel, with FSDP2 (Accelerator(fsdp_plugin="
     "FullyShardedDataParallelPlugin())) and with DeepSpeed (Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For "
@@ -20,22 +14,8 @@ _TRACKER = (
 )
 
 _INSTEAD = {
-    LARGE_MODELS: (
-        "AlignDevicesHook", "BnbQuantizationConfig", "CpuOffload", "CustomDtype", "LayerwiseCastingHook", "ModelHook",
-        "OffloadedWeightsLoader", "PrefixedDataset", "SequentialHook", "UserCpuOffloadHook", "add_hook_to_module",
-        "align_module_device", "attach_align_device_hook", "attach_align_device_hook_on_blocks",
-        "attach_execution_device_hook", "attach_layerwise_casting_hooks", "bnb", "calculate_maximum_sizes",
-        "check_device_map",
-        "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model", "get_balanced_memory",
-        "get_max_layer_size", "get_max_memory", "has_offloaded_params", "hooks", "infer_auto_device_map",
-        "load_and_quantize_model", "load_offloaded_weight", "load_offloaded_weights", "offload", "offload_state_dict",
-        "offload_weight", "remove_hook_from_module", "remove_hook_from_submodules", "save_offload_index",
-        "set_module_tensor_to_device",
-    ),
     _PARALLELISM: (
-        "GatheredParameters", "MegatronLMPlugin", "ParallelismConfig", "TorchContextParallelConfig",
-        "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "inference", "megatron_lm", "parallelism_config",
-        "prepare_pippy",
+        "GatheredParameters", "MegatronLMPlugin", "megatron_lm",
     ),
     _FP8: (
         "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs", "ao", "apply_fp8_autowrap",

@@ -13,6 +13,7 @@ import pytest
 
 import nblaunch
 import nblaunch.utils
+from nblaunch.compat import delegated
 from nblaunch.compat.finder import _Finder, install
 from nblaunch.compat.names import FILES, HOMES
 from nblaunch.compat.unsupported import INSTEAD
@@ -105,32 +106,53 @@ def test_what_comes_through_an_alias_is_pickled_by_its_home() -> None:
     assert b"nblaunch.utils" not in pickle.dumps(operations.gather)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from nblaunch import infer_auto_device_map",
-        "from nblaunch.utils import infer_auto_device_map",
-        "from nblaunch.utils.modeling import infer_auto_device_map",
-        "from nblaunch.big_modeling import infer_auto_device_map",
-    ],
-)
-def test_a_name_that_is_left_out_is_told_with_what_to_do(line: str) -> None:
-    with pytest.raises(
-        ImportError, match=r"no infer_auto_device_map: .*fsdp_plugin=.*import this name from accel"
-    ):
-        exec(line)
+def test_names_of_device_maps_are_those_of_an_installed_accelerate() -> None:
+    for name, home in delegated.HOMES.items():
+        value = getattr(importlib.import_module(home), name)
+        assert getattr(nblaunch, name) is getattr(nblaunch.utils.modeling, name) is value
+        module = importlib.import_module(home.replace("accelerate", "nblaunch", 1))
+        assert getattr(module, name) is value
+
+
+def test_who_serves_device_maps_is_said_once() -> None:
+    code = "from nblaunch import dispatch_model, cpu_offload; from nblaunch.hooks import ModelHook"
+    lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert lines.stderr.count("comes from the installed Accelerate") == 1
+
+
+_WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = {accelerate}
+from nblaunch import infer_auto_device_map
+from nblaunch.hooks import AlignDevicesHook
+assert not isinstance(object(), AlignDevicesHook)
+for use in (infer_auto_device_map, AlignDevicesHook, type("Own", (AlignDevicesHook,), {{}})):
+    try:
+        use()
+    except ImportError as error:
+        assert "pip install accelerate" in str(error), error
+    else:
+        raise AssertionError(use)
+print("explained")
+"""
+
+
+@pytest.mark.parametrize("accelerate", ["None", "__import__('nblaunch')"])
+def test_without_accelerate_the_names_can_be_imported_and_raise_where_they_are_used(accelerate: str) -> None:
+    assert _run(_WITHOUT_ACCELERATE.format(accelerate=accelerate)) == "explained"
 
 
 def test_a_module_that_is_left_out_is_told_with_what_to_do() -> None:
-    with pytest.raises(ImportError, match=r"no parallelism_config: .*DistributedDataParallel"):
-        exec("from nblaunch.parallelism_config import ParallelismConfig")
+    with pytest.raises(ImportError, match=r"no megatron_lm: .*DistributedDataParallel"):
+        exec("from nblaunch.utils.megatron_lm import MegatronEngine")
 
 
 def test_the_reason_is_told_to_who_takes_an_attribute_too() -> None:
     with pytest.raises(AttributeError, match=r"no FP8RecipeKwargs: .*bf16"):
         nblaunch.utils.FP8RecipeKwargs  # noqa: B018
-    assert not hasattr(nblaunch, "dispatch_model")
-    assert not hasattr(nblaunch.utils.operations, "dispatch_model")
+    assert not hasattr(nblaunch, "FP8RecipeKwargs")
 
 
 def test_unknown_names_are_pythons_own_errors() -> None:

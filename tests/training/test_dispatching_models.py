@@ -1,4 +1,4 @@
-"""``load_checkpoint_and_dispatch``: a model stays whole, and goes where it was told to."""
+"""``load_checkpoint_and_dispatch``: a model stays whole, or Accelerate cuts it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,18 @@ def test_weights_are_converted(saved: torch.nn.Linear, tmp_path: Path) -> None:
     assert torch.equal(loaded.weight, saved.weight.bfloat16())
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"layer": 0, "head": 1}, {"": "disk"}])
-def test_a_map_that_cuts_is_refused_before_anything_is_read(device_map: object, tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match=r"device_map=.*fsdp_plugin=.*device_map is None or"):
-        load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, device_map)  # type: ignore[arg-type]
+def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would outlive the test
+    with init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    saved = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    Accelerator(cpu=True).save_model(saved, tmp_path / "saved")
+    dispatched = load_checkpoint_and_dispatch(
+        model, tmp_path / "saved", {"0": "cpu", "1": "disk"}, offload_folder=str(tmp_path / "offloaded")
+    )
+    batch = torch.ones(1, 3)
+    assert dispatched[1].weight.is_meta
+    assert torch.equal(dispatched(batch), saved(batch))
 
 
 def test_other_mistakes_are_refused(tmp_path: Path) -> None:
