@@ -21,7 +21,8 @@ The :class:`Accelerator`, and what it is built of:
     gradients.py     backward, accumulation, clipping
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
-    tracking/        metrics; progress on the board
+    tracking/        metrics and trackers
+    board_reports.py reports on the board: loops, loss, device memory, own time
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:

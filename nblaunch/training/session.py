@@ -13,10 +13,10 @@ from nblaunch.context import WorkerContext
 from nblaunch.errors import warn
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.board_reports import DeviceMemoryReport, LoopStack, LossReport, OwnTime
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
-from nblaunch.training.tracking.progress import DeviceMemoryReport, LoopStack, LossReport, OwnTime
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies import Strategy, StrategyPlugin

@@ -40,7 +40,7 @@ def _measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from nblaunch import Accelerator, context
-    from nblaunch.training.tracking.progress import OwnTime
+    from nblaunch.training.board_reports import OwnTime
 
     slot = context.current().slot
     accelerator = Accelerator()

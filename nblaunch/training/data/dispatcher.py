@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.session import Session
-from nblaunch.training.tracking.progress import Loop
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 

@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
+from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
@@ -33,7 +34,6 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.session import Session, open_session
-from nblaunch.training.tracking.progress import Loop
 
 
 class PreparedLoader(DataLoader):

@@ -1,6 +1,5 @@
-"""Metrics of training.
+"""Metrics that the training function logs.
 
 hub.py        from ``log`` to the trackers and to the launcher
 trackers.py   trackers of experiments
-progress.py   what a rank reports on the progress board: loops, loss, memory, own time
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nblaunch.backends.cpu import BACKEND, CpuBackend
-from nblaunch.training.tracking.progress import DeviceMemoryReport, LossReport, OwnTime
+from nblaunch.training.board_reports import DeviceMemoryReport, LossReport, OwnTime
 from nblaunch.wire.board import private_slot
 
 
@@ -22,7 +22,7 @@ class Device(CpuBackend):
 
 def test_device_memory_is_asked_for_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("nblaunch.training.tracking.progress.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
     slot, device = private_slot(), Device()
     losses = LossReport(slot, DeviceMemoryReport(slot, device))
     for _ in range(50):
@@ -41,7 +41,7 @@ def test_a_device_that_tells_nothing_shows_nothing() -> None:
 
 def test_own_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("nblaunch.training.tracking.progress.monotonic", lambda: now[0])
+    monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
     slot = private_slot()
     own = OwnTime(slot)
     for forward_s, backward_s in ((1.0, 5.0), (2.0, 5.0), (3.0, 5.0)):

@@ -1,4 +1,4 @@
-"""What a rank reports on the progress board beyond its steps: loss, loops over data, device memory, own time.
+"""Reports of a rank on the progress board: loops over data, loss, device memory, own time.
 
 Own time is how long a rank computes by itself in each step, which names the slow rank where all ranks go in step:
 
@@ -87,10 +87,10 @@ class LoopStack:
 
 
 class OwnTime:
-    """Measures it and adds it up on the board.
+    """Measures own time and adds it up on the board.
 
     Args:
-        slot: where it is shown.
+        slot: of this rank.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -116,11 +116,11 @@ _MEMORY_INTERVAL_S = 1.0
 
 
 class DeviceMemoryReport:
-    """Shows it on the board, at most once a second.
+    """Shows the memory of this rank's device on the board, updated at most once a second.
 
     Args:
-        slot: where.
-        backend: reads it.
+        slot: of this rank.
+        backend: reads the memory.
     """
 
     def __init__(self, slot: Slot, backend: Backend) -> None:
@@ -129,7 +129,7 @@ class DeviceMemoryReport:
         self._next_s = 0.0
 
     def show_due(self) -> None:
-        """Show what is taken now, unless that was done a moment ago."""
+        """Show the memory taken now, unless it was read less than a second ago."""
         now_s = monotonic()
         if now_s < self._next_s:
             return
@@ -143,14 +143,14 @@ _LOSS_INTERVAL_S = 0.5
 
 
 class LossReport:
-    """Shows the loss of a process on its slot of the board, at most twice a second.
+    """Shows the loss of this rank on the board, updated at most twice a second.
 
     Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a loop is
     read when the loop ends.
 
     Args:
-        slot: where it is shown.
-        memory: what else is due from time to time.
+        slot: of this rank.
+        memory: report of device memory, updated with the loss.
     """
 
     def __init__(self, slot: Slot, memory: DeviceMemoryReport | None = None) -> None:
