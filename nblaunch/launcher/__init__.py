@@ -16,7 +16,7 @@ this code in it.
         joblog.py        the log files of a job
           logtail.py     follows them
           log_limit.py   keeps them small
-      results.py         outcome and values of a job that has ended
+      outcome.py         outcome of a job: values, or the error; loads the trained weights
         weights.py       trained weights on their way into the kernel's modules
         unpassed.py      modules that were trained without being passed
         metrics.py       what was logged, as a table

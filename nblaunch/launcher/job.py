@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch.diagnosis.rendering import ShownAtCall
 from nblaunch.launcher.metrics import frame_of
+from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
-from nblaunch.launcher.results import JobOutcome
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath
@@ -153,10 +153,11 @@ class Job:
         return frame_of(list(self.metrics))
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
-        """Return position in ``args`` -> trained state dict of a module that did not fit the kernel's any more.
+        """Return trained weights that could not be loaded into the kernel's modules; usually there are none.
 
-        The position of one inside an argument is a path: ``"args[0]['generator']"``. Weights that fit are in the
-        kernel's own modules. Empty while the job runs.
+        Returns:
+            position in ``args`` -> state dict. The position of a module inside an argument is a path:
+            ``"args[0]['generator']"``. Empty while the job runs.
 
         Raises:
             RuntimeError: they were released.
@@ -164,7 +165,7 @@ class Job:
         if self.is_running:
             return {}
         self._check_kept()
-        return dict(self._outcome.weights)
+        return dict(self._outcome.unfit_weights)
 
     def release(self) -> None:
         """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.

@@ -1,4 +1,4 @@
-"""The outcome of a job that has ended: values and trained weights of its ranks, or its error."""
+"""The outcome of a job: the values of its ranks, with trained weights in the kernel's modules, or its error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JobOutcome:
         headline: one line about the failure; empty = the error's own text.
         is_early: it was done before its time, because that was requested.
         values: rank -> what its function returned, of a job that is done.
-        weights: argument path -> trained state dict of a module that did not fit the kernel's any more.
+        unfit_weights: argument path -> trained state dict that did not fit the kernel's module any more.
         is_released: the values and weights that there were have been given up.
     """
 
@@ -42,7 +42,7 @@ class JobOutcome:
     headline: str = ""
     is_early: bool = False
     values: Mapping[int, Any] = field(default_factory=dict)
-    weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
+    unfit_weights: Mapping[ArgPath, dict[str, Any]] = field(default_factory=dict)
     is_released: bool = False
     _traceback: TracebackType | None = None
 
@@ -73,7 +73,7 @@ class JobOutcome:
             self.error.__traceback__ = None
         if isinstance(self.error, ResultError):
             self.error.partial = None
-        return replace(self, values={}, weights={}, is_released=True, _traceback=None)
+        return replace(self, values={}, unfit_weights={}, is_released=True, _traceback=None)
 
     def raise_error(self) -> None:
         """Raise the error at the line of the cell that asks for the result, if there is one."""
@@ -88,14 +88,14 @@ class JobOutcome:
             del error  # or the traceback, which refers to this frame, would keep itself alive
 
 
-def load_weights_and_conclude(
+def conclude_job(
     attempt: Attempt,
     report: AttemptReport,
     rank_results: Mapping[int, RankResult],
     pids: Mapping[int, int],
     past_failures: list[str],
 ) -> tuple[JobOutcome, list[Note]]:
-    """Load the trained weights into the kernel's modules, and return the outcome of the job with notes about it.
+    """Return the outcome of a job and notes about it; of a job that is done, load the trained weights first.
 
     Args:
         attempt: the last one.
@@ -114,14 +114,14 @@ def load_weights_and_conclude(
     if not report.is_success:
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
-    kept, notes = _load_weights(attempt, report, rank_results)
+    unfit, notes = _load_weights(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_unpassed(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
     values = {rank: result.value for rank, result in rank_results.items()}
     error_of_value = _result_error(report, rank_results)
     return (
-        JobOutcome("done", error_of_value, is_early=report.stopped_early, values=values, weights=kept),
+        JobOutcome("done", error_of_value, is_early=report.stopped_early, values=values, unfit_weights=unfit),
         notes,
     )
 
@@ -151,13 +151,12 @@ def _load_weights(
     notes += [
         Note.of_job(line, "warning") for line in (*loaded.warnings, *weights.unsent_lines(modules, unsent))
     ]
-    # What is in the kernel's module need not be in memory once more, for as long as this job is the last one.
-    kept = {
+    unfit = {
         path: weights.assembled(state, modules[path])
         for path, state in back.items()
         if path not in loaded.paths
     }
-    return kept, notes
+    return unfit, notes
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:

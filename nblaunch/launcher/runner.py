@@ -26,10 +26,10 @@ from nblaunch.events import AttemptStarted, Event, JobFinished, Metric, Note, St
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.metrics import row_of
+from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
-from nblaunch.launcher.results import JobOutcome, load_weights_and_conclude
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
@@ -294,9 +294,7 @@ class JobRunner:
             while self._wants_restart(report):
                 self._restart(report)
                 report, rank_results = self._supervise()
-        outcome, notes = load_weights_and_conclude(
-            self._attempt(), report, rank_results, self.pids, self.past_failures
-        )
+        outcome, notes = conclude_job(self._attempt(), report, rank_results, self.pids, self.past_failures)
         for note in notes:
             self.emit(note)
         return outcome
