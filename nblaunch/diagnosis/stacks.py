@@ -1,6 +1,6 @@
 """Python stacks of running workers: collecting and parsing them, and the position of a rank in its code.
 
-StackDump: signal -> faulthandler appends to a file of the rank -> position_of(text) -> Position
+StackDump: signal -> the worker appends its stack to a file of the rank -> position_of(text) -> Position
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pathlib import Path
 from nblaunch.diagnosis.rendering import cell_name
 from nblaunch.host import disk, proc
 from nblaunch.user_code import is_own_file, is_user_file
-from nblaunch.wire.assignment import STACKS_SIGNAL
+from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 
-_DEADLINE_S = 0.8
+_NATIVE_S = 0.2
+"""Seconds after which a rank that has not answered is taken to be blocked in native code, and is asked again."""
+
+_DEADLINE_S = 1.0
 _QUIET_S = 0.03
 """Seconds without growth after which a file is complete; faulthandler writes line by line."""
 
@@ -120,14 +123,23 @@ class StackDump:
         self._sizes = dict(self._offsets)
         self._changed_s = self._began_s = time.monotonic()
         self.is_done = not pids
-        for pid in pids.values():
-            with suppress(ProcessLookupError):  # a worker of the forkserver may have ended unnoticed
-                os.kill(pid, STACKS_SIGNAL)
+        self._has_asked_native = False
+        for rank in pids:
+            self._ask(rank, STACKS_SIGNAL)
+
+    def _ask(self, rank: int, signum: int) -> None:
+        with suppress(ProcessLookupError):  # a worker of the forkserver may have ended unnoticed
+            os.kill(self._pids[rank], signum)
 
     def poll(self) -> None:
         """Check whether all ranks have finished writing, or the deadline has passed."""
         now = time.monotonic()
         sizes = {rank: _size(self._paths[rank]) for rank in self._pids}
+        if now - self._began_s > _NATIVE_S and not self._has_asked_native:
+            self._has_asked_native = True
+            for rank in self._pids:
+                if sizes[rank] == self._offsets[rank]:
+                    self._ask(rank, NATIVE_STACKS_SIGNAL)
         if sizes != self._sizes:
             self._sizes, self._changed_s = sizes, now
         have_all = all(sizes[rank] > self._offsets[rank] for rank in sizes)

@@ -19,8 +19,12 @@ from nblaunch.wire.modules import ArgPath
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """The user's function and its positional arguments."""
 
-STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Asks a worker for its Python stacks. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
+_HAS_REAL_TIME_SIGNALS = hasattr(signal, "SIGRTMIN")
+STACKS_SIGNAL = signal.SIGRTMIN + 7 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR2
+"""Asks a worker for its Python stack. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
+
+NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR1
+"""Asks a worker that did not answer, being blocked in native code: only then may its frames be read at any moment."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from nblaunch.wire.assignment import STACKS_SIGNAL
+from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 from nblaunch.wire.board import Slot
 
 _OOM_SCORE = 500
@@ -136,22 +136,30 @@ def unblock_signals() -> None:
 def watch_faults(stacks_path: str) -> None:
     """Write every thread's Python stack to a file on a crash, and the main thread's when the launcher asks by signal.
 
-    faulthandler works while the interpreter is blocked in C code, which is just when a stack is wanted. It takes no
-    lock, so that reading the stacks of threads that run meanwhile may crash the process: a request, which the process
-    is to survive, reads only the thread that the signal interrupts. The system takes the main thread for that, where
-    the function runs (kernel/signal.c, ``complete_signal``).
+    A first signal is answered by Python, between two of its instructions. faulthandler answers a second one, which the
+    launcher sends if no answer came: it works while the interpreter is blocked in C code, which is just when a stack is
+    wanted. It takes no lock, so that reading frames that change meanwhile may crash the process (Python 3.11 keeps a
+    frame in its list while it frees the frame's code): so Python is asked first, and only the thread that the signal
+    interrupts is read. The system takes the main thread for that, where the function runs (kernel/signal.c,
+    ``complete_signal``).
     """
     # The descriptor is kept open on purpose: faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=fd, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
+    _answer_with_stack(fd)
+
+
+def _answer_with_stack(fd: int) -> None:
+    signal.signal(STACKS_SIGNAL, lambda signum, frame: faulthandler.dump_traceback(fd, all_threads=False))
+    signal.siginterrupt(STACKS_SIGNAL, False)  # or system calls of native code would fail with EINTR
+    faulthandler.register(NATIVE_STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
 
 
 def watch_faults_of_subprocess() -> None:
     """Let a process that was forked from the worker write its stacks to the log: the file is the rank's own."""
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False, chain=False)
+    _answer_with_stack(2)
 
 
 def _kill_on_parent_death() -> None:

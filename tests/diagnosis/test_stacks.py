@@ -1,17 +1,76 @@
-"""Reading what faulthandler writes."""
+"""Asking workers for their stacks, and reading what they write."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.diagnosis.stacks import StackFrame, describe, merge, parse
+from nblaunch.diagnosis.stacks import StackDump, StackFrame, describe, merge, parse
+from nblaunch.wire.assignment import STACKS_SIGNAL
+
+_WORKER = """
+import ctypes, sys
+from nblaunch.worker import process_control
+
+def compute():
+    print("ready", flush=True)
+    while True:
+        sum(range(1000))
+
+def wait_in_native_code():
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    library.pthread_mutex_lock(mutex)  # for ever, with the GIL
+
+process_control.watch_faults(sys.argv[1])
+globals()[sys.argv[2]]()
+"""
+
+
+@contextmanager
+def _worker(path: Path, function: str) -> Iterator[int]:
+    command = [sys.executable, "-c", _WORKER, str(path), function]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_python_answers_between_two_instructions_while_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    with _worker(path, "compute") as pid:
+        os.kill(pid, STACKS_SIGNAL)
+        while "in <module>" not in path.read_text():  # the outermost frame, which comes last
+            time.sleep(0.01)
+    (thread,) = parse(path.read_text())
+    assert thread.frames[0].filename.endswith("nblaunch/worker/process_control.py")
+    assert [frame.name for frame in thread.frames[1:]] == ["compute", "<module>"]
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_blocked_in_native_code_answers_too(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    with _worker(path, "wait_in_native_code") as pid:
+        dump = StackDump({3: pid}, {3: path})
+        while not dump.is_done:
+            dump.poll()
+    assert "wait_in_native_code" in dump.positions()[3].where
 
 
 def test_a_real_dump_of_two_threads(tmp_path: Path) -> None:
