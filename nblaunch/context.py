@@ -8,7 +8,6 @@ through the context, so that the same script runs everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +16,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
-
-
-def _at_once(is_alone: bool = False) -> AbstractContextManager[None]:
-    """Return a context manager without waiting: there is no launcher."""
-    return nullcontext()
+from nblaunch.wire.turns import Turns
 
 
 def _discard(event: Event) -> None:
@@ -37,11 +32,11 @@ class WorkerContext:
         backend: device family.
         slot: of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
-        turn: returns a context manager that only a few workers of this machine enter at a time; only one of them with
-            ``is_alone=True``.
-        accelerator_defaults: of arguments of ``Accelerator``, set by the launch, as ``{"mixed_precision": "bf16"}``.
+        turns: blocks that only some workers of this machine run at the same time.
+        accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as
+            ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
-        attempt: number of restarts of the job before this worker.
+        attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
@@ -53,7 +48,7 @@ class WorkerContext:
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
-    turn: Callable[..., AbstractContextManager[None]] = _at_once
+    turns: Turns = field(default_factory=Turns)
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0

@@ -153,6 +153,5 @@ def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
 
 def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
     """Move ``model`` to the device of ``process``."""
-    turn = context.current().turn if process.backend.transfers_in_turn else nullcontext
-    with turn():
+    with context.current().turns.shared() if process.backend.transfers_in_turn else nullcontext():
         process.backend.to_device(model, process.device)

@@ -22,6 +22,7 @@ Both ways between launcher and workers:
 
 Between ranks and between nodes:
 
+    turns.py            blocks that only some workers of a machine run at the same time
     signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON between nodes, never unpickled
 """

@@ -36,7 +36,7 @@ class Assignment:
         backend: name of the device family.
         environment: variables to set (None removes one), complete.
         accelerator_defaults: settings for an ``Accelerator`` in the function.
-        attempt: restart number, from 0.
+        attempt: number of the attempt in this launcher, from 0; restarts of nodes are in ``environment``.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
         outbox_fd: empty memory file for its result; -1 where none is wanted.

@@ -11,19 +11,13 @@ microsecond, and no system call.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
 from nblaunch.events import WorkerState
-
-NUM_LANES = 2
-"""Workers that are in a turn at the same time. With one, the others' processors lie idle while it waits for memory."""
 
 _WORDS = 32
 _SLOT_BYTES = 8 * _WORDS
@@ -288,23 +282,3 @@ def create_memory_file(name: str) -> int:
     fd, path = tempfile.mkstemp(prefix=name)  # macOS has no memfd: an unlinked file instead
     os.unlink(path)
     return fd
-
-
-@contextmanager
-def turn(fd: int, rank: int, is_alone: bool = False) -> Iterator[None]:
-    """Run the block while at most ``NUM_LANES`` workers are in a turn on the same board; waits for that.
-
-    The locks are record locks on the board's file, which every worker has open however it was started. The system
-    releases them when their holder ends, so that a worker that is killed in its turn blocks no other.
-
-    Args:
-        fd: descriptor of the board. Only its first bytes are locked, and nothing of it is read or written.
-        rank: of this worker, which decides on its lane.
-        is_alone: let only one worker be in its block, among all that pass True; they exclude no other turn.
-    """
-    lane = NUM_LANES if is_alone else rank % NUM_LANES
-    fcntl.lockf(fd, fcntl.LOCK_EX, 1, lane)
-    try:
-        yield
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN, 1, lane)

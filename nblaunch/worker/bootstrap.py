@@ -28,7 +28,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from nblaunch import backends, context, env
@@ -37,10 +36,11 @@ from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
 from nblaunch.wire.assignment import Assignment, Call
-from nblaunch.wire.board import Board, Slot, turn
+from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
+from nblaunch.wire.turns import Turns
 from nblaunch.worker import inherited, output, process_control, progress
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
@@ -86,6 +86,7 @@ class _Worker:
         descendants.carry(assignment.descendant_tag)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
+        self.turns = Turns(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
         self.interrupts.install()
@@ -157,7 +158,7 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                turn=self._turn,
+                turns=self.turns,
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
@@ -177,14 +178,10 @@ class _Worker:
         self._is_subprocess = True
         self.sender.renew_after_fork()
         self.slot.detach()
+        self.turns.detach()
         self.interrupts.reset_in_subprocess()
         output.renew_buffers()
         process_control.watch_faults_of_subprocess()
-
-    def _turn(self, is_alone: bool = False) -> AbstractContextManager[None]:
-        if self._is_subprocess:
-            return nullcontext()  # the worker may be in the turn, and wait for this process
-        return turn(self.assignment.board_fd, self.assignment.rank, is_alone)
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
         """Explain what the notebook's process or the device has to do with ``error``; never hides the error itself."""

@@ -1,4 +1,4 @@
-"""Turns that workers take on their board."""
+"""Turns that workers take."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.wire.board import NUM_LANES, create_memory_file, turn
+from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.turns import NUM_LANES, Turns
 
 pytestmark = pytest.mark.timeout(30)
 
 
-def _hold(fd: int, rank: int, is_alone: bool = False) -> tuple[int, int, int]:
+def _hold(fd: int, rank: int, is_exclusive: bool = False) -> tuple[int, int, int]:
     """Fork a child that reports when it is in its turn, and ends it on request; return its pid and both pipes."""
     entered, entering = os.pipe()
     leave, leaving = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(leaving)
-        with turn(fd, rank, is_alone):
+        turns = Turns(fd, rank)
+        with turns.exclusive() if is_exclusive else turns.shared():
             os.write(entering, b"in")
             os.read(leave, 1)
         os._exit(0)
@@ -84,11 +86,11 @@ def test_a_process_that_is_killed_in_its_turn_blocks_no_other() -> None:
 
 def test_blocks_for_one_at_a_time_exclude_each_other_and_no_turn() -> None:
     fd = create_memory_file("turns")
-    first = _hold(fd, 0, is_alone=True)
+    first = _hold(fd, 0, is_exclusive=True)
     other_lane, same_lane = _hold(fd, 1), _hold(fd, 0)
     try:
         assert os.read(first[1], 2) == os.read(other_lane[1], 2) == os.read(same_lane[1], 2) == b"in"
-        second = _hold(fd, 1, is_alone=True)
+        second = _hold(fd, 1, is_exclusive=True)
         _wait_until_blocked(second[0])
         _end(first)
         assert os.read(second[1], 2) == b"in"
