@@ -13,7 +13,6 @@ from typing import Any
 from nblaunch import events
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
-    HISTORY_LENGTH,
     LINE_STAYS_S,
     TAIL_LENGTH,
     WINDOW_S,
@@ -29,7 +28,6 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 _POINT_SPACING_S = 0.5
-_SAME_LOSS_S = 2.0  # longer, and an unchanged loss counts as a new value
 _PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
@@ -63,7 +61,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     points = _with_point(() if is_new_pass else rank.rate_points, sample, steps_done)
     steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
-        _with_loss(rank, sample, steps_done, moved=moved),
+        rank,
         state=_state(rank, sample.state),
         step=sample.step,
         total=sample.total,
@@ -71,6 +69,8 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=_busy_step_s(points, rank),
+        loss=sample.loss,
+        losses=rank.losses if sample.losses is last.losses else sample.losses.points(),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
@@ -149,18 +149,6 @@ def _busy_step_s(points: tuple[RatePoint, ...], rank: RankView) -> float | None:
     if num_steps <= 0:
         return rank.busy_step_s
     return max(points[-1].busy_time_s - points[0].busy_time_s, 0.0) / num_steps
-
-
-def _with_loss(rank: RankView, sample: Sample, steps_done: int, *, moved: bool) -> RankView:
-    loss = sample.loss
-    if loss is None or (loss == rank.loss and not moved):
-        return rank
-    if not isfinite(loss):
-        return replace(rank, loss=loss)
-    latest = rank.losses.latest
-    if loss == rank.loss and latest and steps_done - latest[0] < (rank.steps_per_s or 0.0) * _SAME_LOSS_S:
-        return rank  # workers write losses twice a second: this is most likely the value of an earlier step
-    return replace(rank, loss=loss, losses=rank.losses.extended(float(steps_done), loss, HISTORY_LENGTH))
 
 
 _NUM_NOTES = 20

@@ -16,7 +16,7 @@ from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
-from nblaunch.dashboard.view import Curve, JobView
+from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import loss, single_line
 
@@ -74,29 +74,31 @@ def sparkline(history: Sequence[float]) -> str:
 
 def charts(view: JobView) -> str:
     """Return charts of the losses of the first ranks and of logged metrics, side by side; empty without values."""
-    drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses.points()) > 1]
+    drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses) > 1]
     losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
     name = "loss" if len(view.ranks) < 2 else f"loss of {formatting.ranks([rank.rank for rank in drawn])}"
-    parts = [chart(name, losses)] if losses else []
+    parts = [chart(name, losses, first_step=0)] if losses else []
     for name, curve in view.curves.items():
+        points = curve.points()
         if len(parts) >= _MAX_CHARTS:
             break
-        if len(curve.points()) > 1:
-            parts.append(chart(single_line(name), {"": curve}))
+        if len(points) > 1:
+            parts.append(chart(single_line(name), {"": points}, first_step=round(points[0][0])))
     return f"<div>{''.join(parts)}</div>" if parts else ""
 
 
-def chart(name: str, curves: Mapping[str, Curve]) -> str:
+def chart(name: str, curves: Mapping[str, Sequence[Point]], first_step: int) -> str:
     """Return one chart with a caption.
 
     Args:
         name: of the quantity.
-        curves: label -> curve of at least two points; the first one is emphasized, and the caption gives its values.
+        curves: label -> at least two points; the first one is emphasized, and the caption gives its values.
+        first_step: where the first curve begins; the caption counts from there.
     """
-    lines = [curve.points() for curve in curves.values()]
+    lines = list(curves.values())
     ys = [y for line in lines for _, y in line]
     is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-    caption = _caption(lines[0])
+    caption = _caption(lines[0], first_step)
     whose = f", {next(iter(curves))} in colour" if len(curves) > 1 else ""
     about = f"{whose}{', logarithmic' if is_log else ''}"
     drawn = "".join(
@@ -114,11 +116,11 @@ def chart(name: str, curves: Mapping[str, Curve]) -> str:
     )
 
 
-def _caption(line: Sequence[Point]) -> str:
+def _caption(line: Sequence[Point], first_step: int) -> str:
     """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0] - first[0]), 'step')}"
+    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0]) - first_step, 'step')}"
     # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
     if ys[-1] <= ys[0]:
         return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")

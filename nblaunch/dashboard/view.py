@@ -112,9 +112,6 @@ class Curve:
         return kept if self.latest is None or kept[-1] == self.latest else [*kept, self.latest]
 
 
-HISTORY_LENGTH = 64
-"""Largest number of points of a loss history."""
-
 CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
@@ -166,7 +163,7 @@ class RankView:
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
         loss: the last loss, may be not finite; None before the first.
-        losses: finite losses over the steps of the whole job, at most :data:`HISTORY_LENGTH` points.
+        losses: ``(optimizer steps, mean loss)`` over the whole job, finite values only.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
         status_line: progress bar or unfinished line of the output, without escape sequences.
@@ -206,7 +203,7 @@ class RankView:
     samples_per_s: float | None = None
     busy_step_s: float | None = None
     loss: float | None = None
-    losses: Curve = field(default_factory=Curve)
+    losses: tuple[tuple[float, float], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
     status_line: str = ""
@@ -242,7 +239,7 @@ class RankView:
     @property
     def loss_history(self) -> tuple[float, ...]:
         """Return the values of :attr:`losses`."""
-        return self.losses.ys
+        return tuple(loss for _, loss in self.losses)
 
     @property
     def is_killed(self) -> bool:

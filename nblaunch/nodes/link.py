@@ -36,12 +36,16 @@ from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_o
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Sample, Slot
+from nblaunch.wire.loss_curve import NO_LOSSES
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
 """Seconds between summaries for the other nodes."""
 
 _CAUSE_SLACK_S = 1.5
+
+_NUM_CURVES = 8
+"""Ranks whose losses the other nodes get: no dashboard draws those of more ranks."""
 
 
 class NodeLink:
@@ -254,7 +258,7 @@ class NodeLink:
         return Summary(
             -1,
             time.time(),
-            samples=tuple(sample for sample in samples if sample.rank not in remote),
+            samples=tuple(_for_peers(sample) for sample in samples if sample.rank not in remote),
             failed={
                 cause.rank: messages.failed_for_peers(cause.failed)
                 for cause in own
@@ -269,3 +273,7 @@ class NodeLink:
 
     def _note(self, text: str, kind: str = "warning") -> None:
         self._emit(Note.of_job(text, kind))
+
+
+def _for_peers(sample: Sample) -> Sample:
+    return sample if sample.rank < _NUM_CURVES else replace(sample, losses=NO_LOSSES)

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import time
 from time import monotonic
+from typing import Any
 
 import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
+from nblaunch.training.collectives.dtensor import is_sharded
 from nblaunch.wire.board import Slot
+from nblaunch.wire.loss_curve import MAX_BINS, LossBins
 
 
 class Loop:
@@ -143,13 +146,14 @@ _LOSS_INTERVAL_S = 0.5
 
 
 class LossReport:
-    """Shows the loss of this rank on the board, updated at most twice a second.
+    """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
 
-    Reading a value makes the process wait for the device, so most losses are only kept, and the last one of a loop is
-    read when the loop ends.
+    Reading a value makes the process wait for the device, so losses are added up there, in bins that end at fixed
+    optimizer steps (``wire/loss_curve.py``). They are read now and then, and when a loop ends. A step is over when any
+    optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
 
     Args:
-        slot: of this rank.
+        slot: of this rank; counts the steps of optimizers.
         memory: report of device memory, updated with the loss.
     """
 
@@ -157,10 +161,18 @@ class LossReport:
         self._slot = slot
         self._memory = memory
         self._next_s = 0.0
-        self._unread: torch.Tensor | None = None
+        self._latest: torch.Tensor | None = None
+        self._bins = LossBins()
+        self._unread: list[tuple[torch.Tensor, int]] = []
+        self._num_updates = 0
+        self._num_steps = 0  # begun
+        self._num_closed, self._steps_per_bin = 0, 1  # as in the bins, once all is read
+        self._zero: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self._count = 0
 
     def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
-        """Keep ``loss`` as the latest one. Called at every micro-step; anything but a single number is left out.
+        """Add ``loss``. Called at every micro-step; anything but a single number is left out.
 
         Args:
             loss: a tensor of one element.
@@ -168,26 +180,58 @@ class LossReport:
         """
         if loss.numel() != 1:
             return
-        self._unread = loss.detach()  # the graph behind it goes as soon as the caller drops it
+        # The graph behind it goes as soon as the caller drops it. The sum is a copy: the value itself may be changed.
+        own: Any = loss
+        self._latest = latest = (own.to_local() if is_sharded(loss) else own).detach()
+        if self._zero is None or self._zero.device != latest.device:
+            self._zero = torch.zeros((), dtype=torch.float32).to(latest.device)
+        self._begin_step()
+        self._sum = (self._zero if self._sum is None else self._sum) + latest.reshape(())
+        self._count += 1
         if is_there:
             self.show_due()
 
     def show_due(self) -> None:
-        """Show the latest loss, unless one was shown a moment ago."""
+        """Show the losses, unless that was done a moment ago."""
         now = time.monotonic()
         if now >= self._next_s:
             self._next_s = now + _LOSS_INTERVAL_S
             self.flush()
 
     def flush(self) -> None:
-        """Show the latest loss now."""
+        """Show the losses now."""
         if self._memory is not None:
             self._memory.show_due()
-        unread, self._unread = self._unread, None
-        if unread is None:
+        latest, self._latest = self._latest, None
+        if latest is None:
             return
         try:
-            value = float(unread.cpu())  # on a lazy device, a number read directly is another graph
+            self._show(latest)
         except RuntimeError:
             return  # the device failed; the error that the user sees is the one of their own call
-        self._slot.set_loss(value)
+
+    def _begin_step(self) -> None:
+        """Count a step where an optimizer has stepped since the last loss; close the bin that ended with it."""
+        num_updates = self._slot.num_updates
+        if self._num_steps and num_updates == self._num_updates:
+            return
+        self._num_updates = num_updates
+        if self._sum is not None and self._num_steps == (self._num_closed + 1) * self._steps_per_bin:
+            self._unread.append((self._sum, self._count))
+            self._sum, self._count = None, 0
+            self._num_closed += 1
+            if self._num_closed == MAX_BINS:
+                self._num_closed, self._steps_per_bin = MAX_BINS // 2, 2 * self._steps_per_bin
+        self._num_steps += 1
+
+    def _show(self, latest: torch.Tensor) -> None:
+        unread, self._unread = self._unread, []
+        for total, count in unread:
+            self._bins.add(_number(total), count)
+        rest = 0.0 if self._sum is None else _number(self._sum)
+        self._slot.set_losses(self._bins.curve(self._num_steps, rest, self._count))
+        self._slot.set_loss(_number(latest))
+
+
+def _number(value: torch.Tensor) -> float:
+    return float(value.cpu())  # on a lazy device, a number read directly is another graph

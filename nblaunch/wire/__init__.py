@@ -12,6 +12,7 @@ From a worker:
     channel.py          events on a pipe
     plain.py            and values in them, in Python's own types
     board.py            progress in shared memory
+    loss_curve.py       the losses in it, as a fixed number of means
     outbox.py           return value and weights
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as object

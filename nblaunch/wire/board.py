@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from time import monotonic
 
 from nblaunch.events import WorkerState
+from nblaunch.wire.loss_curve import MAX_BINS, NO_LOSSES, LossCurve
 
-_WORDS = 32
+_FIRST_MEAN = 32
+_WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
 # Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
@@ -29,6 +31,9 @@ _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
 _OWN_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
+_CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
+
+_MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Sample:
         total: batches of the current loop; -1 where that is not known.
         epoch: loops over the training loader that were completed.
         samples: samples seen by this rank since the start.
-        loss: last loss sampled by ``backward``; None before the first.
+        loss: last loss read; None before the first.
+        losses: all losses, in means.
         step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
         interrupts: SIGINTs that the worker's Python code has noticed.
         built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
@@ -63,6 +69,7 @@ class Sample:
     epoch: int = 0
     samples: int = 0
     loss: float | None = None
+    losses: LossCurve = NO_LOSSES
     step_time_s: float = 0.0
     interrupts: int = 0
     built_bytes: int = 0
@@ -90,6 +97,7 @@ class Slot:
         self._ints = memory.cast("q")
         self._doubles = memory.cast("d")
         self._ints[_TOTAL] = -1
+        self._read_curve = (0, NO_LOSSES)
 
     @property
     def state(self) -> WorkerState:
@@ -121,6 +129,17 @@ class Slot:
         self._doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
+    def set_losses(self, curve: LossCurve) -> None:
+        """Set the losses so far."""
+        ints = self._ints
+        ints[_CURVE_VERSION] += 1  # odd while it is written
+        ints[_CURVE_STEPS] = curve.num_steps
+        ints[_CURVE_STEPS_PER_BIN] = curve.steps_per_bin
+        ints[_CURVE_LENGTH] = len(curve.means)
+        for index, mean in enumerate(curve.means, _FIRST_MEAN):
+            self._doubles[index] = mean
+        ints[_CURVE_VERSION] += 1
+
     def note_interrupt(self) -> None:
         """Count a SIGINT."""
         self._ints[_INTERRUPTS] += 1
@@ -137,6 +156,11 @@ class Slot:
     def count_update(self) -> None:
         """Count a step of an optimizer."""
         self._ints[_UPDATES] += 1
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of steps of any optimizer."""
+        return self._ints[_UPDATES]
 
     def note_progress(self) -> None:
         """Count a sign of progress that is no step: a collective has ended, a bar has advanced."""
@@ -207,6 +231,7 @@ class Slot:
             epoch=ints[_EPOCH],
             samples=ints[_SAMPLES],
             loss=self._doubles[_LOSS] if ints[_HAS_LOSS] else None,
+            losses=self._losses(),
             step_time_s=self._doubles[_STEP_TIME],
             interrupts=ints[_INTERRUPTS],
             built_bytes=ints[_BUILT_BYTES],
@@ -219,6 +244,20 @@ class Slot:
             num_progress_signs=ints[_PROGRESS_SIGNS],
             num_checks=ints[_CHECKS],
         )
+
+    def _losses(self) -> LossCurve:
+        """Read the curve, unless it is the one that was read last; the same object stands for the same curve."""
+        ints = self._ints
+        for _ in range(_MAX_READS):
+            version = ints[_CURVE_VERSION]
+            if version == self._read_curve[0]:
+                break
+            means = tuple(self._doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
+            curve = LossCurve(ints[_CURVE_STEPS], ints[_CURVE_STEPS_PER_BIN], means)
+            self._read_curve = (version, curve)
+            if version % 2 == 0 and version == ints[_CURVE_VERSION]:
+                break
+        return self._read_curve[1]
 
     def release(self) -> None:
         """Let go of the memory; the slot can't be used any more."""

@@ -7,6 +7,7 @@ import threading, time
 from nblaunch import dashboard
 from nblaunch.events import *
 from nblaunch.wire.board import Sample
+from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 def begin(n):
     return [AttemptStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),

@@ -21,6 +21,7 @@ from nblaunch.events import (
     WorkerState,
 )
 from nblaunch.wire.board import Sample
+from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 START_S = 1_000.0
 
@@ -78,10 +79,14 @@ def trained(num_processes: int, steps: int = 100, total: int = 1000) -> JobView:
 
 
 def sample(rank: int, step: int, total: int = 1000, **fields: object) -> Sample:
+    width = 1
+    while step // width > MAX_BINS:
+        width *= 2
     values = {
         "state": WorkerState.TRAINING,
         "samples": 32 * step,
         "loss": 1.0 / (step + 1),
+        "losses": LossCurve(step, width, tuple(1.0 / end for end in range(width, step + width, width))),
         "step_time_s": 5.0 + step / 10,
     }
     return Sample(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from nblaunch.dashboard.html import (
 )
 from nblaunch.dashboard.table import select_ranks, tabulate
 from nblaunch.dashboard.text import live_line, progress_line, render_text
-from nblaunch.dashboard.view import Curve, JobView
+from nblaunch.dashboard.view import JobView
 from nblaunch.events import (
     AttemptStarted,
     Event,
@@ -35,6 +35,7 @@ from nblaunch.events import (
 )
 from nblaunch.formatting import duration, loss, rate
 from nblaunch.wire.board import Sample
+from nblaunch.wire.loss_curve import LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, told
 from tests.golden_files import Golden
@@ -318,17 +319,14 @@ def test_charts_stand_in_the_summary_only() -> None:
     html = render_html(view_of(ended(2), view))
     text = Reader(html).text
     assert "accuracy0.0000 to 0.8000 in 8 steps" in text
-    assert "loss of ranks 0-1, rank 0 in colour, logarithmic1.0000 to 0.0099 in 100 steps" in text
+    assert "loss of ranks 0-1, rank 0 in colour0.5000 to 0.0100 in 100 steps" in text
     assert 'aria-label="accuracy: 0.0000 to 0.8000 in 8 steps"' in html
     assert 'aria-label="name' not in html
     assert html.count("<polyline") == 2 + 2 + 1
 
 
 def test_a_chart_stays_in_its_frame() -> None:
-    curve = Curve()
-    for step, value in enumerate([3.0, -1.0, 2.0, 2.5]):
-        curve = curve.extended(step, value, 10)
-    html = chart("x", {"": curve})
+    html = chart("x", {"": list(enumerate([3.0, -1.0, 2.0, 2.5]))}, first_step=0)
     points = [tuple(map(float, p.split(","))) for p in re.search(r'points="([^"]+)"', html)[1].split()]  # type: ignore[index]
     assert points == [(4, 4), (97, 86), (189, 24.5), (282, 14.2)]
     assert "x3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
@@ -437,7 +435,7 @@ def test_html_stands_alone_in_any_theme() -> None:
     # Neither ink nor paper is named: both come from the theme.
     assert not re.search(r"(?<![-\w])color:(?:black|white|#000|#fff)", html)
     assert not re.search(r"background:(?:white|black|#fff|#000)", html)
-    assert "<title>loss from 1 to 0.009901</title>" in html
+    assert "<title>loss from 0.5 to 0.01</title>" in html
 
 
 @pytest.mark.parametrize("paper", [(255, 255, 255), (17, 17, 17)])
@@ -473,7 +471,8 @@ def test_a_bar_never_leaves_its_frame() -> None:
 def test_a_flat_loss_can_be_drawn() -> None:
     view = view_of(started(1))
     for step in range(5):
-        view = fold_samples(view, [sample(0, step, loss=0.5)], START_S + step)
+        losses = LossCurve(step, 1, (0.5,) * step)
+        view = fold_samples(view, [sample(0, step, loss=0.5, losses=losses)], START_S + step)
     (points,) = re.findall(r'<polyline points="([^"]*)"', render_html(view))
     heights = {float(point.split(",")[1]) for point in points.split()}
     assert len(heights) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.dashboard.fold import fold, fold_samples
-from nblaunch.dashboard.view import HISTORY_LENGTH, LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
+from nblaunch.dashboard.view import LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
     AttemptStarted,
     Displayed,
@@ -31,6 +30,7 @@ from nblaunch.events import (
 )
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
+from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 
 
@@ -250,35 +250,11 @@ def test_time_stands_still_when_the_job_is_over() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
-    view = fold_samples(trained(1), [sample(0, 101, loss=value)], START_S)
+    losses = LossCurve(3, 1, (2.0, value, 1.0))
+    view = fold_samples(trained(1), [sample(0, 101, loss=value, losses=losses)], START_S)
+    assert view.ranks[0].losses == ((1, 2.0), (3, 1.0))
     assert view.ranks[0].loss is not None
     assert not math.isfinite(view.ranks[0].loss)
-    assert all(map(math.isfinite, view.ranks[0].loss_history))
-
-
-def test_a_loss_that_was_not_told_anew_is_no_point_of_its_curve() -> None:
-    view = view_of(started(1))
-    for look in range(100):  # ten a second; the loss is told twice a second
-        told = sample(0, 10 * look, 10_000, loss=1 / (1 + look // 5), step_time_s=100 + look / 10)
-        view = fold_samples(view, [told], START_S + look / 10)
-    history = view.ranks[0].loss_history
-    assert len(history[2:]) == len(set(history[2:])) >= 18
-    for look in range(100, 200):
-        told = sample(0, 10 * look, 10_000, loss=0.5, step_time_s=100 + look / 10)
-        view = fold_samples(view, [told], START_S + look / 10)
-    assert 4 <= view.ranks[0].loss_history.count(0.5) <= 8  # it stands still, and that is seen
-
-
-def test_a_long_loss_history_is_thinned_and_covers_the_whole_job() -> None:
-    view = view_of(started(1))
-    for step in range(3000):
-        view = fold_samples(view, [sample(0, step, 3000, loss=float(step))], START_S + step)
-        assert len(view.ranks[0].loss_history) <= HISTORY_LENGTH
-    history = view.ranks[0].loss_history
-    gaps = {after - before for before, after in itertools.pairwise(history)}
-    assert history[0] == 0
-    assert history[-1] > 2800
-    assert len(gaps) == 1
 
 
 @pytest.mark.parametrize(
@@ -330,6 +306,12 @@ any_sample = st.builds(
     st.integers(0, 100),
     st.integers(0, 10**15),
     st.none() | st.floats(),
+    st.builds(
+        LossCurve,
+        st.integers(0, 10**12),
+        st.integers(1, 10**9),
+        st.lists(st.floats(), max_size=MAX_BINS).map(tuple),
+    ),
     st.floats(0, 1e9),
 )
 any_story = st.lists(any_event | st.lists(any_sample, max_size=4), max_size=20)
@@ -351,7 +333,6 @@ def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]])
     assert view.elapsed_s >= 0
     assert len(view.tail) <= TAIL_LENGTH
     for rank in view.ranks:
-        assert len(rank.loss_history) <= HISTORY_LENGTH
         assert rank.left_s is None or rank.left_s >= 0
         assert rank.fraction is None or 0 <= rank.fraction <= 1
 

@@ -29,6 +29,7 @@ def run(d, num_ranks, num_ticks, tick_s=0.05, text="line", end_it=True):
     for step in range(num_ticks):
         tell(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
         look(d, [Sample(rank, WorkerState.TRAINING, step * 7 + rank, 10_000, samples=step * 64, loss=1 / (step + 1),
+                        losses=LossCurve(step, 1, tuple(1 / (s + 1) for s in range(min(step, MAX_BINS)))),
                         step_time_s=time.monotonic()) for rank in range(num_ranks)])
         tick.wait(tick_s)
     if end_it:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nblaunch.backends.cpu import BACKEND, CpuBackend
 from nblaunch.training.board_reports import DeviceMemoryReport, LossReport, OwnTime
-from nblaunch.wire.board import private_slot
+from nblaunch.wire.board import Slot, private_slot
+from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 
 class Device(CpuBackend):
@@ -57,3 +59,57 @@ def test_own_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mon
     now[0] += 60
     own.begin_backward()
     assert slot.read(0).own_steps == 2
+
+
+def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1_000_000) -> LossCurve:
+    """What a rank shows after these losses, with an optimizer step after every ``per_step`` of them."""
+    slot = private_slot()
+    report = LossReport(slot)
+    report.show_due = lambda: None  # type: ignore[method-assign]
+    for number, loss in enumerate(losses, 1):
+        report.note(torch.tensor(loss))
+        if number % flush_every == 0:
+            report.flush()
+        if number % per_step == 0:
+            slot.count_update()
+            slot.count_update()  # of another optimizer
+    report.flush()
+    return slot.read(0).losses
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, MAX_BINS - 1, MAX_BINS, MAX_BINS + 1, 132, 1000])
+def test_losses_are_equal_whenever_they_are_read_and_end_at_the_last_step(num_steps: int) -> None:
+    losses = [1 / (step + 1) for step in range(num_steps)]
+    curve = shown_losses(losses)
+    for flush_every in (1, 3, 50):
+        assert shown_losses(losses, flush_every=flush_every) == curve
+    assert curve.num_steps == num_steps
+    assert len(curve.means) == -(-num_steps // curve.steps_per_bin) <= MAX_BINS
+    points = curve.points()
+    assert points[-1][0] == num_steps
+    width = curve.steps_per_bin
+    for index, (_, mean) in enumerate(points):
+        of_bin = losses[index * width : (index + 1) * width]
+        assert mean == pytest.approx(sum(of_bin) / len(of_bin), rel=1e-5)
+
+
+def test_losses_of_one_step_are_one_loss() -> None:
+    assert shown_losses([1.0, 3.0, 5.0, 5.0, 2.0, 2.0], per_step=2) == LossCurve(3, 1, (2.0, 5.0, 2.0))
+
+
+def test_a_loss_that_is_not_finite_stays_in_its_bin() -> None:
+    curve = shown_losses([float("nan") if step == 5 else 1.0 for step in range(MAX_BINS + 1)])
+    assert curve.means == (1.0,) * (MAX_BINS // 2 + 1)
+
+
+def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
+    slot: Slot = private_slot()
+    report = LossReport(slot)
+    report.show_due = lambda: None  # type: ignore[method-assign]
+    for value in (4.0, 2.0):
+        loss = torch.tensor(value)
+        report.note(loss)
+        slot.count_update()
+        loss.zero_()
+    report.flush()
+    assert slot.read(0).losses.means == (4.0, 2.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
 from nblaunch.events import WorkerState
 from nblaunch.wire.board import Board, private_slot
+from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 
 def test_a_slot_says_what_was_written_in_another_process() -> None:
@@ -18,6 +20,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
         slot.start_loop(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
         slot.advance_to(5, samples=32)
         slot.set_loss(0.25)
+        slot.set_losses(LossCurve(3, 2, (0.5, 0.25)))
         slot.note_interrupt()
         slot.add_built_bytes(1 << 40)
         slot.set_device_memory(2, 3, 5)
@@ -31,6 +34,8 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     assert (one.step, one.total, one.epoch, one.samples) == (5, 10, 2, 32)
     assert (one.loss, one.interrupts, one.built_bytes) == (0.25, 1, 1 << 40)
     assert (one.device_bytes, one.device_peak_bytes, one.device_limit_bytes) == (2, 3, 5)
+    assert one.losses == LossCurve(3, 2, (0.5, 0.25))
+    assert (zero.losses, two.losses) == (LossCurve(), LossCurve())
     assert (one.own_time_s, one.own_steps) == (0.75, 2)
     assert (one.state, two.step) == (WorkerState.TRAINING, 0)
     assert begun_s <= one.step_time_s <= time.monotonic()  # one clock for all processes
@@ -59,3 +64,11 @@ def test_a_process_without_launcher_writes_the_same_way() -> None:
     slot = private_slot()
     slot.advance_to(1, samples=3)
     assert slot.read(0).samples == 3
+
+
+def test_a_curve_that_does_not_change_is_read_once() -> None:
+    slot = private_slot()
+    slot.set_losses(LossCurve(MAX_BINS, 1, tuple(map(float, range(MAX_BINS)))))
+    assert slot.read(0).losses is slot.read(0).losses
+    slot.set_losses(LossCurve(2, 1, (1.0, math.nan)))
+    assert str(slot.read(0).losses.means) == "(1.0, nan)"
