@@ -26,8 +26,13 @@ def install() -> None:
     It is the first finder: a folder of an older version (``nblaunch/utils`` with only compiled files) would otherwise
     be imported as an empty package.
     """
-    if not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
+    if not any(_name_of(type(finder)) == _name_of(_Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def _name_of(kind: type) -> str:
+    # By name, since a module that is imported anew has a new class; in full, since others call theirs _Finder, too.
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def submodules_of(package: str) -> list[str]:

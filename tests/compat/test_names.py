@@ -47,6 +47,17 @@ def test_lines_written_for_accelerate_find_their_names() -> None:
     assert _run(LINES) == "all found"
 
 
+def test_a_finder_of_another_package_with_the_same_name_is_not_taken_for_ours() -> None:
+    other = """
+import sys
+class _Finder:
+    def find_spec(self, name, path=None, target=None):
+        return None
+sys.meta_path.insert(0, _Finder())
+"""
+    assert _run(other + LINES) == "all found"
+
+
 def test_submodules_need_no_import_of_their_own() -> None:
     assert _run("import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)") == "True"
 
