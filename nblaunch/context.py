@@ -40,6 +40,8 @@ class WorkerContext:
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
+        rejoined: parts that objects of the notebook have in this process, by the object's ``id``, each with the object
+            itself (``training/rejoining.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
             among them; set by strategies that shard weights. None = every rank has the whole weights.
     """
@@ -55,6 +57,7 @@ class WorkerContext:
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None
+    rejoined: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
 
 

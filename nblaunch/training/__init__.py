@@ -14,6 +14,7 @@ The :class:`Accelerator`, and what it is built of:
 
     accelerator.py   the methods that users call: a façade
     properties.py    its properties
+    rejoining.py     its parts in a worker, where it was made in a notebook cell
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     precision.py     number formats: around the forward, and for backward, clipping and step

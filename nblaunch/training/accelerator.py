@@ -55,6 +55,7 @@ from nblaunch.training.options import (
 )
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
+from nblaunch.training.rejoining import Rejoining
 from nblaunch.training.session import open_session
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
@@ -66,7 +67,7 @@ from nblaunch.training.tracking.trackers import GeneralTracker
 T = TypeVar("T")
 
 
-class Accelerator(PreparationProperties):
+class Accelerator(PreparationProperties, Rejoining):
     """Prepare a plain PyTorch training loop for any number of processes, and let them train as one.
 
     Example::
@@ -143,6 +144,7 @@ class Accelerator(PreparationProperties):
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         **unsupported: Any,
     ) -> None:
+        self._keep_arguments(locals())
         # 1. The arguments alone: what is wrong with them is reported before anything is changed.
         arguments.refuse_unsupported(unsupported)
         self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
@@ -195,8 +197,8 @@ class Accelerator(PreparationProperties):
 
     @property
     def _process(self) -> JoinedProcess:
-        self._session.check_context()
-        return self._session.process
+        process: JoinedProcess = self._session.process
+        return process
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one per process: trainers that copy their settings go on sharing it
@@ -214,11 +216,13 @@ class Accelerator(PreparationProperties):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
+        self._parts()
         return AcceleratorState()
 
     @property
     def gradient_state(self) -> GradientState:
         """Gradient accumulation and the loader being read, as a ``GradientState``."""
+        self._parts()
         return GradientState()
 
     @property
@@ -261,13 +265,12 @@ class Accelerator(PreparationProperties):
 
         Raises:
             ValueError: ``device_placement`` is not as long as ``args``.
-            RuntimeError: the Accelerator was made in the notebook, and this is a worker.
+            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
 
         Example::
 
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
-        self._session.check_context()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placements) != len(args):
             raise ValueError(
@@ -369,7 +372,7 @@ class Accelerator(PreparationProperties):
             **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``.
 
         Raises:
-            RuntimeError: the Accelerator was made in the notebook, and this is a worker.
+            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
         """
         self._gradients.backward(loss, **kwargs)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
@@ -44,8 +43,6 @@ class Gradients:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
         session = self._session
-        if context.current() is not session.worker_context:
-            session.check_context()
         if not session.has_checked_models:
             session.check_models()
         divisor = session.accumulation.divisor

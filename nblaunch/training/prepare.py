@@ -74,6 +74,11 @@ class Preparer:
         self.loaders: list[PreparedLoader] = []
         self._replacements = Replacements()
 
+    @property
+    def has_prepared(self) -> bool:
+        """Whether there are prepared objects that :meth:`clear` has not dropped."""
+        return any((self.models, self.optimizers, self.schedulers, self.loaders))
+
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Return prepared objects in the order of ``objects``; those of unknown kind, and None, as they are."""
         # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.

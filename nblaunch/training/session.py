@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nblaunch import context
-from nblaunch.context import WorkerContext
 from nblaunch.errors import warn
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState
@@ -39,7 +38,6 @@ class Session:
         strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
         attributes: what users set on ``PartialState()`` and the other views, by class.
-        worker_context: that of the worker in which it was opened: ``context.current()`` there.
         has_checked_models: there was a backward pass, see :meth:`check_models`.
         save_round: this rank's side of the rounds in which ranks save checkpoints; None where it is alone.
     """
@@ -58,27 +56,12 @@ class Session:
     )
     is_resuming: bool = False
     attributes: dict[type, dict[str, Any]] = field(default_factory=dict)
-    worker_context: WorkerContext | None = field(default=None, compare=False, repr=False)
     has_checked_models: bool = False
     save_round: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.
         return open_session, ()
-
-    def check_context(self) -> None:
-        """Refuse the use of a notebook's own session in a worker: there it would go on alone, unnoticed.
-
-        Raises:
-            RuntimeError: this worker was forked from the process that the session describes.
-        """
-        here = context.current()
-        if here.is_launched and here is not self.worker_context:
-            raise RuntimeError(
-                "this Accelerator was made in the notebook, outside of the function that was launched, and knows "
-                "nothing of the other processes; make it inside the function, and call its prepare there: "
-                "accelerator = Accelerator()"
-            )
 
     def check_models(self) -> None:
         """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""
@@ -139,7 +122,6 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
             LoopStack(process.slot),
             losses,
             OwnTime(process.slot),
-            worker_context=worker,
         )
     session: Session = worker.training
     if cpu and session.process.device.type != "cpu":

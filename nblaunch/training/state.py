@@ -7,9 +7,11 @@ for; no code here decides anything by it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from nblaunch import context
+from nblaunch.context import WorkerContext
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -64,29 +66,26 @@ class _SharedState:
         return {} if session is None else session.attributes.get(cls, {})
 
 
-def _live(cls: type[View]) -> Session:
-    """Return the session where it still has the state that ``cls`` shows; AttributeError where it was reset."""
-    session: Session | None = context.current().training
-    if session is None or cls not in session.attributes:
-        name = cls.__name__
-        raise AttributeError(
-            f"this {name} is of no use any more: {name}._reset_state() was called, and no Accelerator or {name} was "
-            "built since"
-        )
-    return session
-
-
 class View:
-    """A way to look at the session. Attributes that users set on one instance are seen on all of its class."""
+    """A way to look at the session. Attributes that users set on one instance are seen on all of its class.
+
+    One that was made in a notebook cell, or was unpickled, shows the worker in which it is used, see :meth:`_join`.
+    """
 
     _shared_state = _SharedState()
+    _home: WorkerContext | None = None
+
+    def _join(self) -> None:
+        """Open the session of this worker, in which the view was not made."""
+        self._share(open_session())
 
     def _share(self, session: Session) -> None:
+        object.__setattr__(self, "_home", context.current())
         session.attributes.setdefault(type(self), {"initialized": True})
 
     @property
     def _session(self) -> Session:
-        return _live(type(self))
+        return _live(self)
 
     @property
     def initialized(self) -> bool:
@@ -96,7 +95,7 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        attributes = _live(type(self)).attributes[type(self)]
+        attributes = _live(self).attributes[type(self)]
         if name not in attributes:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return attributes[name]
@@ -109,7 +108,32 @@ class View:
             self._session.attributes[type(self)][name] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()  # where it arrives, it shows the process that it arrives in
+        return _unpickled, (type(self), self._arguments())  # shows the process that it is used in
+
+    def _arguments(self) -> dict[str, Any]:
+        return {}
+
+
+def _live(view: View) -> Session:
+    """Return the session, where it has the state that ``view`` shows; AttributeError where it was reset."""
+    here, cls = context.current(), type(view)
+    if not cls._shared_state and here.is_launched and view._home is not here:
+        view._join()
+    session: Session | None = here.training
+    if session is None or cls not in session.attributes:
+        name = cls.__name__
+        raise AttributeError(
+            f"this {name} is of no use any more: {name}._reset_state() was called, and no Accelerator or {name} "
+            "was built since"
+        )
+    return session
+
+
+def _unpickled(cls: type[View], arguments: Mapping[str, Any]) -> View:
+    """Return a view without a session: the process that loads a call may not be the one that runs it."""
+    view = cls.__new__(cls)
+    vars(view).update(arguments)
+    return view
 
 
 class PartialState(View, ProcessMethods):
@@ -124,8 +148,18 @@ class PartialState(View, ProcessMethods):
         TypeError: an unknown argument.
     """
 
+    _asked: tuple[bool, dict[str, Any]] = (False, {})
+
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        object.__setattr__(self, "_asked", (cpu, kwargs))
+        self._join()
+
+    def _join(self) -> None:
+        cpu, kwargs = self._asked
         self._share(open_session(cpu, InitProcessGroupKwargs(**kwargs)))
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"_asked": self._asked}
 
     @property
     def _process(self) -> JoinedProcess:
@@ -161,6 +195,12 @@ class AcceleratorState(View, ProcessMethods):
     """
 
     def __init__(self, mixed_precision: str | None = None) -> None:
+        self._show(mixed_precision)
+
+    def _join(self) -> None:
+        self._show(None)
+
+    def _show(self, mixed_precision: str | None) -> None:
         session: Session | None = context.current().training
         if session is None or session.precision is None:
             raise ValueError("AcceleratorState() needs an Accelerator; build `Accelerator()` first")

@@ -1,0 +1,146 @@
+"""An Accelerator that was made in a notebook cell takes its place in a worker: its ranks, device and process group.
+
+    accelerator = Accelerator(mixed_precision="bf16")     # in a cell: one process, rank 0 of 1
+
+    def train():
+        accelerator.process_index                         # in a worker: built once more, with the same arguments
+
+A worker inherits the object by fork or receives it pickled. The parts that depend on the process are kept per process
+(:class:`WorkerContext`) and are built at their first use there, so that an object that is not used costs nothing. The
+notebook's own parts stay as they were; with ``engine="inline"`` both exist in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nblaunch import context
+from nblaunch.context import WorkerContext
+
+_HAS_PREPARED = (
+    "this Accelerator was made in the notebook and has prepared objects there, for one process: ranks would train "
+    "without each other. Call prepare inside the function that is launched (free_memory() in the notebook drops what "
+    "was prepared), or make the Accelerator there"
+)
+
+
+class _PerProcess:
+    """An attribute of a :class:`Rejoining` object with a value per process."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Rejoining | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        try:
+            return instance._parts()[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Rejoining, value: Any) -> None:
+        instance._parts()[self._name] = value
+
+
+class Rejoining:
+    """Base of the ``Accelerator``: its parts, per process."""
+
+    _handlers: Any = _PerProcess()
+    _session: Any = _PerProcess()
+    _strategy: Any = _PerProcess()
+    _precision: Any = _PerProcess()
+    _preparer: Any = _PerProcess()
+    _gradients: Any = _PerProcess()
+    _checkpoints: Any = _PerProcess()
+    _trackers: Any = _PerProcess()
+
+    _home: WorkerContext | None
+    _own_parts: dict[str, Any]
+    _arguments: Mapping[str, Any]
+
+    def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
+        """Keep the arguments of the constructor, which calls this first: this process is the object's own.
+
+        Args:
+            variables: the local ones of the constructor.
+        """
+        if "_own_parts" not in vars(self):
+            named = {name: value for name, value in variables.items() if name not in ("self", "unsupported")}
+            self._arguments = {**named, **variables["unsupported"]}
+            self._home, self._own_parts = context.current(), {}
+
+    def _build_parts(self, arguments: Mapping[str, Any]) -> None:
+        """Build the parts of this process, as the constructor does: that of the class itself, not of one below it."""
+        own = next(cls for cls in type(self).__mro__ if Rejoining in cls.__bases__)
+        own.__init__(self, **arguments)  # type: ignore[misc]
+
+    def _parts(self) -> dict[str, Any]:
+        """Return the parts of this process; build them where there are none."""
+        here = context.current()
+        if here is self._home:
+            return self._own_parts
+        if not here.is_launched:
+            return self._own_parts if self._home is not None else self._settle(here)
+        known = here.rejoined.get(id(self))
+        return self._rejoin(here) if known is None else known[1]
+
+    def _settle(self, here: WorkerContext) -> dict[str, Any]:
+        """Make a process without a launcher, in which the object was unpickled, the object's own."""
+        self._home = here
+        if not self._own_parts:
+            self._build_parts(self._arguments)
+        return self._own_parts
+
+    def _rejoin(self, here: WorkerContext) -> dict[str, Any]:
+        arguments = self._arguments
+        if self._own_parts:
+            if self._own_parts["_preparer"].has_prepared:
+                raise RuntimeError(_HAS_PREPARED)
+            arguments = {**arguments, **_arguments_now(self._own_parts)}
+        parts: dict[str, Any] = {}
+        here.rejoined[id(self)] = self, parts
+        try:
+            self._build_parts(arguments)
+        except BaseException:
+            del here.rejoined[id(self)]
+            raise
+        return parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, parts = context.current().rejoined.get(id(self), (self, self._own_parts))
+        if not parts:
+            return _unpickled, (type(self), self._arguments, {})
+        kept = parts if parts["_preparer"].has_prepared else {}
+        return _unpickled, (type(self), {**self._arguments, **_arguments_now(parts)}, kept)
+
+
+def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the constructor for what was assigned to an Accelerator since, in place of the first ones."""
+    preparer, accumulation = parts["_preparer"], parts["_session"].accumulation
+    return {
+        "device_placement": preparer.device_placement,
+        "split_batches": None,
+        "dataloader_config": preparer.data,
+        "rng_types": preparer.rng_types,
+        "step_scheduler_with_optimizer": preparer.step_scheduler_with_optimizer,
+        "kwargs_handlers": list(parts["_handlers"].values()),
+        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_plugin": dataclasses.replace(
+            accumulation.plugin, num_steps=accumulation.num_steps
+        ),
+    }
+
+
+def _unpickled(cls: type[Rejoining], arguments: Mapping[str, Any], parts: dict[str, Any]) -> Rejoining:
+    """Return the object without parts: the process that loads a call may not be the one that runs it.
+
+    Args:
+        cls: its class.
+        arguments: of its constructor.
+        parts: those that can't be built anew; empty: all can.
+    """
+    instance = cls.__new__(cls)
+    instance._home, instance._own_parts, instance._arguments = None, parts, arguments
+    return instance
