@@ -11,7 +11,7 @@ from typing import Any
 
 from nblaunch import dashboard as dashboards
 from nblaunch import env
-from nblaunch.diagnosis.rendering import ShownAtCall
+from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.host import descriptors
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
@@ -137,7 +137,7 @@ def notebook_launcher(
         BaseException: whatever ``function`` raised first, with its original type.
     """
     __tracebackhide__ = True
-    with ShownAtCall():
+    with HiddenLauncherFrames():
         specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, engine=engine, start_method=start_method,
@@ -167,7 +167,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         The return value of rank 0.
     """
     __tracebackhide__ = True
-    with ShownAtCall():
+    with HiddenLauncherFrames():
         specs = [LaunchSpec(function=function, args=args, num_processes=num_processes, backend="cpu")]
         del function, args
         return run(specs.pop())
@@ -218,7 +218,7 @@ def launch(
     from nblaunch.config.resolving import unknown
     from nblaunch.config.settings import SETTINGS
 
-    with ShownAtCall():
+    with HiddenLauncherFrames():
         for name in settings:
             if name not in SETTINGS:
                 raise TypeError(f"launch() got an unexpected argument: {unknown(name, SETTINGS)}")

@@ -9,5 +9,6 @@ report.py       the facts of an attempt
 root_cause.py   the earliest failure that no other failure explains
 memory.py       memory of the workers; the evidence where it ran out
 failure.py      which exception the kernel raises, with its evidence
-rendering.py    makes the worker's exception again (rebuild), and shows it in IPython with the user's frames only
+rebuilding.py   the worker's exception, made again in the kernel
+rendering.py    display of exceptions in IPython, with the user's frames only
 """

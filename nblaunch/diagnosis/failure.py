@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.rendering import rebuild
+from nblaunch.diagnosis.rebuilding import rebuild
+from nblaunch.diagnosis.rendering import annotate
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
@@ -101,18 +102,20 @@ def failure_of(
     if root.failed is not None:
         info = root.failed.info
         headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
-        return Failure(rebuild(root.failed, [*evidence, *notes]), root.rank, headline)
+        error = rebuild(root.failed)
+        annotate(error, info, [*evidence, *notes])
+        return Failure(error, root.rank, headline)
     headline = what_happened(root, report)
     explanation = [] if evidence else [what_it_means(root)]
     who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
     summary = [f"{who} {headline}.", *explanation, *evidence, *_shm_evidence(root)]
     traces = _last_lines(logs, root.rank, attempt) + _crash_stack(logs, root.rank, attempt)
-    error = WorkerDied(
+    death = WorkerDied(
         "\n".join([*summary, *traces, *notes]),
         rank=root.rank,
         exitcode=root.status.code if root.status else 0,
     )
-    return Failure(error, root.rank, headline)
+    return Failure(death, root.rank, headline)
 
 
 def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Explanation | None:
@@ -157,7 +160,9 @@ def _left_early(
 def _raised_remotely(failed: Failed, label: str, notes: Sequence[str]) -> Explanation:
     lines = f"{failed.info.type_name}: {failed.info.message}".strip().splitlines()
     note = f"rank {failed.rank} on {label}; its complete log is there"
-    return rebuild(failed, [note, *notes], is_remote=True), failed.rank, f"{lines[0]} (on {label})"
+    error = rebuild(failed, is_remote=True)
+    annotate(error, failed.info, [note, *notes])
+    return error, failed.rank, f"{lines[0]} (on {label})"
 
 
 def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> Explanation:

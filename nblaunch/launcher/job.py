@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.diagnosis.rendering import ShownAtCall
+from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
@@ -64,14 +64,14 @@ class Job:
             BaseException: what failed in a worker, with its original type; see :mod:`nblaunch.errors` for the others.
         """
         __tracebackhide__ = True
-        with ShownAtCall():
+        with HiddenLauncherFrames():
             self._wait_for_success(timeout)
         return self.results() if self.spec.return_all else self._outcome.values.get(self.ranks[0])
 
     def results(self, timeout: float | None = None) -> list[Any]:
         """Return what :meth:`result` returns, of all ranks; None of other ranks than 0 without ``return_all``."""
         __tracebackhide__ = True
-        with ShownAtCall():
+        with HiddenLauncherFrames():
             self._wait_for_success(timeout)
         return [self._outcome.values.get(rank) for rank in self.ranks]
 
