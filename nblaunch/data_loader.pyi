@@ -12,9 +12,11 @@ from nblaunch.training.data.resuming import (
     SkipDataLoader as SkipDataLoader,
     skip_first_batches as skip_first_batches,
 )
+from nblaunch.training.data.samplers import (
+    SeedableRandomSampler as SeedableRandomSampler,
+    SkipBatchSampler as SkipBatchSampler,
+)
 from nblaunch.training.data.sharding import (
     BatchSamplerShard as BatchSamplerShard,
     IterableDatasetShard as IterableDatasetShard,
-    SeedableRandomSampler as SeedableRandomSampler,
-    SkipBatchSampler as SkipBatchSampler,
 )

@@ -25,9 +25,8 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.data.loader": "DataLoaderShard",
         "training.data.prepare": "prepare_data_loader",
         "training.data.resuming": "SkipDataLoader skip_first_batches",
-        "training.data.sharding": (
-            "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler"
-        ),
+        "training.data.samplers": "SeedableRandomSampler SkipBatchSampler",
+        "training.data.sharding": "BatchSamplerShard IterableDatasetShard",
     },
     "launchers": {
         "notebook": "debug_launcher notebook_launcher",

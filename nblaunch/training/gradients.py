@@ -120,7 +120,7 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     before = [shard.even_batches for shard in shards]
     try:
         for shard in shards:
-            shard.set_even_batches(even_batches)
+            shard.even_batches = even_batches
         yield
     finally:
         for shard, setting in zip(shards, before, strict=True):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, context
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.arguments import REFUSED_ARGUMENTS
-from nblaunch.training.data.sharding import SeedableRandomSampler
+from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import (
     AutocastKwargs,

@@ -26,7 +26,8 @@ from nblaunch.events import WorkerState
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
-from nblaunch.training.data.sharding import BatchSamplerShard, SeedableRandomSampler
+from nblaunch.training.data.samplers import SeedableRandomSampler
+from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.wire.board import Sample
 
@@ -194,11 +195,6 @@ def test_a_batch_sampler_given_as_sampler_is_shared_as_one() -> None:
     assert isinstance(shard.sampler, BatchSamplerShard)
     assert len(shard) == 2
     assert list(shard.sampler) == [[2, 3], [6, 7]]
-
-
-def test_single_samples_of_an_indexed_dataset_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=None and no batch sampler"):
-        Accelerator().prepare(DataLoader(_rows(8), batch_size=None))
 
 
 def test_a_stream_of_unknown_length() -> None:

@@ -11,12 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SeedableRandomSampler,
-    sampler_of,
-)
+from nblaunch.training.data.samplers import SeedableRandomSampler, sampler_of
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard, SampleShard
 from nblaunch.training.process_methods import share_of, split_evenly
 
 LENGTHS = st.integers(0, 70)
@@ -141,17 +137,41 @@ def test_long_epochs_have_the_order_of_one_process(batch: int, shuffle: bool) ->
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch_size=5 is not a multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=5 is not a round multiple of 2"):
         _shards(10, 5, 2, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size=5 is not a multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=5 is not a round multiple of 2"):
         IterableDatasetShard(range(10), 5, num_processes=2, split_batches=True)
 
 
-def test_a_batch_sampler_without_a_batch_size_can_not_be_evened_out() -> None:
-    with pytest.raises(ValueError, match=r"even_batches=True .*batch_size.* list"):
-        BatchSamplerShard([[0], [1]], 2, 0)
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=7), max_size=12), WORLDS)
+def test_batches_of_any_size_are_evened_out_by_whole_ones(batches: list[list[int]], world: int) -> None:
+    """A batch sampler without a batch size: the last round is completed with the first batches of the epoch."""
+    shards = [BatchSamplerShard(batches, world, rank) for rank in range(world)]
+    per_rank = [list(shard) for shard in shards]
+    rounds = -(-len(batches) // world)
+    assert [len(shard) for shard in shards] == [len(own) for own in per_rank] == [rounds] * world
+    dealt = [per_rank[n % world][n // world] for n in range(rounds * world)]
+    head, added = batches[:world], dealt[len(batches) :]
+    assert dealt[: len(batches)] == batches
+    assert added == [head[n % len(head)] for n in range(len(added))]
+    last = batches[(rounds - 1) * world :]
+    assert {shard.tail_rows for shard in shards} == {sum(map(len, last)) if added else 0}
+
+
+def test_a_batch_sampler_without_a_batch_size_can_not_be_split() -> None:
     with pytest.raises(ValueError, match=r"split_batches=True .*batch_size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True, even_batches=False)
+
+
+@given(LENGTHS, WORLDS, st.booleans())
+def test_single_samples_are_dealt_in_turn(length: int, world: int, even: bool) -> None:
+    shards = [SampleShard(SequentialSampler(range(length)), world, rank, even) for rank in range(world)]
+    per_rank = [list(shard) for shard in shards]
+    assert [len(shard) for shard in shards] == [len(own) for own in per_rank]
+    dealt = [own[n] for n in range(-(-length // world)) for own in per_rank if n < len(own)]
+    assert dealt[:length] == list(range(length))
+    assert len(dealt) == (-(-length // world) * world if even else length)
+    assert {shard.tail_rows for shard in shards} == {-1 if even and length % world else 0}
 
 
 @given(LENGTHS, BATCHES, WORLDS, st.booleans(), st.booleans())
@@ -216,15 +236,23 @@ def test_what_can_not_be_split_is_refused() -> None:
 
 @given(st.integers(0, 2**40), st.integers(0, 5))
 def test_a_seedable_order_depends_on_seed_and_epoch_alone(seed: int, epoch: int) -> None:
-    one, other = SeedableRandomSampler(range(30), seed), SeedableRandomSampler(range(30), seed)
+    one, other = (SeedableRandomSampler(range(30), data_seed=seed) for _ in range(2))
     one.set_epoch(epoch)
     other.set_epoch(epoch)
     torch.rand(epoch + 1)
     order = list(one)
     assert order == list(other)
     assert sorted(order) == list(range(30))
-    one.set_epoch(epoch + 1)
+    assert one.epoch == epoch + 1, "a whole iteration is an epoch"
     assert order != list(one)
+
+
+def test_a_seedable_order_without_a_seed_follows_torch() -> None:
+    torch.manual_seed(5)
+    one = SeedableRandomSampler(range(30))
+    torch.rand(3)
+    assert list(one) == list(SeedableRandomSampler(range(30), data_seed=5))
+    assert len(SeedableRandomSampler(range(30), True, 7)) == 7
 
 
 def test_the_sampler_is_found_and_replaced_below_batch_samplers() -> None:

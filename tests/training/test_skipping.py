@@ -16,7 +16,8 @@ from nblaunch import Accelerator, context
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import prepare_data_loader
 from nblaunch.training.data.resuming import SkipDataLoader, skip_first_batches
-from nblaunch.training.data.sharding import BatchSamplerShard, SkipBatchSampler
+from nblaunch.training.data.samplers import SkipBatchSampler
+from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
 from tests.training import ranks
 

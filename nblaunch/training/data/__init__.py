@@ -1,6 +1,7 @@
 """Prepared data loaders.
 
 prepare.py      make a prepared loader out of the user's
+samplers.py     samplers of the order that all ranks share, and the layers of an order
 sharding.py     which samples a rank gets
 loader.py       read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
 dispatcher.py   ``DataLoaderDispatcher``, where rank 0 reads for all

@@ -25,13 +25,15 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
-from nblaunch.training.data.sharding import (
-    BatchSamplerShard,
-    IterableDatasetShard,
+from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
+    layers,
+    order_of,
+    pass_epoch,
     sampler_of,
 )
+from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
 from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.session import Session, open_session
 
@@ -207,7 +209,7 @@ class PreparedLoader(DataLoader):
 
     def _generators(self) -> list[torch.Generator]:
         """Return those that decide the order: of the samplers, and of an iterable dataset that has one."""
-        owners = [self.batch_sampler, self.sampler, getattr(self.batch_sampler, "batch_sampler", None)]
+        owners = layers(order_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
         found = [getattr(owner, "generator", None) for owner in owners]
@@ -286,12 +288,9 @@ class PreparedLoader(DataLoader):
 
     def _hand_epoch(self, epoch: int) -> None:
         """Pass the epoch to samplers and dataset that have ``set_epoch``."""
-        notified: list[Any] = []
-        parts: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
-        for part in parts:
-            if hasattr(part, "set_epoch") and not any(part is other for other in notified):
-                part.set_epoch(epoch)
-                notified.append(part)
+        pass_epoch(order_of(self), epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def follow(self, loader: Any) -> None:
         """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""

@@ -18,11 +18,12 @@ from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
+from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, layers, order_of
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
-    SeedableRandomSampler,
-    sampler_of,
+    SampleShard,
+    check_divisible,
 )
 from nblaunch.training.options import DataLoaderConfiguration
 
@@ -57,27 +58,13 @@ def reading_options(loader: DataLoader) -> dict[str, Any]:
     return options
 
 
-def batch_sampler_of(loader: DataLoader) -> tuple[Any, bool]:
-    """Return the loader's batch sampler, and whether it was given as ``sampler`` with ``batch_size=None``.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if loader.batch_sampler is not None:
-        return loader.batch_sampler, False
-    if isinstance(loader.sampler, BatchSampler):
-        return loader.sampler, True
-    raise ValueError(
-        "a DataLoader over an indexed dataset with batch_size=None and no batch sampler hands out single samples, "
-        "which can't be shared in batches. Give it a batch_size, or pass sampler=BatchSampler(...)."
-    )
-
-
-def sampling_options(batch_sampler: Any, is_passed_as_sampler: bool) -> dict[str, Any]:
-    """Return what a new loader is given to read by ``batch_sampler``, as :func:`batch_sampler_of` has found it."""
-    if is_passed_as_sampler:
-        return {"sampler": batch_sampler, "batch_size": None}
-    return {"batch_sampler": batch_sampler}
+def reading_order(loader: DataLoader, order: Any) -> dict[str, Any]:
+    """Return what a new loader is given to read by ``order`` as ``loader`` reads by its own."""
+    if (
+        loader.batch_sampler is None
+    ):  # whatever the sampler yields is passed to the dataset: an index, or a list
+        return {"sampler": order, "batch_size": None}
+    return {"batch_sampler": order}
 
 
 @dataclass(frozen=True)
@@ -171,16 +158,28 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
         return _dispatch(loader, target, config, common)
     if is_iterable:
         return _shard_iterable(loader, target, config, common)
-    batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
-    _make_order_shareable(batch_sampler, config)
-    shard = None
-    is_completed = target.is_static and config.even_batches and getattr(batch_sampler, "batch_size", None)
-    if target.world_size > 1 or is_completed:
-        shard = BatchSamplerShard(
-            batch_sampler, target.world_size, target.rank, config.split_batches, config.even_batches
-        )
-    sampling = sampling_options(shard or batch_sampler, is_passed_as_sampler)
-    return DataLoaderShard(loader.dataset, shard=shard, **sampling, **common)
+    order = order_of(loader)
+    _make_order_shareable(order, config)
+    shard = _share_order(loader, order, target, config)
+    return DataLoaderShard(
+        loader.dataset, shard=shard, **reading_order(loader, order if shard is None else shard), **common
+    )
+
+
+def _share_order(
+    loader: DataLoader, order: Any, target: LoaderTarget, config: DataLoaderConfiguration
+) -> BatchSamplerShard | None:
+    """Return the rank's share of the order; None where it reads all of it, as it is."""
+    is_completed = target.is_static and config.even_batches and getattr(order, "batch_size", None)
+    if target.world_size == 1 and not is_completed:
+        return None
+    if _has_single_samples(loader):
+        return SampleShard(order, target.world_size, target.rank, config.even_batches)
+    return BatchSamplerShard(order, target.world_size, target.rank, config.split_batches, config.even_batches)
+
+
+def _has_single_samples(loader: DataLoader) -> bool:
+    return loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler)
 
 
 def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_iterable: bool) -> bool:
@@ -196,13 +195,13 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
 
 def _check_plain(loader: DataLoader) -> None:
     """Refuse what would be shared twice; warn about what a new loader can't take over."""
-    sampler = sampler_of(loader.batch_sampler) or loader.sampler
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ValueError(
-            f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare would "
-            "share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True if it "
-            "shuffles)."
-        )
+    for sampler in layers(order_of(loader)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"the loader's DistributedSampler hands out a share of 1/{sampler.num_replicas} already, and prepare "
+                "would share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True "
+                "if it shuffles)."
+            )
     if type(loader).__iter__ is not DataLoader.__iter__:
         warn(
             f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
@@ -213,17 +212,19 @@ def _check_plain(loader: DataLoader) -> None:
 def _dispatch(
     loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
-    if config.split_batches and (loader.batch_size or 0) % target.world_size:
-        raise ValueError(
-            f"split_batches=True cuts each batch into {target.world_size} equal parts, but batch_size="
-            f"{loader.batch_size} is not a multiple of {target.world_size}"
-        )
+    if config.split_batches:
+        check_divisible(loader.batch_size or 0, target.world_size)
     if isinstance(loader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif _has_single_samples(loader):
+        raise ValueError(
+            "dispatch_batches=True cuts batches into parts, and a DataLoader with batch_size=None has single samples. "
+            "Give it a batch_size, or use dispatch_batches=False."
+        )
     else:
-        batch_sampler, is_passed_as_sampler = batch_sampler_of(loader)
-        _make_order_shareable(batch_sampler, config)
-        sampling = sampling_options(batch_sampler, is_passed_as_sampler)
+        order = order_of(loader)
+        _make_order_shareable(order, config)
+        sampling = reading_order(loader, order)
     return DataLoaderDispatcher(loader.dataset, slice_fn=target.slice_fn, **sampling, **common)
 
 
@@ -251,25 +252,31 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _make_order_shareable(batch_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """Give the user's sampler a seeded sampler or a generator that ranks can synchronise; changes it in place.
+def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
+    """Give the user's samplers a seeded sampler or generators that ranks can synchronise; changes them in place.
 
-    With ``use_seedable_sampler``, its ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
-    be asked: a collective. Otherwise, a sampler that would draw from torch's global generator gets its own.
+    With ``use_seedable_sampler``, the ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
+    be asked: a collective. Otherwise, a sampler that would draw from torch's global generator gets its own, on
+    whatever layer it is.
     """
-    sampler = sampler_of(batch_sampler)
-    if config.use_seedable_sampler and type(sampler) is RandomSampler:
-        batch_sampler.sampler = SeedableRandomSampler(
-            sampler.data_source,
-            _agree_on_seed(config.data_seed),
-            replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
-        )
+    batch_sampler = innermost(order)
+    sampler: Any = getattr(batch_sampler, "sampler", None)
+    if config.use_seedable_sampler and _is_reseeded(sampler, config.data_seed):
+        seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+        seeded.initial_seed = _agree_on_seed(config.data_seed)
+        batch_sampler.sampler = seeded
         return
-    for part in (batch_sampler, sampler):
+    for part in layers(order):
         if hasattr(part, "generator") and part.generator is None:
             part.generator = torch.Generator()
             part.generator.manual_seed(_draw_seed())
+
+
+def _is_reseeded(sampler: Any, data_seed: int | None) -> bool:
+    """Return whether ``prepare`` chooses the seed: the user has not, or has in the configuration."""
+    if type(sampler) is SeedableRandomSampler:
+        return sampler.data_seed is None or data_seed is not None
+    return type(sampler) is RandomSampler
 
 
 def _draw_seed() -> int:

@@ -16,8 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import batch_sampler_of, reading_options, sampling_options
-from nblaunch.training.data.sharding import SeedableRandomSampler, SkipBatchSampler, sampler_of
+from nblaunch.training.data.prepare import reading_options, reading_order
+from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, order_of, sampler_of
 from nblaunch.training.session import Session
 
 
@@ -36,7 +36,7 @@ def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:
     }
     sampler = sampler_of(loader.batch_sampler)
     if isinstance(sampler, SeedableRandomSampler):
-        state["seed"] = sampler.seed
+        state["seed"] = sampler.initial_seed
     return state
 
 
@@ -47,7 +47,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], session: Session) -> 
         generator.set_state(saved.cpu())
     sampler = sampler_of(loader.batch_sampler)
     if "seed" in state and isinstance(sampler, SeedableRandomSampler):
-        sampler.seed = state["seed"]
+        sampler.initial_seed = state["seed"]
     if state["is_mid_epoch"]:
         session.is_resuming = True
 
@@ -113,10 +113,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
         )
         kind: Any = type(dataloader) if isinstance(dataloader, PreparedLoader) else SkipDataLoader
     else:
-        batch_sampler, is_passed_as_sampler = batch_sampler_of(dataloader)
-        options.update(
-            sampling_options(SkipBatchSampler(batch_sampler, num_batches * per_batch), is_passed_as_sampler)
-        )
+        order = SkipBatchSampler(order_of(dataloader), num_batches * per_batch)
+        options.update(reading_order(dataloader, order))
         kind = type(dataloader) if isinstance(dataloader, PreparedLoader) else DataLoader
     skipping: DataLoader = kind(dataloader.dataset, **options)
     if isinstance(skipping, PreparedLoader):

@@ -1,4 +1,4 @@
-"""Which samples belong to which rank: pure arithmetic on indices, and samplers of the order that all ranks share.
+"""Which samples belong to which rank: pure arithmetic on indices.
 
 Every rank computes the same global order and keeps its share, so nothing here communicates, and no rank ever waits
 for another one. Moving data and keeping random orders equal is ``loader.py``'s work.
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from nblaunch.training.data.samplers import SeedableRandomSampler, pass_epoch
+
 _CHUNK = 8192
 """Indices that are looked at together where the whole order is known."""
 
@@ -32,16 +34,18 @@ class BatchSamplerShard(BatchSampler):
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
         even_batches: complete the last round with indices from the start of the epoch, repeatedly if there are few,
-            so that all ranks get equally many batches of equal size. Otherwise some ranks may get one batch less, or
-            a shorter one.
+            so that all ranks get equally many batches of equal size; of a batch sampler without a ``batch_size``, with
+            whole batches. Otherwise some ranks may get one batch less, or a shorter one.
 
     ``tail_rows`` is known once an epoch was read to its end: how many rows of the last global batch are real; 0 where
     nothing was added to it.
 
     Raises:
-        ValueError: ``split_batches`` with a batch size that ranks don't divide; ``even_batches`` or ``split_batches``
-            with a batch sampler that has no ``batch_size``.
+        ValueError: ``split_batches`` with a batch size that ranks don't divide, or with a batch sampler that has no
+            ``batch_size``.
     """
+
+    passes_epoch_on = True
 
     def __init__(
         self,
@@ -61,27 +65,15 @@ class BatchSamplerShard(BatchSampler):
         self.tail_rows = 0
         self._check()
 
-    def set_even_batches(self, even_batches: bool) -> None:
-        """Change the setting, for iterations that begin from now on. ValueError as in the constructor."""
-        before, self.even_batches = self.even_batches, even_batches
-        try:
-            self._check()
-        except ValueError:
-            self.even_batches = before
-            raise
-
     def _check(self) -> None:
-        if self.batch_size is None and (self.split_batches or self.even_batches):
-            option = "split_batches=True" if self.split_batches else "even_batches=True"
+        if not self.split_batches:
+            return
+        if self.batch_size is None:
             raise ValueError(
-                f"{option} needs a batch sampler with a batch_size, and {type(self.batch_sampler).__name__} has none. "
-                "Give it a `batch_size` attribute, or use DataLoaderConfiguration(even_batches=False)."
+                f"split_batches=True needs a batch sampler with a batch_size, and {type(self.batch_sampler).__name__} "
+                "has none. Give it a `batch_size` attribute, or use DataLoaderConfiguration(split_batches=False)."
             )
-        if self.split_batches and self.batch_size and self.batch_size % self.num_processes:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {self.num_processes} equal parts, but batch_size="
-                f"{self.batch_size} is not a multiple of {self.num_processes}"
-            )
+        check_divisible(self.batch_size, self.num_processes)
 
     @property
     def sampler(self) -> Any:
@@ -159,21 +151,32 @@ class BatchSamplerShard(BatchSampler):
             # torch's RandomSampler ends with a permutation that it takes nothing from; the next epoch shall have the
             # order that it has without sharing.
             torch.randperm(len(order), generator=sampler.generator)
+            if isinstance(sampler, SeedableRandomSampler):
+                sampler.end_epoch()
 
     def _iter_whole(self) -> Iterator[list[int]]:
         """Yield every P-th batch. A round of P batches is handed out only when all of them are known."""
         batches = iter(self.batch_sampler)
-        head: list[int] = []
+        first: list[list[int]] = []
         while batch_round := list(islice(batches, self.num_processes)):
-            head = head or [index for batch in batch_round for index in batch]
+            first = first or batch_round
             self.tail_rows = 0
-            is_complete = len(batch_round) == self.num_processes
-            if self.drop_last and not is_complete:
+            if self.drop_last and len(batch_round) < self.num_processes:
                 return
-            if self.even_batches and not (is_complete and self._all_full(batch_round)):
-                batch_round = self._complete(batch_round, self.num_processes, head)
+            if self.even_batches:
+                batch_round = self._even(batch_round, first)
             if self.process_index < len(batch_round):
                 yield batch_round[self.process_index]
+
+    def _even(self, batch_round: list[list[int]], first: list[list[int]]) -> list[list[int]]:
+        """Return a round with a batch for every rank; what is missing is taken from the ``first`` round."""
+        missing = self.num_processes - len(batch_round)
+        if self.batch_size is None:  # batches may have any size, so that only their number can be made even
+            self.tail_rows = sum(map(len, batch_round)) if missing else 0
+            return [*batch_round, *islice(_cycle(first), missing)]
+        if not missing and all(len(batch) >= self._global_size for batch in batch_round):
+            return batch_round
+        return self._complete(batch_round, self.num_processes, list(chain.from_iterable(first)))
 
     def _iter_parts(self) -> Iterator[list[int]]:
         """Yield this rank's part of each batch; a short batch is completed first, or leaves some ranks with less."""
@@ -191,9 +194,6 @@ class BatchSamplerShard(BatchSampler):
             if mine:
                 yield mine
 
-    def _all_full(self, batch_round: list[list[int]]) -> bool:
-        return all(len(batch) >= self._global_size for batch in batch_round)
-
     def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
         """Cut ``batch_round`` anew into equal batches; what is missing is taken from ``head``, again and again.
 
@@ -206,10 +206,29 @@ class BatchSamplerShard(BatchSampler):
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the batch sampler and its sampler, where they want it."""
-        for part in (self.batch_sampler, self.sampler):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        """Pass the epoch to the batch sampler and to what it is made of."""
+        pass_epoch(self.batch_sampler, epoch)
+
+
+class SampleShard(BatchSamplerShard):
+    """One rank's share of a sampler of single indices, for loaders that hand out samples without batches.
+
+    Args:
+        sampler: yields the global order, index by index.
+        num_processes, process_index, even_batches: as in :class:`BatchSamplerShard`, for batches of one.
+
+    ``tail_rows`` is -1 where samples were added: how many rows a sample has is not known.
+    """
+
+    def __init__(
+        self, sampler: Any, num_processes: int = 1, process_index: int = 0, even_batches: bool = True
+    ) -> None:
+        single = BatchSampler(sampler, 1, drop_last=False)
+        super().__init__(single, num_processes, process_index, even_batches=even_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from chain.from_iterable(super().__iter__())
+        self.tail_rows = -1 if self.tail_rows else 0
 
 
 class IterableDatasetShard(IterableDataset):
@@ -240,11 +259,8 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches=True cuts each batch into {num_processes} equal parts, but batch_size={batch_size} is "
-                f"not a multiple of {num_processes}"
-            )
+        if split_batches:
+            check_divisible(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -283,6 +299,15 @@ class IterableDatasetShard(IterableDataset):
             yield from batch[mine]
 
 
+def check_divisible(batch_size: int, num_processes: int) -> None:
+    """Raise ValueError where ``split_batches`` can't cut a batch into equal parts."""
+    if batch_size % num_processes:
+        raise ValueError(
+            f"split_batches=True cuts each batch into {num_processes} equal parts, but batch_size={batch_size} is not "
+            f"a round multiple of {num_processes}"
+        )
+
+
 def _whole_order(sampler: Any) -> range | torch.Tensor | None:
     """Return all indices at once, where the sampler makes them so itself; None where it doesn't.
 
@@ -291,7 +316,7 @@ def _whole_order(sampler: Any) -> range | torch.Tensor | None:
     if type(sampler) is SequentialSampler:
         return range(len(sampler.data_source))
     if isinstance(sampler, SeedableRandomSampler):
-        sampler.seed_epoch()
+        sampler.begin_epoch()
     elif type(sampler) is not RandomSampler or sampler.generator is None:
         return None
     num_rows = len(sampler.data_source)
@@ -317,83 +342,3 @@ def _cycle(items: list[Any]) -> Iterator[Any]:
     """Yield ``items`` again and again; nothing where there are none."""
     while items:
         yield from items
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A random permutation that depends on seed and epoch alone: equal on all ranks, whatever the global random state.
-
-    Args:
-        data_source: the dataset, as for :class:`torch.utils.data.RandomSampler`, with its ``options``.
-        seed: the seed of epoch 0; epoch ``e`` uses ``seed + e``.
-    """
-
-    def __init__(self, data_source: Any, seed: int, **options: Any) -> None:
-        super().__init__(data_source, **options)
-        self.seed = seed
-        self.epoch = 0
-        self.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Give the next iteration the order of ``epoch``."""
-        self.epoch = epoch
-
-    def seed_epoch(self) -> None:
-        """Begin the order of the epoch."""
-        self.generator.manual_seed(self.seed + self.epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        self.seed_epoch()
-        return super().__iter__()
-
-
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches, once: later iterations are whole.
-
-    Args:
-        batch_sampler: kept as ``.batch_sampler``.
-        skip_batches: how many.
-    """
-
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler below the batch sampler; None where it has none."""
-        return sampler_of(self.batch_sampler)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
-
-    @property
-    def total_length(self) -> int:
-        """Batches with those that are skipped."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        skipped, self.skip_batches = self.skip_batches, 0
-        return islice(iter(self.batch_sampler), skipped, None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the batch sampler, where it wants it."""
-        if hasattr(self.batch_sampler, "set_epoch"):
-            self.batch_sampler.set_epoch(epoch)
-
-
-def sampler_of(batch_sampler: Any) -> Any:
-    """Return the sampler of single indices below any number of batch samplers; None where there is none."""
-    return getattr(innermost(batch_sampler), "sampler", None)
-
-
-def innermost(batch_sampler: Any) -> Any:
-    """Return the batch sampler of the user, below any number of ours."""
-    while hasattr(batch_sampler, "batch_sampler"):
-        batch_sampler = batch_sampler.batch_sampler
-    return batch_sampler

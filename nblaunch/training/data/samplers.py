@@ -1,0 +1,137 @@
+"""Samplers of the order that all ranks share, and the way from a loader's order down to its sampler of indices.
+
+DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          layers of an order, outermost first
+                  (ours)           (innermost)     (sampler of indices)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random permutation that depends on seed and epoch alone: equal on all ranks, whatever the global random state.
+
+    A complete iteration ends the epoch; the next one has another order. ``initial_seed`` is the seed of epoch 0; epoch
+    ``e`` uses ``initial_seed + e``.
+
+    Args:
+        data_source, replacement, num_samples, generator: as for :class:`torch.utils.data.RandomSampler`.
+        data_seed: the seed; None: what torch was last seeded with.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.data_seed = data_seed
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give the next iteration the order of ``epoch``."""
+        self.epoch = epoch
+
+    def begin_epoch(self) -> None:
+        """Begin the order of the epoch: the generator draws it next."""
+        self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch, once the order was read to its end."""
+        self.set_epoch(self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.begin_epoch()
+        yield from super().__iter__()
+        self.end_epoch()
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, once: later iterations are whole.
+
+    Args:
+        batch_sampler: kept as ``.batch_sampler``.
+        skip_batches: how many.
+    """
+
+    passes_epoch_on = True
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below the batch sampler; None where it has none."""
+        return sampler_of(self.batch_sampler)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skipped, self.skip_batches = self.skip_batches, 0
+        return islice(iter(self.batch_sampler), skipped, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the batch sampler and to what it is made of."""
+        pass_epoch(self.batch_sampler, epoch)
+
+
+def order_of(loader: DataLoader) -> Any:
+    """Return what decides the order of a loader: its batch sampler, or the sampler where it has none."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def layers(order: Any) -> list[Any]:
+    """Return ``order``, a sampler or batch sampler, and all that it is made of, outermost first."""
+    found: list[Any] = []
+    while order is not None and not any(order is known for known in found):
+        found.append(order)
+        below = getattr(order, "batch_sampler", None)
+        order = getattr(order, "sampler", None) if below is None else below
+    return found
+
+
+def pass_epoch(order: Any, epoch: int) -> None:
+    """Call ``set_epoch``, once, of every layer of ``order`` that has it."""
+    for layer in layers(order):
+        if hasattr(layer, "set_epoch") and not getattr(layer, "passes_epoch_on", False):
+            layer.set_epoch(epoch)
+
+
+def innermost(batch_sampler: Any) -> Any:
+    """Return the batch sampler of the user, below any number of ours; the inner one, if it is made of another."""
+    while True:
+        below = getattr(batch_sampler, "batch_sampler", None)
+        if below is None:
+            below = getattr(batch_sampler, "sampler", None)
+            if not isinstance(below, BatchSampler):
+                return batch_sampler
+        batch_sampler = below
+
+
+def sampler_of(batch_sampler: Any) -> Any:
+    """Return the sampler of single indices below any number of batch samplers; None where there is none."""
+    return getattr(innermost(batch_sampler), "sampler", None)

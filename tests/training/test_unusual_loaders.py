@@ -1,0 +1,89 @@
+"""Loaders whose order is not that of a plain batch sampler: each sample is seen by one rank, in every epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from nblaunch import Accelerator
+from nblaunch.training.data.prepare import LoaderTarget, shard_loader
+from nblaunch.training.data.samplers import SeedableRandomSampler
+from nblaunch.training.options import DataLoaderConfiguration
+from tests.training import ranks
+
+
+def _rows(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def test_single_samples_of_an_indexed_dataset_keep_their_order() -> None:
+    torch.manual_seed(3)
+    given = DataLoader(_rows(8), batch_size=None, shuffle=True)
+    loader = Accelerator().prepare(given)
+    torch.manual_seed(4)  # the order is that of the loader's own generator from now on
+    order = [row.item() for (row,) in loader]
+    assert sorted(order) == list(range(8))
+    assert order != list(range(8))
+    assert len(loader) == 8
+    assert [row.item() for (row,) in Accelerator().skip_first_batches(loader, 6)] != order[6:], (
+        "another epoch"
+    )
+    with pytest.raises(ValueError, match="single samples"):
+        shard_loader(
+            given,
+            LoaderTarget(rank=0, world_size=2, device=torch.device("cpu")),
+            DataLoaderConfiguration(dispatch_batches=True),
+        )
+
+
+_UNUSUAL: dict[str, Any] = {
+    "a batch sampler as sampler": lambda rows: DataLoader(
+        rows, sampler=BatchSampler(RandomSampler(rows), 2, False), batch_size=None
+    ),
+    "one inside another": lambda rows: DataLoader(
+        rows, sampler=BatchSampler(RandomSampler(rows), 2, False), collate_fn=lambda lists: lists[0]
+    ),
+    "single samples": lambda rows: DataLoader(
+        rows, batch_size=None, shuffle=True, collate_fn=lambda row: (row[0].reshape(1),)
+    ),
+    "batches of any size": lambda rows: DataLoader(
+        rows, batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10, 11]]
+    ),
+}
+
+
+def _epochs_of_unusual_loaders() -> dict[str, list[list[int]]]:
+    """What this rank reads in two epochs of each, where every rank has drawn from its generator differently."""
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    seen = {}
+    for name, make in _UNUSUAL.items():
+        loader = accelerator.prepare(make(_rows(12)))
+        seen[name] = [[row for (batch,) in loader for row in batch.tolist()] for _ in range(2)]
+    return seen
+
+
+def test_ranks_share_what_unusual_loaders_read() -> None:
+    first, second = ranks.run(_epochs_of_unusual_loaders, 2)
+    for name in _UNUSUAL:
+        epochs = [one + other for one, other in zip(first[name], second[name], strict=True)]
+        added = [0, 1, 2] if name == "batches of any size" else []
+        assert all(sorted(rows) == sorted([*range(12), *added]) for rows in epochs), (name, epochs)
+        assert (epochs[0] != epochs[1]) == (not added), "shuffled anew"
+
+
+def test_a_new_data_seed_counts_for_a_loader_that_was_prepared_before() -> None:
+    given = DataLoader(_rows(12), shuffle=True)
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
+    orders = []
+    for seed in (1, 2, 1):
+        config.data_seed = seed
+        orders.append([row.item() for (row,) in Accelerator(dataloader_config=config).prepare(given)])
+    assert orders[0] == orders[2] != orders[1]
+    own = DataLoader(_rows(12), sampler=SeedableRandomSampler(range(12), data_seed=7))
+    unseeded = DataLoaderConfiguration(use_seedable_sampler=True)
+    prepared = Accelerator(dataloader_config=unseeded).prepare(own)
+    assert [row.item() for (row,) in prepared] == list(SeedableRandomSampler(range(12), data_seed=7))
