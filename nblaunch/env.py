@@ -15,7 +15,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Converter:
+class VariableType:
     """Conversion of a text to a value.
 
     Args:
@@ -32,7 +32,7 @@ class Variable:
     """One row of the table."""
 
     name: str
-    converter: Converter
+    type: VariableType
     default: Any
     meaning: str
 
@@ -59,16 +59,16 @@ def _as_one_of(text: str, choices: Sequence[str]) -> str:
     return text
 
 
-def _one_of(*choices: str) -> Converter:
-    return Converter(partial(_as_one_of, choices=choices), f"one of {', '.join(choices)}")
+def _one_of(*choices: str) -> VariableType:
+    return VariableType(partial(_as_one_of, choices=choices), f"one of {', '.join(choices)}")
 
 
-_TEXT = Converter(str, "a text")
-_FLAG = Converter(as_flag, "true or false (or 1, 0, yes, no, on, off)")
-_COUNT = Converter(partial(_as_whole, least=1), "a whole number of at least 1")
-_NUMBER = Converter(partial(_as_whole, least=0), "a whole number of at least 0")
+_TEXT = VariableType(str, "a text")
+_FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
+_COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
+_NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
 # The first number of OpenMP's list is that of the outermost level.
-_LEVELS = Converter(lambda text: int(text.partition(",")[0]), "a whole number, or several as in 4,2")
+_LEVELS = VariableType(lambda text: int(text.partition(",")[0]), "a whole number, or several as in 4,2")
 _PRECISION = _one_of("no", "fp16", "bf16", "fp8")
 _LOG_LEVEL = _one_of("notset", "debug", "info", "warn", "warning", "error", "critical", "fatal")
 _DYNAMO_MODE = _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -118,9 +118,9 @@ def read(name: str) -> Any:
     if text is None or (text == "" and row.default is not None):
         return row.default
     try:
-        return row.converter.convert(text)
+        return row.type.convert(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r:.80}: must be {row.converter.valid}") from None
+        raise ValueError(f"environment variable {name}={text!r:.80}: must be {row.type.valid}") from None
 
 
 def check() -> None:

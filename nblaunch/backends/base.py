@@ -263,7 +263,7 @@ class Backend(ABC):
         """Return the host memory that ``num_bytes`` on the device take: 0 where it has its own; None = not reported."""
         return None
 
-    def own_memory(self) -> tuple[int, int, int] | None:
+    def device_memory(self) -> tuple[int, int, int] | None:
         """Return bytes of its device that this process has taken: now, peak, and total of the device; None: unknown."""
         return None
 

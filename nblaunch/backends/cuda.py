@@ -179,7 +179,7 @@ class CudaBackend(Backend):
     def begin_step(self, phase: str, batch: Any) -> None:
         self._last_step = cuda_errors.Step(phase, cuda_errors.shapes_of(batch))
 
-    def own_memory(self) -> tuple[int, int, int] | None:
+    def device_memory(self) -> tuple[int, int, int] | None:
         import torch
 
         if not torch.cuda.is_initialized():

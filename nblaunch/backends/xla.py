@@ -346,7 +346,7 @@ class XlaBackend(Backend):
     def host_bytes_of_device(self, num_bytes: int) -> int:
         return num_bytes if xla_runtime.kind() == "CPU" else 0
 
-    def own_memory(self) -> tuple[int, int, int] | None:
+    def device_memory(self) -> tuple[int, int, int] | None:
         return xla_runtime.memory() if xla_runtime.kind() != "CPU" else None
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:

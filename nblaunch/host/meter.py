@@ -1,7 +1,7 @@
 """Readings of devices from outside of the workers: memory in use, in all and by process, and utilisation.
 
 Done by the launcher while workers run, so it must not create a device context. What a worker knows of its own memory
-it reports by itself (``Backend.own_memory``).
+it reports by itself (``Backend.device_memory``).
 """
 
 from __future__ import annotations

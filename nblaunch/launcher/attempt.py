@@ -137,14 +137,13 @@ def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
 
 def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
-    attempt.log.start_attempt(attempt.number, attempt.ranks)
+    attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     descendants = Descendants()
-    memory = (
-        MemoryRecord()
-    )  # before a fork: each page that is written afterwards, as by any Python code, is copied
+    # Before a fork: each page that is written afterwards, as by any Python code, is copied.
+    memory = MemoryRecord()
     board = Board.create(attempt.topology.world_size)
     stack.callback(board.close)
-    store = _host_store(attempt, stack)
+    store = _open_store_socket(attempt, stack)
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
@@ -166,8 +165,8 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     )  # fmt: skip
 
 
-def _host_store(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
-    """Listen for workers that want the store; None where another node does."""
+def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
+    """Open the socket behind which the supervisor starts the store; None where another node has it."""
     if attempt.topology.master_port:
         return None
     # Among nodes, that port is where the agents meet.
@@ -232,7 +231,7 @@ def assign(
         stack.callback(descriptors.close, reading)
         worker_ends.callback(os.close, writing)
         outbox_fd = -1
-        # Of weights, any rank may hold a shard.
+        # Any rank may hold shards of weights, so each gets an outbox.
         if _returns_value(attempt, topology) or attempt.plan.modules:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
             stack.callback(os.close, outbox_fd)

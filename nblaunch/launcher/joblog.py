@@ -83,7 +83,7 @@ class JobLog:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``. Called while the workers run: it takes milliseconds."""
         _prune(self._root, keep=self._keep, current=self.path.name)
 
-    def start_attempt(self, attempt: int, ranks: Iterable[int]) -> None:
+    def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
         """Make the folder of an attempt with the files of its ranks, which then need nothing but room to write in.
 
         Raises:

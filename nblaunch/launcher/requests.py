@@ -1,6 +1,6 @@
 """Requests to a running job: stop, interrupt, kill, show stacks. From a signal handler, a button, a thread.
 
-    any thread, any signal handler ── counts, flags, queries ────> StopRequests <── the supervisor reads
+    any thread, any signal handler ── counts, flags, queries ─────> JobRequests <── the supervisor reads
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
 
 A signal handler may interrupt any line of this module, so nothing here takes a lock: requests are single appends and
@@ -60,8 +60,8 @@ class WakePipe:
             descriptors.close(self.reading, self._writing)
 
 
-class StopRequests:
-    """Collects requests and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
+class JobRequests:
+    """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
     Every query for stacks is answered: by the supervisor, or with the reason why there is no answer.
 
@@ -179,7 +179,7 @@ def _popped(pop: Callable[[], Future[str]]) -> Iterator[Future[str]]:
 
 
 @contextmanager
-def interrupts_as_requests(requests: StopRequests) -> Iterator[None]:
+def interrupts_as_requests(requests: JobRequests) -> Iterator[None]:
     """Let SIGINT be a request to ``requests`` while the block runs, rather than an exception at a random line.
 
     Only the main thread can do this; elsewhere nothing changes. The former handler is always put back.

@@ -29,7 +29,7 @@ from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
-from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
+from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
@@ -103,7 +103,7 @@ class JobRunner:
             world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
         )
         self.log = JobLog(spec.log_dir)
-        self.requests = StopRequests()
+        self.requests = JobRequests()
         self.attempt = 0
         self.pids: dict[int, int] = {}
         self.past_failures: list[str] = []
@@ -338,12 +338,12 @@ class JobRunner:
 
     def _run_inline(self) -> JobOutcome:
         spec = self.spec
-        rendezvous = StoreHost(spec.master_addr, spec.master_port)
+        store = StoreHost(spec.master_addr, spec.master_port)
         try:
-            rendezvous.host()
+            store.start()
             value = run_inline(
                 (spec.function, spec.args),
-                Topology(master_addr=spec.master_addr, master_port=rendezvous.port),
+                Topology(master_addr=spec.master_addr, master_port=store.port),
                 self.plan.backend,
                 spec.accelerator_defaults,
                 self.emit,
@@ -351,7 +351,7 @@ class JobRunner:
                 spec.is_spmd,
             )
         finally:
-            rendezvous.close()
+            store.close()
         return JobOutcome("done", values={0: value})
 
     # --- to the listeners ----------------------------------------------------------------------------------------

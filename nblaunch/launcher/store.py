@@ -64,7 +64,7 @@ class StoreHost:
         """Return a descriptor that is readable when a worker wants the store; -1 once it runs."""
         return self._socket.fileno() if self._socket is not None else -1
 
-    def host(self) -> None:
+    def start(self) -> None:
         """Start the store behind the socket.
 
         Raises:

@@ -29,7 +29,7 @@ from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.escalation import Escalation
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
 from nblaunch.wire import outbox
@@ -68,7 +68,7 @@ class Supervisor:
     def __init__(
         self,
         running: RunningAttempt,
-        requests: StopRequests,
+        requests: JobRequests,
         emit: Callable[[Event], None],
         update: Callable[[Sequence[Sample]], None],
     ) -> None:
@@ -158,10 +158,10 @@ class Supervisor:
     def _register(self) -> None:
         self._selector.register(self._requests, selectors.EVENT_READ, self._requests.acknowledge)
         for rank, receiver in self._running.receivers.items():
-            self._selector.register(receiver.fd, selectors.EVENT_READ, self._listener_to(rank))
+            self._selector.register(receiver.fd, selectors.EVENT_READ, self._reader_of(rank))
         if self._running.store is not None and self._running.store.fileno() >= 0:
             self._selector.register(
-                self._running.store, selectors.EVENT_READ, partial(self._host_store, self._running.store)
+                self._running.store, selectors.EVENT_READ, partial(self._start_store, self._running.store)
             )
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
@@ -189,12 +189,12 @@ class Supervisor:
 
     # --- what happens --------------------------------------------------------------------------------------------
 
-    def _listener_to(self, rank: int) -> Callable[[], None]:
-        def listen() -> None:
+    def _reader_of(self, rank: int) -> Callable[[], None]:
+        def read() -> None:
             if self._receive(rank):
                 self._selector.unregister(self._running.receivers[rank].fd)
 
-        return listen
+        return read
 
     def _receive(self, rank: int) -> bool:
         """Handle the events of a rank; returns whether its pipe was closed."""
@@ -216,9 +216,9 @@ class Supervisor:
             self._emit(event)
         return is_closed
 
-    def _host_store(self, store: StoreHost) -> None:
+    def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)
-        store.host()
+        store.start()
 
     def _reap(self) -> None:
         ended = self._group.poll()
@@ -229,7 +229,7 @@ class Supervisor:
             now = time.time()
             self._report.exits[rank] = (status, now)
             if self._running.receivers[rank].fd in self._selector.get_map():
-                self._listener_to(rank)()  # its last words, before anything is concluded from its end
+                self._reader_of(rank)()  # its last words, before anything is concluded from its end
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.finished:
@@ -265,7 +265,7 @@ class Supervisor:
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
         slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
-        self._termination = Termination(self._requests, time.monotonic(), grace_s, self._answering(), slots)
+        self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
         self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
 
     def _note(self, text: str, kind: str = "note") -> None:
@@ -330,12 +330,12 @@ class Supervisor:
     def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
         log, number = self._attempt.log, self._attempt.number
         paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
-        self._dumps.append((StackDump(self._answering(), paths), answer))
+        self._dumps.append((StackDump(self._active_pids(), paths), answer))
 
     def _answer(self, query: Future[str], dump: StackDump) -> None:
         self._requests.answer(query, "\n".join(self._describe(dump.positions())))
 
-    def _answering(self) -> dict[int, int]:
+    def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send weights."""
         running = (self._alive & self._started) - self._report.delivered - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
@@ -350,7 +350,7 @@ class Supervisor:
     def _judge(self, dump: StackDump) -> None:
         """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
         positions = dump.positions()
-        finding = self._inspector.judge(time.monotonic(), self._answering(), positions)
+        finding = self._inspector.judge(time.monotonic(), self._active_pids(), positions)
         if finding is None:
             return
         lines = self._describe(positions, finding.busy)
@@ -390,10 +390,10 @@ class Supervisor:
                 self._emit(event)
         samples = self._sample()
         self._update(samples)
-        for event in self._running.monitor.sample(self._answering()):
+        for event in self._running.monitor.sample(self._active_pids()):
             self._emit(event)
         if self._inspector.inspect(
-            time.monotonic(), self._answering(), samples, self._num_metrics, self._num_outputs
+            time.monotonic(), self._active_pids(), samples, self._num_metrics, self._num_outputs
         ):
             self._dump_stacks(self._judge)
         self._check_lingering()

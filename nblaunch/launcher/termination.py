@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from nblaunch.host import proc
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire.board import Slot
 
 LISTEN_S = 2.0
@@ -33,7 +33,7 @@ class Termination:
 
     def __init__(
         self,
-        requests: StopRequests,
+        requests: JobRequests,
         now_s: float,
         grace_s: float,
         pids: Mapping[int, int],

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Event
 from nblaunch.host.descriptors import wait_until_readable
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_process import AgentConfig, AgentProcess, RendezvousConfig
@@ -174,7 +174,7 @@ class RendezvousWait:
     """
 
     def __init__(
-        self, spec: LaunchSpec, agent: AgentClient, requests: StopRequests, note: Callable[[str, str], None]
+        self, spec: LaunchSpec, agent: AgentClient, requests: JobRequests, note: Callable[[str, str], None]
     ) -> None:
         self._spec = spec
         self._agent = agent

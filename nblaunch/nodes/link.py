@@ -19,7 +19,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.events import Event, Note
 from nblaunch.host.descriptors import wait_until_readable
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_client import AgentClient, RendezvousWait
 from nblaunch.nodes.messages import (
@@ -49,13 +49,13 @@ _NUM_CURVES = 8
 
 
 class NodeLink:
-    """A launcher's connection to the other nodes of its job; a context manager. Implements ``supervisor.Peers``.
+    """A launcher's connection to the other nodes of its job; a context manager. Implements ``launcher.peers.Peers``.
 
     Args:
         spec: of the launch.
         num_workers: of this node.
         log_path: file for the output of the agent.
-        requests: stop requests of the job.
+        requests: to the job.
         emit: passes an event to the listeners.
         update: passes samples to the listeners; also called while there are no workers, so that listeners publish.
 
@@ -68,7 +68,7 @@ class NodeLink:
         spec: LaunchSpec,
         num_workers: int,
         log_path: str,
-        requests: StopRequests,
+        requests: JobRequests,
         emit: Callable[[Event], None],
         update: Callable[[Sequence[Sample]], None],
     ) -> None:

@@ -455,7 +455,7 @@ class Accelerator(PreparationProperties, Rejoining):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
-        averaged = self._gradients.average(parameters)
+        averaged = self._gradients.reduce_where_due(parameters)
         self.unscale_gradients()
         return self._strategy.clip_grad_norm(averaged, max_norm, norm_type)
 
@@ -466,7 +466,7 @@ class Accelerator(PreparationProperties, Rejoining):
             parameters: a parameter or an iterable of them.
             clip_value: the largest absolute value of an element.
         """
-        averaged = self._gradients.average(parameters)
+        averaged = self._gradients.reduce_where_due(parameters)
         self.unscale_gradients()
         self._strategy.clip_grad_value(averaged, clip_value)
 

@@ -137,7 +137,7 @@ class DeviceMemoryReport:
         if now_s < self._next_s:
             return
         self._next_s = now_s + _MEMORY_INTERVAL_S
-        memory = self._backend.own_memory()
+        memory = self._backend.device_memory()
         if memory is not None:
             self._slot.set_device_memory(*memory)
 

@@ -81,8 +81,8 @@ class Gradients:
         for one in self._preparer.optimizers if optimizer is None else nested.leaves(optimizer):
             self._precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
-    def average(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Average gradients over ranks where that is due and backward has not done it.
+    def reduce_where_due(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Reduce gradients over ranks where that is due and backward has not done it.
 
         Args:
             parameters: those whose gradients are needed.

@@ -104,7 +104,7 @@ class StopAgreement:
             self._proposal = 0
 
     def _propose(self, now_s: float) -> None:
-        """Return a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
+        """Propose a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)

@@ -110,7 +110,7 @@ def test_a_gpu_that_is_full_before_cuda_starts() -> None:
     memory, advice = explain(torch.AcceleratorError(FULL_AT_THE_START), NO_STEP)
     assert memory == "GPU memory ran out so that CUDA could not even start: other processes have taken it."
     assert advice.startswith("Try: end the other processes on this GPU")
-    assert CudaBackend().own_memory() is None
+    assert CudaBackend().device_memory() is None
 
 
 def test_a_gpu_too_full_to_answer(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_a_gpu_too_full_to_answer(gpu: SimpleNamespace, monkeypatch: pytest.Monk
 
 
 def test_own_memory(gpu: SimpleNamespace) -> None:
-    assert CudaBackend().own_memory() == (14 * GIB, 14 * GIB, 16 * GIB)
+    assert CudaBackend().device_memory() == (14 * GIB, 14 * GIB, 16 * GIB)
 
 
 @pytest.mark.parametrize(

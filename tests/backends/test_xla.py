@@ -218,6 +218,6 @@ def test_device_memory_is_what_the_runtime_tells(
     model.get_memory_info = get_memory_info  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", model)
     monkeypatch.setattr(xla_runtime, "kind", lambda: "TPU")
-    assert BACKEND.own_memory() == expected
+    assert BACKEND.device_memory() == expected
     monkeypatch.setattr(xla_runtime, "kind", lambda: "CPU")
-    assert BACKEND.own_memory() is None
+    assert BACKEND.device_memory() is None

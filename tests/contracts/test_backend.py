@@ -135,7 +135,7 @@ def test_an_error_that_has_nothing_to_do_with_the_device_is_not_explained(backen
 
 def test_a_process_that_has_not_used_the_device_has_taken_nothing_of_it(backend: Backend) -> None:
     program = (
-        f"from nblaunch import backends; memory = backends.discover()[{backend.name!r}].own_memory()\n"
+        f"from nblaunch import backends; memory = backends.discover()[{backend.name!r}].device_memory()\n"
         "assert memory is None or memory[0] == 0, memory"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

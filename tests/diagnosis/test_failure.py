@@ -21,7 +21,7 @@ from nblaunch.wire.board import Sample
 @pytest.fixture
 def log(tmp_path: Path) -> JobLog:
     made = JobLog(str(tmp_path))
-    made.start_attempt(0, range(2))
+    made.make_attempt_folder(0, range(2))
     return made
 
 

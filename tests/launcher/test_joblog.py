@@ -138,9 +138,9 @@ def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
     monkeypatch.setattr(Path, "touch", touch_some)
     monkeypatch.setattr(disk.os, "statvfs", lambda _: no_inodes)
     with pytest.raises(LaunchError, match=r"no inodes .* are left on /.*log_dir="):
-        log.start_attempt(0, range(2))
+        log.make_attempt_folder(0, range(2))
     assert not log.attempt_path(0).exists()
-    log.start_attempt(0, range(1))
+    log.make_attempt_folder(0, range(1))
     assert {path.name for path in log.attempt_path(0).iterdir()} == {"rank_0.log", "rank_0.stacks"}
 
 
@@ -154,7 +154,7 @@ def test_a_job_begins_on_a_disk_that_is_full(
 
     monkeypatch.setattr(Path, "write_text", refuse)
     log = JobLog(str(tmp_path))
-    log.start_attempt(0, range(2))
+    log.make_attempt_folder(0, range(2))
     assert log.log_path(1).exists()
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from nblaunch.launcher.requests import StopRequests, interrupts_as_requests
+from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def often_switching() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def is_readable(requests: StopRequests) -> bool:
+def is_readable(requests: JobRequests) -> bool:
     return bool(select.select([requests], [], [], 0)[0])
 
 
 def test_requests_wake_the_loop_and_are_counted() -> None:
-    requests = StopRequests()
+    requests = JobRequests()
     assert not is_readable(requests)
     for _ in range(100_000):  # more than fits in the pipe
         requests.interrupt()
@@ -47,7 +47,7 @@ def test_requests_wake_the_loop_and_are_counted() -> None:
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN, lambda *_: None])
 def test_the_handler_is_put_back_also_after_an_error(handler: object) -> None:
     before = signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
-    requests = StopRequests()
+    requests = JobRequests()
 
     def interrupt_and_fail() -> None:
         with interrupts_as_requests(requests):
@@ -65,7 +65,7 @@ def test_the_handler_is_put_back_also_after_an_error(handler: object) -> None:
 
 
 def test_in_another_thread_nothing_changes() -> None:
-    requests, seen = StopRequests(), []
+    requests, seen = JobRequests(), []
 
     def run() -> None:
         with interrupts_as_requests(requests):
@@ -80,7 +80,7 @@ def test_in_another_thread_nothing_changes() -> None:
 
 
 def test_a_wake_byte_never_lands_in_a_reused_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, write, opened = StopRequests(), os.write, []
+    requests, write, opened = JobRequests(), os.write, []
 
     def write_late(fd: int, data: bytes) -> int:
         requests.close()  # in another thread, between the look at the pipe and the byte
@@ -98,7 +98,7 @@ def test_a_wake_byte_never_lands_in_a_reused_descriptor(monkeypatch: pytest.Monk
 
 
 def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
-    requests = StopRequests()
+    requests = JobRequests()
     fd = requests.fileno()
     pid = os.fork()
     if pid == 0:
@@ -114,7 +114,7 @@ def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
 
 
 def test_every_question_has_an_answer_at_every_time() -> None:
-    requests = StopRequests()
+    requests = JobRequests()
     assert requests.ask_stacks().result(0) == "no worker process runs yet"
     with requests.answering():
         answered, in_progress, cancelled = (requests.ask_stacks() for _ in range(3))
@@ -134,10 +134,10 @@ def test_every_question_has_an_answer_at_every_time() -> None:
 @pytest.mark.usefixtures("often_switching")
 def test_questions_that_race_with_the_end_are_answered() -> None:
     for _ in range(50):
-        requests, queries = StopRequests(), list[Future[str]]()
+        requests, queries = JobRequests(), list[Future[str]]()
         is_over = threading.Event()
 
-        def ask(requests: StopRequests, queries: list[Future[str]], is_over: threading.Event) -> None:
+        def ask(requests: JobRequests, queries: list[Future[str]], is_over: threading.Event) -> None:
             while not is_over.is_set():
                 queries.append(requests.ask_stacks())
 
@@ -156,7 +156,7 @@ def test_questions_that_race_with_the_end_are_answered() -> None:
 
 
 def test_interrupts_of_threads_and_handlers_are_all_counted() -> None:
-    requests = StopRequests()
+    requests = JobRequests()
     before = signal.signal(signal.SIGALRM, lambda signum, frame: requests.interrupt())
     try:
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)

@@ -18,7 +18,7 @@ from nblaunch.launcher.store import StoreHost
 def first_store() -> None:
     """torch's store library makes a pipe at its first use and keeps it for good."""
     host = StoreHost("127.0.0.1", None)
-    host.host()
+    host.start()
     TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
     host.close()
 
@@ -37,7 +37,7 @@ def test_a_client_that_comes_before_the_store_is_served(
     host = StoreHost("127.0.0.1", None)
     assert listening() - before == {("127.0.0.1", host.port)}
     early = socket.create_connection(("127.0.0.1", host.port))
-    host.host()
+    host.start()
     assert host.fileno() == -1
     assert isinstance(host._store, TCPStore)
     assert host._store.libuvBackend == (version >= "2.8"), "up to torch 2.7 that server takes no open socket"

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from nblaunch.host import proc
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.termination import LISTEN_S, Termination
 from nblaunch.wire.board import private_slot
 
 
 @pytest.fixture
-def requests() -> Iterator[StopRequests]:
-    made = StopRequests()
+def requests() -> Iterator[JobRequests]:
+    made = JobRequests()
     yield made
     made.close()
 
@@ -38,7 +38,7 @@ def handler(program: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_ranks_that_look_have_the_whole_grace(requests: StopRequests) -> None:
+def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     slot.count_check()
     termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
@@ -51,14 +51,14 @@ def test_ranks_that_look_have_the_whole_grace(requests: StopRequests) -> None:
     assert requests.interrupts == 1
 
 
-def test_ranks_that_never_look_are_interrupted_soon(requests: StopRequests) -> None:
+def test_ranks_that_never_look_are_interrupted_soon(requests: JobRequests) -> None:
     termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: private_slot()})
     assert termination.poll(100.0 + LISTEN_S - 0.1) == ""
     assert "should_stop" in termination.poll(100.0 + LISTEN_S)
     assert requests.interrupts == 1
 
 
-def test_a_first_look_in_time_gives_the_whole_grace(requests: StopRequests) -> None:
+def test_a_first_look_in_time_gives_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     termination = Termination(requests, 100.0, 20.0, {0: 1 << 30}, {0: slot})
     slot.count_check()
@@ -66,7 +66,7 @@ def test_a_first_look_in_time_gives_the_whole_grace(requests: StopRequests) -> N
     assert termination.poll(120.0)
 
 
-def test_only_a_process_with_a_handler_gets_the_signal(requests: StopRequests) -> None:
+def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) -> None:
     plain = handler("")
     handling = handler("signal.signal(signal.SIGTERM, lambda *args: exit(5))")
     try:
@@ -83,7 +83,7 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: StopRequests) -
             process.communicate()
 
 
-def test_the_second_request_interrupts_at_once(requests: StopRequests) -> None:
+def test_the_second_request_interrupts_at_once(requests: JobRequests) -> None:
     requests.terminate(20.0)
     assert (requests.terminations, requests.interrupts) == (1, 0)
     requests.terminate(20.0)

@@ -18,7 +18,7 @@ from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.guardian import Guardian
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.plan import plan_launch
-from nblaunch.launcher.requests import StopRequests
+from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Immortal(WorkerGroup):
-    """Rank 0 ends by nothing; rank 1 by SIGINT."""
+    """Rank 0 ends by nothing; rank 1 by any signal: two interrupts that come together are a SIGKILL."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -50,7 +50,7 @@ class Immortal(WorkerGroup):
 
     def signal(self, rank: int, signum: int) -> None:
         self.signals.append((rank, signum))
-        if rank == 1 and signum == signal.SIGINT:
+        if rank == 1:
             self._ended.append((1, ExitStatus(-signum)))
 
     def abandon(self, rank: int) -> None:
@@ -84,7 +84,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Immortal]:
     assert len(stayed) == 1
 
 
-def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: Path) -> AttemptReport:
+def watch(group: Immortal, requests: JobRequests, events: list[Event], folder: Path) -> AttemptReport:
     spec = LaunchSpec(print, (), 2, backend="cpu", interrupt_grace_s=0.1, log_dir=str(folder))
     topology = Topology(world_size=2, local_world_size=2)
     attempt = Attempt(spec, plan_launch(spec), 0, topology, JobLog(spec.log_dir))
@@ -96,7 +96,7 @@ def watch(group: Immortal, requests: StopRequests, events: list[Event], folder: 
 
 
 def test_what_sigkill_does_not_end_is_left_behind(group: Immortal, tmp_path: Path) -> None:
-    requests, events = StopRequests(), list[Event]()
+    requests, events = JobRequests(), list[Event]()
     requests.interrupt()
     report = watch(group, requests, events, tmp_path)
     assert [signum for rank, signum in group.signals if rank == 0] == [
@@ -115,7 +115,7 @@ def test_what_sigkill_does_not_end_is_left_behind(group: Immortal, tmp_path: Pat
 
 
 def test_further_interrupts_do_not_put_it_off(group: Immortal, tmp_path: Path) -> None:
-    requests, is_over = StopRequests(), threading.Event()
+    requests, is_over = JobRequests(), threading.Event()
 
     def press_again_and_again() -> None:
         while not is_over.wait(0.05):

@@ -17,7 +17,7 @@ class Device(CpuBackend):
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def own_memory(self) -> tuple[int, int, int] | None:
+    def device_memory(self) -> tuple[int, int, int] | None:
         self.num_calls += 1
         return (self.num_calls, 10, 100)
 
