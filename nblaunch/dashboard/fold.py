@@ -6,7 +6,7 @@ Events report starts, ends, output and metrics of ranks; samples report steps, r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -20,7 +20,7 @@ from nblaunch.dashboard.view import (
     JobView,
     RankView,
     RatePoint,
-    TrainingPass,
+    TrainingRates,
     read_bar,
 )
 from nblaunch.events import Event, WorkerState
@@ -28,7 +28,7 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import Sample
 
 _POINT_SPACING_S = 0.5
-_PASSES = {WorkerState.TRAINING, WorkerState.EVALUATING}
+_PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
 def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobView:
@@ -53,12 +53,12 @@ def _has_lost_line(rank: RankView, now_s: float) -> bool:
 
 def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     last = rank.sample or Sample(rank.rank)
-    is_new_pass = _is_new_pass(last, sample)
+    is_new_loop = _is_new_loop(last, sample)
     has_new_state = rank.state_s == 0.0 or sample.state != last.state
     has_waited = has_new_state and last.state is WorkerState.WAITING
-    steps_done = rank.steps_done + (sample.step if is_new_pass else sample.step - last.step)
-    moved = is_new_pass or sample.step != last.step
-    points = _with_point(() if is_new_pass else rank.rate_points, sample, steps_done)
+    steps_done = rank.steps_done + (sample.step if is_new_loop else sample.step - last.step)
+    moved = is_new_loop or sample.step != last.step
+    points = _with_point(() if is_new_loop else rank.rate_points, sample, steps_done)
     steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
         rank,
@@ -66,6 +66,7 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
         step=sample.step,
         total=sample.total,
         epoch=sample.epoch,
+        num_epochs=sample.num_epochs,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=_busy_step_s(points, rank),
@@ -86,27 +87,21 @@ def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
     return replace(rank, trained=_trained(rank, sample))
 
 
-def _trained(rank: RankView, sample: Sample) -> TrainingPass | None:
+def _trained(rank: RankView, sample: Sample) -> TrainingRates | None:
+    """Return the rates of the training loop that ``sample`` is from, or those of the last one."""
     trained = rank.trained
-    if sample.state is WorkerState.TRAINING or (trained is not None and _goes_on(trained, sample)):
-        return TrainingPass(
-            rank.step, rank.total, rank.epoch, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
-        )
-    if trained is not None and sample.epoch > trained.epoch:  # the pass ended between two samples
-        return replace(trained, epoch=sample.epoch, step=max(trained.step, trained.total))
+    goes_on = (
+        trained is not None and trained.loop == sample.loop and sample.state is not WorkerState.EVALUATING
+    )
+    if sample.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
+        return TrainingRates(sample.loop, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s)
     return trained
 
 
-def _goes_on(trained: TrainingPass, sample: Sample) -> bool:
-    """Return whether ``sample`` belongs to that pass, even if its rank is waiting or has ended the pass."""
-    is_same = (sample.epoch, sample.total) == (trained.epoch, trained.total) and sample.step >= trained.step
-    return is_same and sample.state is not WorkerState.EVALUATING
-
-
-def _is_new_pass(last: Sample, sample: Sample) -> bool:
-    if sample.step < last.step or (sample.epoch, sample.total) != (last.epoch, last.total):
+def _is_new_loop(last: Sample, sample: Sample) -> bool:
+    if sample.step < last.step or (sample.loop, sample.total) != (last.loop, last.total):
         return True
-    return last.state != sample.state and {last.state, sample.state} == _PASSES
+    return last.state != sample.state and {last.state, sample.state} == _PHASES
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
@@ -136,7 +131,7 @@ def _with_point(points: tuple[RatePoint, ...], sample: Sample, steps_done: int) 
 
 
 def _rates(points: tuple[RatePoint, ...], rank: RankView) -> tuple[float | None, float | None]:
-    """Return steps and samples per second over the window, or the last rates while a new pass has too few points."""
+    """Return steps and samples per second over the window, or the last rates while a new loop has too few points."""
     if len(points) < 2 or points[-1].steps == points[0].steps:
         return rank.steps_per_s, rank.samples_per_s
     span_s = points[-1].time_s - points[0].time_s
@@ -213,9 +208,18 @@ def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
 
 def _with_training_numbers(rank: RankView) -> RankView:
     """Return a finished rank with the numbers of its training, not of the evaluation after it."""
-    if rank.state is not WorkerState.DONE or rank.trained is None:
+    rates = rank.trained
+    if rank.state is not WorkerState.DONE or rates is None:
         return rank
-    return replace(rank, **{part.name: getattr(rank.trained, part.name) for part in fields(rank.trained)})
+    if rank.sample is not None and rank.sample.trained[2]:
+        step, total, epoch = rank.sample.trained
+        rank = replace(rank, step=step, total=total, epoch=epoch)
+    return replace(
+        rank,
+        steps_per_s=rates.steps_per_s,
+        samples_per_s=rates.samples_per_s,
+        busy_step_s=rates.busy_step_s,
+    )
 
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:

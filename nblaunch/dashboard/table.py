@@ -39,7 +39,7 @@ class Row:
         state: decides the colour.
         state_text: text of the state column.
         cells: one text per column of the table; may be empty.
-        fraction: progress of the pass, 0 to 1, or None.
+        fraction: progress of the loop, 0 to 1, or None.
         loss_history: points of a sparkline.
         detail: the worker's progress bar as text, or its last line, or its exit status.
     """
@@ -62,7 +62,7 @@ class GridCell:
         rank: of the worker.
         state: decides the colour.
         text: progress or state: ``"45%"``, ``"waiting"``, ``"done"``.
-        fraction: progress of the pass, 0 to 1, or None.
+        fraction: progress of the loop, 0 to 1, or None.
     """
 
     rank: int
@@ -79,7 +79,7 @@ def state_text(rank: RankView) -> str:
 def columns_of(view: JobView) -> tuple[str, ...]:
     """Return the names of all columns."""
     memory = ("peak memory", "peak device") if view.is_over else ("memory", "device")
-    return ("epoch", "step", "steps/s", "samples/s", "left", "loss", *memory)
+    return ("epoch", "step", "steps/s", "samples/s", "ETA", "loss", *memory)
 
 
 def row_of(view: JobView, rank: RankView) -> Row:
@@ -90,7 +90,7 @@ def row_of(view: JobView, rank: RankView) -> Row:
         state=rank.state,
         state_text=state_text(rank),
         cells=(
-            f"{rank.epoch}" if rank.epoch else "",
+            epoch_of(rank),
             _steps(rank),
             rate(rank.steps_per_s) if rank.steps_per_s else "",
             rate(rank.samples_per_s) if rank.samples_per_s else "",
@@ -131,6 +131,13 @@ def _device(view: JobView, rank: RankView) -> str:
         taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
     is_shown = rank.device_use is not None and not rank.state.is_final
     return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
+
+
+def epoch_of(rank: RankView) -> str:
+    """Return ``2/6``, ``2`` where the number of epochs is unknown, or nothing before the first."""
+    if not rank.epoch:
+        return ""
+    return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
 
 
 def _steps(rank: RankView) -> str:
@@ -335,8 +342,8 @@ def _setting(view: JobView) -> str:
         text += f", attempt {view.attempt + 1}"
     samples_per_s = sum(rank.samples_per_s or 0.0 for rank in view.ranks if not rank.state.is_final)
     text += f", {rate(samples_per_s)} samples/s" if samples_per_s > 0 else ""
-    # The number of passes of a function is unknown.
-    return text if view.left_s is None else f"{text}, {whole_duration(view.left_s)} left of this pass"
+    # Of the current loop: how many a function has is unknown.
+    return text if view.left_s is None else f"{text}, ETA {whole_duration(view.left_s)}"
 
 
 def _note(rank: int, text: str) -> str:

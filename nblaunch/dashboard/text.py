@@ -16,7 +16,7 @@ from unicodedata import east_asian_width
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Pace, ViewingDashboard
-from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, headline, tabulate
+from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
@@ -135,7 +135,7 @@ def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
         # Without a total there is no bar to draw; show the worker's own progress bar, or its step.
         done = behind.status_line or (f"step {behind.step:,}" if behind.step else "")
         return f"{name}: {summary} {done}".rstrip()
-    epoch = f" epoch {behind.epoch}" if behind.epoch else ""
+    epoch = f" epoch {epoch_of(behind)}" if behind.epoch else ""
     before = f"{name}{epoch}: {percent(behind.fraction):>4}"
     after = f"{behind.step:,}/{behind.total:,} {summary}"
     room = min(width - len(before) - len(after) - 3, _MAX_BAR_WIDTH)

@@ -137,12 +137,10 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
-class TrainingPass:
-    """Progress of a rank in its last pass over training data; fields as in :class:`RankView`."""
+class TrainingRates:
+    """Rates of a rank in its last training loop, the one with number ``loop``; other fields as in :class:`RankView`."""
 
-    step: int
-    total: int
-    epoch: int
+    loop: int
     steps_per_s: float | None
     samples_per_s: float | None
     busy_step_s: float | None
@@ -156,9 +154,10 @@ class RankView:
         rank: of the worker.
         state: of the worker.
         pid: process id; 0 before the start.
-        step: batches of the current pass that are done.
-        total: batches of the current pass; -1 if unknown.
-        epoch: completed passes over the training loader.
+        step: batches of the current loop that are done.
+        total: batches of the current loop; -1 if unknown.
+        epoch: number of the current or last epoch, from 1; 0 before the first.
+        num_epochs: how many there will be; 0 if unknown.
         steps_per_s: averaged over about :data:`WINDOW_S`; None if unknown.
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
@@ -187,10 +186,10 @@ class RankView:
         device_peak_bytes: largest value so far.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
-        trained: the last pass over training data, shown when the job has ended; None before the first.
+        trained: rates of the last training loop, shown when the job has ended; None before the first.
         sample: the last sample of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
-        steps_done: steps of all passes.
+        steps_done: steps of all loops.
     """
 
     rank: int
@@ -199,6 +198,7 @@ class RankView:
     step: int = 0
     total: int = -1
     epoch: int = 0
+    num_epochs: int = 0
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     busy_step_s: float | None = None
@@ -227,7 +227,7 @@ class RankView:
     device_peak_bytes: int | None = None
     device_limit_bytes: int | None = None
     device_use: float | None = None
-    trained: TrainingPass | None = None
+    trained: TrainingRates | None = None
     sample: Sample | None = None
     rate_points: tuple[RatePoint, ...] = ()
     steps_done: int = 0
@@ -254,12 +254,12 @@ class RankView:
 
     @property
     def fraction(self) -> float | None:
-        """Return the progress of the current pass, 0 to 1; None if the total is unknown."""
+        """Return the progress of the current loop, 0 to 1; None if the total is unknown."""
         return min(self.step / self.total, 1.0) if self.total > 0 else None
 
     @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the end of the current pass; None if unknown."""
+        """Return the estimated seconds until the end of the current loop; None if unknown."""
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
         return max(self.total - self.step, 0) / self.steps_per_s
@@ -342,6 +342,6 @@ class JobView:
 
     @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the slowest rank has ended its current pass; None if unknown."""
+        """Return the estimated seconds until the slowest rank has ended its current loop; None if unknown."""
         known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(known, default=None)

@@ -869,7 +869,8 @@ class Accelerator(PreparationProperties, Rejoining):
         Args:
             iterable: anything; a prepared loader is passed through.
             total: its length where ``len`` doesn't know it.
-            desc: a word about it, shown as this rank's status line in a launched worker.
+            desc: a word about it, shown as this rank's status line in a launched worker. With "epoch" in it, the
+                items are epochs, and the dashboard shows how many there will be: "epoch 2/6".
 
         Example::
 
@@ -883,7 +884,8 @@ class Accelerator(PreparationProperties, Rejoining):
             print(desc, end="\r", flush=True)
         length = total if total is not None else _length_of(iterable)
         loops = self._session.loops
-        loop = loops.begin(length, loops.epoch, WorkerState.RUNNING)
+        is_over_epochs = desc is not None and "epoch" in desc.lower()
+        loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
         try:
             for item in iterable:
                 yield item

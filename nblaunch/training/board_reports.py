@@ -28,27 +28,40 @@ from nblaunch.wire.loss_curve import MAX_BINS, LossBins
 class Loop:
     """One loop over a loader or another iterable, from its first batch to its last: an epoch, where it trains.
 
-    ``total`` is -1 where its length is not known.
+    Args:
+        total: batches; -1 where unknown.
+        epoch: number of the epoch, from 1; 0 where the loop trains nothing.
+        state: what the process does in it.
+        step: batches that are done.
+        number: of the loop in this process, from 1.
+        is_over_epochs: its items are epochs.
     """
 
-    __slots__ = ("epoch", "phase", "state", "step", "total")
+    __slots__ = ("epoch", "is_over_epochs", "num_epochs", "number", "phase", "state", "step", "total")
 
-    def __init__(self, total: int, epoch: int, state: WorkerState) -> None:
+    def __init__(
+        self, total: int, epoch: int, state: WorkerState, step: int, number: int, is_over_epochs: bool
+    ) -> None:
         self.total = total
         self.epoch = epoch
         self.state = state
         self.phase = state.name.lower()
-        self.step = 0
+        self.step = step
+        self.number = number
+        self.is_over_epochs = is_over_epochs
+        self.num_epochs = 0
 
 
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of completed loops over a training loader, shown with loops that train nothing, too.
+    ``epoch`` is the number of the current or last epoch, from 1, shown with loops that train nothing, too.
     """
 
     def __init__(self, slot: Slot) -> None:
         self.epoch = 0
+        self._num_epochs = 0
+        self._num_loops = 0
         self._slot = slot
         self._advance_to = slot.advance_to
         self._samples = 0
@@ -56,12 +69,17 @@ class LoopStack:
         self._shown: Loop | None = None
         self._outside = WorkerState.RUNNING
 
-    def begin(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> Loop:
-        """Begin a loop inside those that run; ``step`` batches of it are behind us already."""
+    def begin(
+        self, total: int, epoch: int, state: WorkerState, step: int = 0, *, is_over_epochs: bool = False
+    ) -> Loop:
+        """Begin a loop inside those that run; the arguments are those of :class:`Loop`."""
         if not self._stack:
             self._outside = self._slot.state
-        begun = Loop(total, epoch, state)
-        begun.step = step
+        self._num_loops += 1
+        begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
+        if state is WorkerState.TRAINING:
+            self.epoch, self._num_epochs = epoch, self._planned_epochs(epoch)
+            begun.num_epochs = self._num_epochs
         self._stack.append(begun)
         self._show(begun)
         return begun
@@ -79,6 +97,8 @@ class LoopStack:
         """Forget ``loop``, which is over or was abandoned."""
         if loop in self._stack:
             self._stack.remove(loop)
+        if loop.state is WorkerState.TRAINING:
+            self._slot.end_training(loop.step, loop.total, loop.epoch)
         if self._shown is loop:
             self._shown = None
             # The finished bar stays on the board until something else moves; only what the worker does changes.
@@ -86,7 +106,14 @@ class LoopStack:
 
     def _show(self, loop: Loop) -> None:
         self._shown = loop
-        self._slot.start_loop(loop.total, loop.epoch, loop.state, loop.step)
+        is_training = loop.state is WorkerState.TRAINING
+        epoch, num_epochs = (loop.epoch, loop.num_epochs) if is_training else (self.epoch, self._num_epochs)
+        self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
+
+    def _planned_epochs(self, epoch: int) -> int:
+        """Return how many epochs there will be after all, by the loop over epochs; 0 without one."""
+        outer = next((loop for loop in reversed(self._stack) if loop.is_over_epochs), None)
+        return epoch - 1 + outer.total - outer.step if outer is not None and outer.total > 0 else 0
 
 
 class OwnTime:

@@ -32,6 +32,7 @@ _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
 _OWN_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
+_NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 
 _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
 
@@ -45,7 +46,7 @@ class Sample:
         state: what the worker says it does.
         step: batches taken from prepared loaders (or steps of ``progress``) in the current loop, from 0.
         total: batches of the current loop; -1 where that is not known.
-        epoch: loops over the training loader that were completed.
+        epoch: number of the current or last loop over a training loader, from 1; 0 before the first.
         samples: samples seen by this rank since the start.
         loss: last loss read; None before the first.
         losses: all losses, in means.
@@ -60,6 +61,9 @@ class Sample:
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
         num_checks: looks at ``accelerator.should_stop``.
+        num_epochs: how many epochs there will be; 0 where that is not known.
+        loop: number of the current loop, from 1; 0 before the first.
+        trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
     """
 
     rank: int
@@ -81,6 +85,9 @@ class Sample:
     num_updates: int = 0
     num_progress_signs: int = 0
     num_checks: int = 0
+    num_epochs: int = 0
+    loop: int = 0
+    trained: tuple[int, int, int] = (0, 0, 0)
 
 
 class Slot:
@@ -108,14 +115,32 @@ class Slot:
         """Set what the rank does."""
         self._ints[_STATE] = state
 
-    def start_loop(self, total: int, epoch: int, state: WorkerState, step: int = 0) -> None:
-        """Start a loop over a loader of ``total`` batches, -1 where unknown; ``step`` > 0 resumes an outer loop."""
+    def start_loop(
+        self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
+    ) -> None:
+        """Start a loop over a loader, or resume an outer one.
+
+        Args:
+            total: batches; -1 where unknown.
+            epoch: as in :class:`Sample`.
+            state: what the rank does in this loop.
+            step: batches that are done.
+            number: of the loop.
+            num_epochs: as in :class:`Sample`.
+        """
         ints = self._ints
+        ints[_LOOP] = number
+        ints[_NUM_EPOCHS] = num_epochs
         ints[_STEP] = step
         ints[_TOTAL] = total
         ints[_EPOCH] = epoch
         ints[_STATE] = state
         self._doubles[_STEP_TIME] = monotonic()
+
+    def end_training(self, step: int, total: int, epoch: int) -> None:
+        """Record where a loop over a training loader has ended."""
+        ints = self._ints
+        ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
 
     def advance_to(self, step: int, samples: int) -> None:
         """Another batch was handed to the user's loop: how many of this loop, and samples since the start."""
@@ -243,6 +268,9 @@ class Slot:
             num_updates=ints[_UPDATES],
             num_progress_signs=ints[_PROGRESS_SIGNS],
             num_checks=ints[_CHECKS],
+            num_epochs=ints[_NUM_EPOCHS],
+            loop=ints[_LOOP],
+            trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
         )
 
     def _losses(self) -> LossCurve:

@@ -88,5 +88,7 @@ def sample(rank: int, step: int, total: int = 1000, **fields: object) -> Sample:
         "loss": 1.0 / (step + 1),
         "losses": LossCurve(step, width, tuple(1.0 / end for end in range(width, step + width, width))),
         "step_time_s": 5.0 + step / 10,
+        "epoch": 1,
+        "loop": 1,
     }
     return Sample(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]

@@ -103,9 +103,9 @@ HARMLESS = {
 @pytest.mark.parametrize("num_processes", [1, 8, 16])
 def test_text_has_one_line_per_process(num_processes: int) -> None:
     lines = render_text(trained(num_processes)).splitlines()
-    assert lines[0].split() == ["rank", "state", "step", "steps/s", "samples/s", "left", "loss"]
+    assert lines[0].split() == ["rank", "state", "epoch", "step", "steps/s", "samples/s", "ETA", "loss"]
     assert [line.split()[0] for line in lines[1:-1]] == [str(rank) for rank in range(num_processes)]
-    assert lines[1].split() == ["0", "training", "100/1,000", "10.0", "320", "1:30", "0.0099"]
+    assert lines[1].split() == ["0", "training", "1", "100/1,000", "10.0", "320", "1:30", "0.0099"]
     assert lines[-1].startswith(
         f"train: running for 10 s on {formatting.count(num_processes, 'process')} (cpu, fork)"
     )
@@ -113,8 +113,8 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
 
 def test_the_head_tells_when_the_slowest_rank_will_have_ended_its_pass() -> None:
     view = fold_samples(trained(2), [sample(1, 101, 2000)], START_S + 10)
-    assert render_text(view).splitlines()[-1].endswith("640 samples/s, 3:10 left of this pass")
-    assert "left of this pass" not in render_text(view_of(ended(2), view))
+    assert render_text(view).splitlines()[-1].endswith("640 samples/s, ETA 3:10")
+    assert "ETA" not in render_text(view_of(ended(2), view))
 
 
 def test_text_is_aligned() -> None:
@@ -362,7 +362,19 @@ def test_text_and_html_say_the_same() -> None:
             assert cell in html.text
     assert "accuracy 0.91 (step 7)" in text
     assert "accuracy 0.91 (step 7)" in html.text
-    heads = ["rank", "state", "progress", "step", "steps/s", "samples/s", "left", "loss", "trend", "output"]
+    heads = [
+        "rank",
+        "state",
+        "progress",
+        "epoch",
+        "step",
+        "steps/s",
+        "samples/s",
+        "ETA",
+        "loss",
+        "trend",
+        "output",
+    ]
     assert html.rows[0] == heads
     assert {len(row) for row in html.rows} == {len(heads)}
 
@@ -501,7 +513,7 @@ def test_a_restart_is_named() -> None:
 def test_progress_line_tells_about_the_slowest() -> None:
     view = fold_samples(trained(4), [sample(2, 60, state=WorkerState.WAITING)], START_S + 11)
     line = progress_line(view)
-    assert line.startswith("train: running for 11 s; rank 2 waiting, step 60/1,000")
+    assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1, step 60/1,000")
     assert "rank" not in progress_line(trained(1))
 
 
@@ -509,9 +521,9 @@ def test_the_live_line_looks_like_a_bar() -> None:
     view = fold_samples(trained(2), [sample(1, 90, state=WorkerState.WAITING)], START_S + 11)
     line = live_line(view, 120)
     words = "[11 s<1:31, 10.0 steps/s, loss 0.0110, 1 training, 1 waiting]"
-    assert line == f"train:   9%|██▋{' ' * 27}| 90/1,000 {words}"
-    assert live_line(view, 120, has_blocks=False) == f"train:   9%|##{' ' * 28}| 90/1,000 {words}"
-    assert live_line(view, 85) == f"train:   9% 90/1,000 {words}"
+    assert line == f"train epoch 1:   9%|██▌{' ' * 25}| 90/1,000 {words}"
+    assert live_line(view, 120, has_blocks=False) == f"train epoch 1:   9%|##{' ' * 26}| 90/1,000 {words}"
+    assert live_line(view, 90) == f"train epoch 1:   9% 90/1,000 {words}"
 
 
 def test_the_live_line_of_a_job_without_lengths_tells_what_it_can() -> None:

@@ -107,7 +107,7 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
             lines.on_samples(samples), board.on_samples(samples)
             screen.write(read(person))
         assert screen.text.split("\n")[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
-        assert screen.lines[3].startswith("train:")
+        assert screen.lines[3].startswith("train")
         assert len(screen.lines) == 4
         for event in ended(2):
             lines.on_event(event), board.on_event(event)
@@ -115,7 +115,7 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
         screen.write(read(person))
     assert screen.lines[3].startswith("rank  state")
     assert "train: done in 12 s" in screen.text
-    assert len({line for line in screen.snapshots if line.startswith("train:")}) > 10
+    assert len({line for line in screen.snapshots if line.startswith("train")}) > 10
 
 
 def test_updates_are_at_most_five_a_second() -> None:
@@ -197,7 +197,7 @@ def test_a_script_in_a_terminal_shows_a_bar_then_the_table(tmp_path: Path) -> No
             screen.write(read(person, 0.1))
         screen.write(read(person, 0.1))
     assert process.returncode == 0, screen.text
-    bars = [line for line in screen.snapshots if line.startswith("train:") and "/40 [" in line]
+    bars = [line for line in screen.snapshots if line.startswith("train") and "/40 [" in line]
     steps = [int(line.partition("/40")[0].rpartition(" ")[2]) for line in bars]
     assert len(set(steps)) >= 3, screen.snapshots
     assert steps == sorted(steps)

@@ -212,14 +212,14 @@ def test_rates_forget_what_lies_before_the_window() -> None:
 
 def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:
     view = trained(1, steps=100, total=100)
-    evaluating = sample(0, 0, 20, epoch=1, state=WorkerState.EVALUATING, step_time_s=100.0)
+    evaluating = sample(0, 0, 20, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0)
     view = fold_samples(view, [evaluating], START_S + 95)
     assert (view.ranks[0].step, view.ranks[0].total) == (0, 20)
     assert view.ranks[0].steps_per_s == pytest.approx(10)
     view = fold_samples(view, [replace(evaluating, step=2, step_time_s=101.0)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
     # Back to the outer pass, which resumes where it was: no jump in the rate.
-    resumed = sample(0, 100, 100, epoch=1, step_time_s=110.0)
+    resumed = sample(0, 100, 100, step_time_s=110.0)
     view = fold_samples(view, [resumed], START_S + 105)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
 
@@ -337,35 +337,39 @@ def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]])
         assert rank.fraction is None or 0 <= rank.fraction <= 1
 
 
-@pytest.mark.parametrize(
-    ("looks", "expected"),
-    [
-        # The evaluation at the end has six steps; the last look at the training came before its last step.
-        ([(20, 22, 0, "TRAINING"), (6, 6, 1, "EVALUATING")], (22, 22, 1)),
-        ([(20, 22, 0, "TRAINING"), (6, 6, 1, "EVALUATING"), (6, 6, 1, "FINISHING")], (22, 22, 1)),
-        ([(20, 22, 0, "TRAINING"), (22, 22, 0, "WAITING"), (22, 22, 0, "FINISHING")], (22, 22, 0)),
-        ([(7, 22, 0, "TRAINING"), (6, 6, 0, "EVALUATING")], (7, 22, 0)),  # left by break
-        ([(6, 6, 0, "EVALUATING")], (6, 6, 0)),
-        ([(9, -1, 0, "TRAINING"), (6, 6, 1, "EVALUATING")], (9, -1, 1)),
-    ],
-)
-def test_a_rank_that_is_done_tells_of_its_training(
-    looks: list[tuple[int, int, int, str]], expected: tuple[int, int, int]
-) -> None:
-    view = view_of(started(1))
-    for number, (step, total, epoch, state) in enumerate(looks):
-        seen = sample(0, step, total, epoch=epoch, state=WorkerState[state])
-        view = fold_samples(view, [seen], START_S + number)
-        assert (view.ranks[0].step, view.ranks[0].total) == (
-            step,
-            total,
-        )  # while it runs, of what it does now
+def test_a_rank_that_is_done_tells_of_its_training() -> None:
+    view = fold_samples(view_of(started(1)), [sample(0, 20, 22, epoch=3, num_epochs=3)], START_S)
+    rate = view.ranks[0].steps_per_s
+    # The last look at the training came before its last step.
+    evaluating = sample(
+        0, 6, 6, epoch=3, num_epochs=3, loop=2, state=WorkerState.EVALUATING, trained=(22, 22, 3)
+    )
+    view = fold_samples(view, [evaluating], START_S + 1)
+    assert (view.ranks[0].step, view.ranks[0].total) == (6, 6)  # while it runs, of what it does now
     (rank,) = view_of(ended(1), view).ranks
-    assert (rank.step, rank.total, rank.epoch) == expected
+    assert (rank.step, rank.total, rank.epoch, rank.num_epochs, rank.steps_per_s) == (22, 22, 3, 3, rate)
+
+
+def test_a_rank_that_only_evaluates_tells_of_that() -> None:
+    seen = sample(0, 6, 6, epoch=0, state=WorkerState.EVALUATING)
+    (rank,) = view_of(ended(1), fold_samples(view_of(started(1)), [seen], START_S)).ranks
+    assert (rank.step, rank.total, rank.epoch) == (6, 6, 0)
+
+
+def test_an_evaluation_has_rates_of_its_own_even_if_the_rank_waited_before_it() -> None:
+    view = trained(1, steps=5, total=1000)
+    waiting = sample(0, 5, 1000, state=WorkerState.WAITING)
+    evaluating = [
+        sample(0, step, 1000, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0 + step)
+        for step in (5, 7)
+    ]
+    for number, seen in enumerate([waiting, *evaluating]):
+        view = fold_samples(view, [seen], START_S + 95 + number)
+    assert view.ranks[0].steps_per_s == pytest.approx(1)
 
 
 def test_a_rank_that_failed_tells_where_it_was() -> None:
     view = fold_samples(view_of(started(1)), [sample(0, 20, 22, state=WorkerState.TRAINING)], START_S)
-    view = fold_samples(view, [sample(0, 3, 6, epoch=1, state=WorkerState.EVALUATING)], START_S + 1)
+    view = fold_samples(view, [sample(0, 3, 6, loop=2, state=WorkerState.EVALUATING)], START_S + 1)
     view = view_of([raised(0), JobFinished(-1, START_S + 4, outcome="failed", failed_rank=0)], view)
     assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)

@@ -266,11 +266,35 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             assert _board().state is WorkerState.TRAINING
     assert _board().state is WorkerState.RUNNING
     assert _board().samples == 8
+    assert _board().trained == (3, 3, 1)
     for _ in train:
-        assert _board().epoch == 1
+        assert (_board().epoch, _board().num_epochs) == (2, 0)
     with torch.no_grad():
         for _ in test:
             assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
+
+
+def test_epochs_are_counted_from_the_first_and_by_the_loop_over_them() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    train, test = accelerator.prepare(DataLoader(_rows(4)), DataLoader(_rows(4)))
+    seen = []
+    for _ in accelerator.progress(range(3), desc="epochs"):
+        for loader, mode in ((train, True), (test, False)):
+            model.train(mode)
+            for _ in loader:
+                pass
+            seen.append((_board().epoch, _board().num_epochs))
+    assert seen == [(1, 3), (1, 3), (2, 3), (2, 3), (3, 3), (3, 3)]
+    model.train()
+    for _ in accelerator.progress(range(2), desc="more epochs"):
+        for _ in train:
+            pass
+    assert (_board().epoch, _board().num_epochs) == (5, 5)
+    for _ in accelerator.progress(range(3)):  # anything, as folds
+        for _ in train:
+            pass
+        assert _board().num_epochs == 0
 
 
 @pytest.mark.parametrize(

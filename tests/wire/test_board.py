@@ -17,7 +17,8 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     pid = os.fork()
     if pid == 0:
         slot = board.slot(1)
-        slot.start_loop(total=10, epoch=2, state=WorkerState.TRAINING, step=4)
+        slot.start_loop(total=10, epoch=2, state=WorkerState.TRAINING, step=4, number=3, num_epochs=6)
+        slot.end_training(4, 10, 2)
         slot.advance_to(5, samples=32)
         slot.set_loss(0.25)
         slot.set_losses(LossCurve(3, 2, (0.5, 0.25)))
@@ -34,6 +35,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     assert (one.step, one.total, one.epoch, one.samples) == (5, 10, 2, 32)
     assert (one.loss, one.interrupts, one.built_bytes) == (0.25, 1, 1 << 40)
     assert (one.device_bytes, one.device_peak_bytes, one.device_limit_bytes) == (2, 3, 5)
+    assert (one.loop, one.num_epochs, one.trained) == (3, 6, (4, 10, 2))
     assert one.losses == LossCurve(3, 2, (0.5, 0.25))
     assert (zero.losses, two.losses) == (LossCurve(), LossCurve())
     assert (one.own_time_s, one.own_steps) == (0.75, 2)

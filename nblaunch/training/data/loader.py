@@ -105,8 +105,6 @@ class PreparedLoader(DataLoader):
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
-            if loop.state is WorkerState.TRAINING:
-                session.loops.epoch = self.iteration
         finally:
             session.accumulation.leave(self)
             session.losses.flush()
@@ -162,7 +160,7 @@ class PreparedLoader(DataLoader):
 
     def _begin_loop(self, session: Session) -> Loop:
         is_training = session.is_training
-        epoch = self.iteration if is_training else session.loops.epoch
+        epoch = self.iteration + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         skipped = self.skip_batches
         length = self._length_or_unknown()
