@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
+from nblaunch.wire import quantised
 from nblaunch.wire.modules import ArgPath, ShardedTensor, TensorShard, path_name
 from nblaunch.wire.originals import Unchanged
 
@@ -149,10 +150,11 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     name = _name(module, path)
     if state is None:
         return _Loading(False, f"the trained weights of {name} can't be had in the kernel: {lost}")
-    misfit = _misfit(module, state, is_whole=not lost)
+    is_whole = not lost and not any(map(quantised.is_quantised, module.parameters()))
+    misfit = _misfit(module, state, is_whole)
     if not misfit:
         try:
-            _load(module, state, is_whole=not lost)
+            _load(module, state, is_whole)
         except Exception as error:  # the module's own code refuses
             misfit = " ".join(f"{type(error).__name__}: {error}".split())
     if misfit:

@@ -27,6 +27,7 @@ from nblaunch.training.optimizer import (
     SchedulerPlaceholder,
 )
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
+from nblaunch.training.placement import stays_in_place
 from nblaunch.training.precision import Precision
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
@@ -110,10 +111,11 @@ class Preparer:
             return model
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
+        moves = self._places(placement) and not stays_in_place(inner, self.session.process)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.before_move(inner)
-        if self._places(placement) and (evaluation_mode or not self.strategy.moves_models):
+        if moves and (evaluation_mode or not self.strategy.moves_models):
             self._to_device(inner)
         prepared: Any = model if evaluation_mode else self._spread(model, inner)
         compiled = self.strategy.compile(prepared, self.dynamo)

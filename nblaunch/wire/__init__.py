@@ -15,6 +15,7 @@ From a worker:
     loss_curve.py       the losses in it, as a fixed number of means
     outbox.py           return value and weights
     originals.py        which weights have not changed
+    quantised.py        which weights can't change, being quantised
     exceptions.py       an exception with its causes, as text and as object
 
 Both ways between launcher and workers:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.events import Event, Finished, ValueLocation, WeightsSent
+from nblaunch.wire import quantised
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.originals import Originals
@@ -84,6 +85,8 @@ class Delivery:
         state = dict(module.state_dict() if collect_shards is None else collect_shards(module))
         if not state or any(getattr(tensor, "is_meta", False) for tensor in state.values()):
             return -1, -1, ""  # it has no weights, being on the meta device still
+        for name in quantised.entries(module, state):
+            del state[name]
         # Of shards it is not known where they lay.
         tests = (
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}

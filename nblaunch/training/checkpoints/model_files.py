@@ -29,6 +29,7 @@ from nblaunch.training.checkpoints.files import (
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
+from nblaunch.wire import quantised
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -259,10 +260,43 @@ def load_weights(
         twin = held.get(view_of(own[name])[0]) if isinstance(own[name], torch.Tensor) else None
         if twin is not None and view_of(own[name])[0] is not None:
             weights[name] = weights[twin]
+    frozen = _drop_quantised(module, own, weights, source)
     try:
-        module.load_state_dict(dtensor.shard_state_dict(weights, own), strict=strict)
+        found = module.load_state_dict(dtensor.shard_state_dict(weights, own), strict=strict and not frozen)
+        lacking = {*found.missing_keys, *found.unexpected_keys} - frozen.keys()
+        if strict and lacking:
+            raise RuntimeError(f"only in one of them: {', '.join(sorted(lacking))}")
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
+
+
+def _drop_quantised(
+    module: torch.nn.Module, own: Mapping[str, Any], weights: dict[str, Any], source: Path
+) -> dict[str, bool]:
+    """Leave out of ``weights`` what is quantised in ``module``: training can't have changed it.
+
+    Returns:
+        The names, see :func:`nblaunch.wire.quantised.entries`.
+
+    Raises:
+        CheckpointError: the weights are those of another base model. What libraries keep beside them may differ in its
+            last digits.
+    """
+    found = quantised.entries(module, own)
+    for name, is_weight in found.items():
+        saved = weights.pop(name, None)
+        if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):
+            raise CheckpointError(
+                f"{source} has other quantised weights than the model, in {name}. They are frozen and are not loaded: "
+                "load the base model that was trained, quantised as it was then"
+            )
+    return found
+
+
+def _is_equal(held: torch.Tensor, saved: torch.Tensor) -> bool:
+    if held.shape != saved.shape or held.dtype != saved.dtype:
+        return False
+    return bool(torch.equal(held.detach().to(saved.device), saved))
 
 
 def load_checkpoint_in_model(

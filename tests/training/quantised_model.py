@@ -1,0 +1,73 @@
+"""A model with frozen 4-bit weights in the form of bitsandbytes, which tests do not install, and an adapter on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Params4bit(torch.nn.Parameter):
+    """Two 4-bit numbers in a byte; the scale of each row hangs on it as ``quant_state``."""
+
+    quant_state: torch.Tensor | None
+
+    def __new__(cls, data: torch.Tensor, quant_state: torch.Tensor | None = None) -> Params4bit:
+        self = torch.Tensor._make_subclass(cls, data, False)
+        self.quant_state = quant_state
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Params4bit:
+        return type(self)(self.data.clone(), self.quant_state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (self.data, self.quant_state)
+
+
+class Linear4bit(torch.nn.Module):
+    """A linear layer that keeps its weight in 4 bits, and its scales in the state dict, which it can't load."""
+
+    weight: Params4bit
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.num_calls = 0
+        whole = torch.randn(size, size)
+        scale = whole.abs().amax(1, keepdim=True) / 7
+        codes = (whole / scale).round().to(torch.int8) + 8
+        self.weight = Params4bit((codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8), scale)
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        codes = torch.stack([self.weight.data // 16, self.weight.data % 16], -1).flatten(1)
+        return torch.nn.functional.linear(batch, (codes.float() - 8) * self.weight.quant_state, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.weight.quant_state
+        # bitsandbytes writes its settings as text, which a forward may change.
+        destination[f"{prefix}weight.quant_state"] = torch.zeros(1 + self.num_calls)
+
+
+class Adapted(torch.nn.Module):
+    """A quantised base with a low-rank adapter, which alone is trained."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        self.base_layer = Linear4bit(size).requires_grad_(False)
+        self.lora_A = torch.nn.Linear(size, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, size, bias=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.base_layer(batch) + self.lora_B(self.lora_A(batch))
+        return adapted
+
+
+def train_one_step(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """Prepare ``model`` with an optimizer of what is to be trained, and step once; return what was prepared."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.1))
+    accelerator.backward(model(torch.ones(2, 8)).square().sum())
+    optimizer.step()
+    return model

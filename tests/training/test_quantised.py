@@ -1,0 +1,102 @@
+"""Models that a device map has placed, and models with quantised weights: not moved, trained by adapters, and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch import Accelerator, CheckpointError, notebook_launcher
+from nblaunch.wire import quantised
+from tests.training import ranks
+from tests.training.quantised_model import Adapted, train_one_step
+from tests.training.ranks import rank_server  # noqa: F401 (a fixture of this module)
+
+
+class Fixed(torch.nn.Linear):
+    """A model that raises where it is moved."""
+
+    def __init__(self, **places: Any) -> None:
+        super().__init__(2, 2)
+        self.hf_device_map = places
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("moved")
+
+
+def test_a_model_that_is_cut_by_a_device_map_is_not_moved() -> None:
+    model = Fixed(embed="cpu", head="cpu")
+    assert Accelerator(cpu=True).prepare(torch.nn.Sequential(model))[0] is model
+    with pytest.raises(AssertionError, match="moved"):
+        Accelerator(cpu=True).prepare(Fixed(**{"": "cpu"}))  # whole: it is moved as any other
+
+
+def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
+    model = Fixed(**{"": "cpu"})
+    model.is_loaded_in_8bit = True  # type: ignore[assignment]
+    Accelerator(cpu=True).prepare(model)
+
+
+def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
+    def program() -> str:
+        with pytest.raises(ValueError, match="loaded with `device_map='auto'` in any distributed mode"):
+            Accelerator(cpu=True).prepare(Fixed(embed="cpu", head="disk"))
+        return "refused"
+
+    assert ranks.run(program, 2) == ["refused"] * 2
+
+
+def test_entries_of_the_state_that_belong_to_quantised_weights_are_found() -> None:
+    model = torch.nn.ModuleDict({"adapted": Adapted(), "plain": torch.nn.Linear(2, 2).requires_grad_(False)})
+    assert quantised.entries(model, model.state_dict()) == {
+        "adapted.base_layer.weight": True,
+        "adapted.base_layer.weight.absmax": False,
+        "adapted.base_layer.weight.quant_state": False,
+    }
+
+
+def test_adapters_on_a_quantised_base_are_saved_and_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = train_one_step(accelerator, Adapted())
+    trained = model.lora_B.weight.detach().clone()
+    accelerator.save_state(str(tmp_path))
+    with torch.no_grad():
+        model.lora_B.weight.zero_()
+    accelerator.load_state(str(tmp_path))
+    assert torch.equal(model.lora_B.weight, trained)
+
+
+def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Adapted())
+    accelerator.save_state(str(tmp_path))
+    other = Accelerator(cpu=True)
+    other.prepare(Adapted())
+    with pytest.raises(CheckpointError, match=r"other quantised weights .* base_layer\.weight"):
+        other.load_state(str(tmp_path))
+
+
+def test_entries_missing_beside_quantised_weights_are_still_reported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Sequential(Adapted()))
+    accelerator.save_state(str(tmp_path))
+    torch.manual_seed(0)
+    other = Accelerator(cpu=True)
+    other.prepare(torch.nn.Sequential(Adapted(), torch.nn.Linear(2, 2)))
+    with pytest.raises(CheckpointError, match=r"1\.weight"):
+        other.load_state(str(tmp_path))
+
+
+def _train(model: torch.nn.Module) -> str:
+    return type(train_one_step(Accelerator(cpu=True), model)).__name__
+
+
+def test_adapters_come_back_to_the_kernel_and_the_base_stays_there() -> None:
+    model = Adapted()
+    torch.nn.init.zeros_(model.lora_B.weight)
+    assert notebook_launcher(_train, (model,), 2, dashboard="none") == "DistributedDataParallel"
+    assert model.lora_B.weight.abs().sum() > 0
