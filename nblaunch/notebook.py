@@ -150,7 +150,7 @@ def notebook_launcher(
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
         )]  # fmt: skip
-        # Or a traceback, which IPython keeps, would keep them by this frame, as a spec of its own.
+        # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
         del function, args
         return run(specs.pop(), background=background, dashboard=dashboard)
 

@@ -35,7 +35,7 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Closure variables and globals that the function's own code names, each with its value; those that have one."""
+    """Yield closure variables and globals that the function's own code names and that have a value, with it."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -162,7 +162,7 @@ class Backend(ABC):
 
     @abstractmethod
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        """Environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
+        """Return the environment that a worker needs besides ``Topology.to_env()``; None removes a variable."""
 
     def spmd_env(self) -> dict[str, str | None] | None:
         """Return changes to :meth:`worker_env` for one worker that drives all devices; None where it can't."""

@@ -84,7 +84,7 @@ def part(name: str) -> Any:
 
 
 def readable_accelerator_type() -> dict[str, str]:
-    """TPU_ACCELERATOR_TYPE with its number of chips, without which torch_xla can't parse it; nothing where it has."""
+    """Return ``TPU_ACCELERATOR_TYPE`` with a number of chips, where it has none: torch_xla can't parse it without."""
     kind = env.read("TPU_ACCELERATOR_TYPE")
     return {"TPU_ACCELERATOR_TYPE": f"{kind}-{num_chips()}"} if kind and "-" not in kind else {}
 

@@ -1,7 +1,7 @@
 """What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
 
-While a job runs, the supervisor calls ``hang.Inspector`` a few times a second, which records the memory of the workers
-and checks their progress. After an attempt, the supervisor's ``report.AttemptReport`` holds the facts.
+While a job runs, the supervisor has ``hang.Inspector`` check the workers' progress a few times a second, and
+``memory.MemoryRecord`` read their memory. After an attempt, the supervisor's ``report.AttemptReport`` holds the facts.
 
 hang.py         whether the job hangs, and which rank waits for which
 stacks.py       the ranks' Python stacks, collected when one makes no progress

@@ -1,6 +1,6 @@
 """Detection of hangs, and their description: which ranks wait for which.
 
-    Inspector      reads processes and the board a few times a second, and calls the Watchdog
+    Inspector      reads the board and the processes, and calls the Watchdog
     Watchdog       progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
                    stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
     describe_hang  positions of all ranks as text, and what they mean together
@@ -17,13 +17,10 @@ from dataclasses import dataclass, field
 
 from nblaunch import formatting
 from nblaunch.diagnosis import stacks
-from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.events import WorkerState
 from nblaunch.host import proc
 from nblaunch.wire.board import Sample
-
-_INTERVAL_S = 0.25
 
 _WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
 """States that count as progress for as long as they last."""
@@ -211,18 +208,15 @@ class Watchdog:
 
 
 class Inspector:
-    """Reads the processes of an attempt a few times a second: memory and progress.
+    """Checks the progress of an attempt; called a few times a second.
 
     Args:
         hang_timeout_s: seconds without progress after which a rank hangs; None = never.
-        memory: gets the memory that is read.
     """
 
-    def __init__(self, hang_timeout_s: float | None, memory: MemoryRecord) -> None:
-        self._memory = memory
+    def __init__(self, hang_timeout_s: float | None) -> None:
         self.hang_timeout_s = hang_timeout_s
         self._watchdog = Watchdog(hang_timeout_s) if hang_timeout_s is not None else None
-        self._next_s = 0.0
 
     def inspect(
         self,
@@ -232,7 +226,7 @@ class Inspector:
         num_metrics: Mapping[int, int],
         num_outputs: Mapping[int, int],
     ) -> bool:
-        """Inspect the processes if it is time; return whether :meth:`judge` needs the stacks of all ranks.
+        """Record the progress of all ranks; return whether :meth:`judge` needs their stacks.
 
         Args:
             now_s: ``time.monotonic()``.
@@ -241,10 +235,6 @@ class Inspector:
             num_metrics: rank -> number of logged values.
             num_outputs: rank -> number of printed lines and displays.
         """
-        if now_s < self._next_s:
-            return False
-        self._next_s = now_s + _INTERVAL_S
-        self._memory.add(pids)
         if self._watchdog is None:
             return False
         progress = {

@@ -114,7 +114,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
 
 
 def _host_memory() -> dict[str, int]:
-    """Source: proc_meminfo(5); values are in KiB."""
+    """Return the first lines of /proc/meminfo, in bytes. Source: proc_meminfo(5); its values are in KiB."""
     values = {}
     for line in proc.read(Path("/proc/meminfo")).splitlines()[:5]:
         name, _, value = line.partition(":")
@@ -123,7 +123,7 @@ def _host_memory() -> dict[str, int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache that the group would give up before anything is killed."""
+    """Return the page cache that the group would give up before anything is killed."""
     values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
     # Version 1 reports both, and what is in use there counts groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))

@@ -148,7 +148,7 @@ def _in_detail(platform: Platform, environ: Mapping[str, str]) -> Platform:
 
 
 def _jupyter(environ: Mapping[str, str], proc: Path) -> Platform:
-    """Which client runs this kernel.
+    """Return the client that runs this kernel.
 
     A kernel can't see its front end, but jupyter_client gives it the process that started it (JPY_PARENT_PID), and
     jupyter_server the notebook's path (JPY_SESSION_NAME).

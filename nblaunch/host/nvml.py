@@ -76,7 +76,7 @@ def refusal() -> str | None:
 
 
 def descriptions() -> list[str]:
-    """Name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    """Return name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
     with _opened() as pynvml:
         if pynvml is None:
             return []
@@ -100,7 +100,7 @@ class NvmlMeter(DeviceMeter):
 
     def __init__(self, uuids: Sequence[str], pynvml: Any) -> None:
         self._pynvml = pynvml
-        # Of functions that a driver before 510 lacks the module says so by an error of another kind.
+        # For functions that drivers before 510 lack, pynvml raises another error type.
         self._refusals = (pynvml.NVMLError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError))
         self._handles: list[tuple[int, Any]] = []
         self.num_devices = len(uuids)
@@ -199,5 +199,5 @@ def _mig_uuids(pynvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Older versions of the module answer in bytes."""
+    """Return a text of NVML, which older versions of pynvml give as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -22,12 +22,12 @@ def read(path: Path) -> str:
 
 
 def main_thread_cpu_seconds(pid: int) -> float | None:
-    """Processor time of a process's first thread. Source: proc_pid_stat(5), utime and stime."""
+    """Return the processor time of a process's first thread. Source: proc_pid_stat(5), utime and stime."""
     return _cpu_seconds(_stat_fields(pid, str(pid)))
 
 
 def session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Session leader -> processor time of the processes of its session that run. Reads a file per process there is."""
+    """Return session leader -> processor time of its session's processes. Reads a file per process there is."""
     seconds = dict.fromkeys(pids, 0.0)
     for pid in _all_pids():
         fields = _stat_fields(pid)
@@ -48,9 +48,10 @@ def _all_pids() -> list[int]:
 
 
 def own_bytes(pid: int) -> int | None:
-    """Resident memory that is not backed by files or shared mappings. Source: proc_pid_statm(5), resident - shared.
+    """Return resident memory that is not backed by files or shared mappings.
 
-    Pages that a forked worker still shares with the kernel count here too: separating them takes milliseconds.
+    Source: proc_pid_statm(5), resident - shared. Pages that a forked worker still shares with the kernel count here,
+    too: separating them takes milliseconds.
     """
     fields = _read(pid, "statm").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else None

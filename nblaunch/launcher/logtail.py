@@ -17,8 +17,8 @@ _MAX_BYTES_A_TICK = 4 << 20
 _MAX_STATUS_BYTES = 4096
 _MAX_LINE_BYTES = 1 << 16
 
-# What gloo says in every rank, for every process group, with torch 2.8 and 2.9, and no setting silences: that all is
-# well. It stays in the files. One that says less than all is kept. Can go with the support of these versions.
+# Gloo's "Rank N is connected" line, which torch 2.8 and 2.9 print per group and no setting silences; hidden, unless
+# peers are missing. It stays in the files.
 _ALL_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\r?"
 )

@@ -268,7 +268,7 @@ class JobRunner:
         return self._supervise()
 
     def was_stopped(self, report: AttemptReport) -> bool:
-        """Return whether the job was to end, so that no attempt may follow."""
+        """Return whether an interrupt, cancel or SIGTERM ended the attempt: no other may follow."""
         return report.interrupted or report.cancelled or self.requests.terminations > 0
 
     def next_attempt(self) -> None:

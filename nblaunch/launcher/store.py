@@ -25,7 +25,7 @@ _running: set[int] = set()
 
 
 def is_any_store_running() -> bool:
-    """Whether the store of some job runs in this process, as that of a background job does.
+    """Return whether the store of some job runs in this process, as that of a background job does.
 
     A fork may then copy a lock in the moment that the store's thread holds it (the resolver's, while it looks up a
     client's name), and the child would wait for that lock for ever.

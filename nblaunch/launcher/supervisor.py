@@ -7,7 +7,7 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     ticks (10 Hz)─┘
 
 Everything that can happen wakes the loop at once; only logs and the board are looked at by the clock. When the last
-process has ended, pipes and logs are read to their end before anything is concluded: drain, then join.
+process has ended, pipes and logs are read to their end before anything is concluded.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
 TICK_S = 0.1
+_INSPECTION_S = 0.25
 _DEFERRED_S = 0.025
 """From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
 
@@ -82,10 +83,11 @@ class Supervisor:
         self._emit = emit
         self._update = update
         self._grace_s = attempt.spec.interrupt_grace_s
-        self._inspector = Inspector(attempt.spec.hang_timeout_s, running.memory)
+        self._inspector = Inspector(attempt.spec.hang_timeout_s)
         self._report = AttemptReport(memory=running.memory)
         self._watched_ends: set[int] = set()
         self._next_tick = 0.0
+        self._next_inspection = 0.0
         self._deferred_at: float | None = None
         self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: Agreement | None = None
@@ -392,11 +394,19 @@ class Supervisor:
         self._update(samples)
         for event in self._running.monitor.sample(self._active_pids()):
             self._emit(event)
-        if self._inspector.inspect(
-            time.monotonic(), self._active_pids(), samples, self._num_metrics, self._num_outputs
-        ):
-            self._dump_stacks(self._judge)
+        self._inspect(samples)
         self._check_lingering()
+
+    def _inspect(self, samples: Sequence[Sample]) -> None:
+        """Record the memory of the workers, and check their progress."""
+        now = time.monotonic()
+        if now < self._next_inspection:
+            return
+        self._next_inspection = now + _INSPECTION_S
+        pids = self._active_pids()
+        self._running.memory.add(pids)
+        if self._inspector.inspect(now, pids, samples, self._num_metrics, self._num_outputs):
+            self._dump_stacks(self._judge)
 
     def _sample(self) -> list[Sample]:
         samples = self._board.sample()

@@ -2,7 +2,7 @@
 
 SIGTERM ──> ranks that handle SIGTERM themselves get it
         ──> ``accelerator.should_stop`` turns true, at the same step on every rank
-        ──> when the grace is over, or at once where no rank handles it: an interrupt, with its own way down
+        ──> when the grace is over, or soon where no rank handles it: an interrupt, which escalates
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Termination:
         requests.stop()
 
     def poll(self, now_s: float) -> str:
-        """Interrupt the ranks when their time is over; says so once."""
+        """Interrupt the ranks when their time is over; return the note about it once, else an empty text."""
         is_handled = bool(self._handling) or any(slot.num_checks > 0 for slot in self._slots)
         patience_s = self._grace_s if is_handled else min(self._grace_s, LISTEN_S)
         if self._is_over or now_s - self._began_s < patience_s:

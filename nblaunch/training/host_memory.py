@@ -18,10 +18,10 @@ class JobHostMemory:
 
     Args:
         num_workers: workers of the job.
-        total_bytes: what they take together with the kernel, a page that several share counted once; without what
-            stands for memory of devices.
+        total_bytes: what they take together with the kernel, a page that several share counted once; without
+            ``device_bytes``.
         model_bytes: parameters and buffers of the model.
-        device_bytes: what stands for memory of devices.
+        device_bytes: host memory in which simulated devices (PJRT CPU) keep their tensors.
         is_built_in_workers: every worker has built a model of its own, instead of one that was passed to it.
     """
 

@@ -1,7 +1,10 @@
 """In which number format the forward pass computes, and what that asks of backward, clipping and step.
 
 :class:`Precision` is full precision: every method does nothing beyond plain PyTorch. The others change only what they
-must. Which formats a device can do is the backend's word; which one is used is decided in ``accelerator.py``.
+must. Which formats a device can do is decided by the backend; which one is used, step by step:
+
+    argument ──> ``StrategyPlugin.precision_name`` ──> ``arguments.resolve_precision`` ──> :func:`make`
+             ──> ``Strategy.adapt_precision``
 """
 
 from __future__ import annotations

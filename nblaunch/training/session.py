@@ -28,9 +28,9 @@ class Session:
     Args:
         process: itself, once it has joined the job: its ranks, device and board slot.
         accumulation: its accumulation window, and the loaders that it is reading.
-        loops: those over loaders and iterables that run, as the board shows them.
-        losses: the loss that it shows there.
-        own_time: the part of its steps that it does not wait for others, likewise.
+        loops: the running loops over loaders and iterables, shown on the board.
+        losses: reports the last loss there.
+        own_time: reports time per step spent without waiting for other ranks.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the first Accelerator; None before there is one.
         plugin: how the latest Accelerator spreads models; None before there is one.

@@ -22,7 +22,10 @@ from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPl
 
 
 class DistributedType(str, enum.Enum):
-    """How a job computes, as one word. All names that scripts compare with; no job here has one of the second group."""
+    """How a job computes, as one word.
+
+    The second group is there for scripts that compare with it; no job here has one of these.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

@@ -143,7 +143,7 @@ class Slot:
         ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
 
     def advance_to(self, step: int, samples: int) -> None:
-        """Another batch was handed to the user's loop: how many of this loop, and samples since the start."""
+        """Set the batches of this loop that were handed to the user, and the samples since the start."""
         ints = self._ints
         ints[_STEP] = step
         ints[_SAMPLES] = samples
@@ -215,7 +215,7 @@ class Slot:
 
     @num_checks.setter
     def num_checks(self, value: int) -> None:
-        """For a copy of another machine's slot."""
+        """Set it in a copy of another machine's slot."""
         self._ints[_CHECKS] = value
 
     @property

@@ -228,7 +228,7 @@ class _MappedFile:
         self._view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def part(self, offset: int, size: int) -> Any:
-        """So many bytes, to be read and written."""
+        """Return that many bytes, to be read and written."""
         return self._view[offset : offset + size]
 
 
@@ -240,7 +240,7 @@ class _CopiedFile:
         self._parts: dict[tuple[int, int], Any] = {}
 
     def part(self, offset: int, size: int) -> Any:
-        """So many bytes, to be read and written."""
+        """Return that many bytes, to be read and written."""
         if (offset, size) not in self._parts:
             self._parts[offset, size] = self._copy(offset, size)
         return self._parts[offset, size]

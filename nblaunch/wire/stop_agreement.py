@@ -118,7 +118,7 @@ class StopAgreement:
             slot.stop_decision = decision
 
     def _is_patience_over(self, slots: Iterable[Slot], now_s: float) -> bool:
-        """Some rank waits at the proposed check while another may be waiting for that rank in a collective."""
+        """Return whether a rank has waited too long at the proposed check: another may wait for it in a collective."""
         if not any(slot.num_checks >= self._proposal for slot in slots):
             self._waiting_since = None
             return False

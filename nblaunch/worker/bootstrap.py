@@ -95,7 +95,7 @@ class _Worker:
 
     def run(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
         """Prepare, call the function, report how it ended, finish; return the exit code."""
-        # Value and error are kept until all is finished: to destroy what they hold may wait for other ranks.
+        # Value and error are kept until all is finished: freeing what they hold may wait for other ranks.
         try:
             self._prepare()
             process_control.unblock_signals()

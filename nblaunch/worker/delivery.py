@@ -87,7 +87,7 @@ class Delivery:
             return -1, -1, ""  # it has no weights, being on the meta device still
         for name in quantised.entries(module, state):
             del state[name]
-        # Of shards it is not known where they lay.
+        # Shards are new tensors, so there is nothing to compare them with: all are sent.
         tests = (
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
         )

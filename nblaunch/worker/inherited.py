@@ -1,7 +1,7 @@
 """What a forked worker inherits from the kernel and must forget.
 
-A fork copies memory, not threads and sockets' peers. Each function here knows one library, looks
-at it only if the kernel has imported it, and leaves the worker as if it had been started on its own.
+A fork copies memory, but neither threads nor the other ends of sockets. Each function here knows one library, looks at
+it only if the kernel has imported it, and leaves the worker as if it had been started on its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _become_main_thread() -> None:
 
 
 def _leave_interactive_mode() -> None:
-    """Lightning and others refuse to run in a process that looks like a prompt."""
+    """Look like no prompt: Lightning and others refuse to run in one."""
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -71,7 +71,7 @@ def _leave_interactive_mode() -> None:
 
 
 def _refuse_input() -> None:
-    """Input can't be answered: several workers run at once, and the kernel asks the front end for one at a time."""
+    """Refuse ``input()``: several workers run at once, and the kernel asks the front end for one at a time."""
 
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
@@ -162,7 +162,7 @@ def _undo_widgets(notebook: Any) -> None:
 
 
 def _stay(self: Any, lines: int) -> None:
-    """Nested bars share a rank's one status line instead of moving a cursor that a log does not have."""
+    """Move no cursor, which a log does not have: nested bars share a rank's one status line."""
 
 
 def _detach_rich() -> None:
