@@ -184,7 +184,7 @@ class ValueLocation:
 
 
 @dataclass(frozen=True)
-class Finished(Event):
+class Returned(Event):
     """The function of a rank returned.
 
     Args:
@@ -313,7 +313,7 @@ class Exited(Event):
 
 
 @dataclass(frozen=True)
-class JobFinished(Event):
+class JobEnded(Event):
     """The job has ended; its last event. ``rank`` is -1.
 
     Args:

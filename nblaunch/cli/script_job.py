@@ -27,13 +27,13 @@ from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
 from nblaunch.dashboard.text import LiveLine, TextDashboard
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
-from nblaunch.events import AttemptStarted, Event, Failed, JobFinished, Started
+from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.notebook import make_runner
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.worker.script import Script
 
 
@@ -172,10 +172,10 @@ class _Failures(Dashboard):
             self.has_started = True
         elif isinstance(event, Failed):
             self._failed.setdefault(event.rank, event)
-        elif isinstance(event, JobFinished) and event.failed_rank is not None:
+        elif isinstance(event, JobEnded) and event.failed_rank is not None:
             self._failed_rank = event.failed_rank
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         pass
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class _StorePreloader(Dashboard):
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         pass
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from nblaunch.launcher.job import Job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 _HANG_TIMEOUT_S = 45.0
 _START_TIMEOUT_S = 120.0  # the first use of a device can take a minute
@@ -222,7 +222,7 @@ class _ReadyListener:
             if not self._missing:
                 self.event.set()
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         pass
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Display of a job while it runs and after it has ended.
 
-    launcher ──events, board samples──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
+    launcher ──events, board readings──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
-base.py            Dashboard: what the launcher calls with events and samples of the progress board
+base.py            Dashboard: what the launcher calls with events and readings of the progress board
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
 table.py           the view as rows and columns

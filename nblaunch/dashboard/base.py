@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, final
 
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import AttemptStarted, Event, JobFinished
-from nblaunch.wire.board import Sample
+from nblaunch.events import AttemptStarted, Event, JobEnded
+from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ class Dashboard(abc.ABC):
     """A listener that shows a job.
 
     The launcher calls it from one thread at a time: ``on_event(AttemptStarted)``, then events of workers as they arrive
-    and ``on_samples`` about ten times a second, ``on_event(JobFinished)``, then ``close``. If the launch is aborted,
-    ``close`` comes without ``JobFinished``.
+    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. If the launch is aborted,
+    ``close`` comes without ``JobEnded``.
 
     ``control`` and ``show_again`` are for dashboards that have buttons, or an output that can be shown in several
     cells. They are called from the thread of a cell.
@@ -56,8 +56,8 @@ class Dashboard(abc.ABC):
         """Handle an event of the job."""
 
     @abc.abstractmethod
-    def on_samples(self, samples: Sequence[Sample]) -> None:
-        """Handle samples of the progress board, one per rank. Also the tick at which dashboards publish."""
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Handle readings of the progress board, one per rank. Also the tick at which dashboards publish."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -78,7 +78,7 @@ class NullDashboard(Dashboard):
     def on_event(self, event: Event) -> None:
         pass
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         pass
 
     def close(self) -> None:
@@ -100,8 +100,8 @@ class GuardedDashboard(Dashboard):
     def on_event(self, event: Event) -> None:
         self._guard(lambda: self.inner.on_event(event))
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
-        self._guard(lambda: self.inner.on_samples(samples))
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        self._guard(lambda: self.inner.on_readings(readings))
 
     def close(self) -> None:
         self._guard(self.inner.close)
@@ -199,10 +199,10 @@ class ViewingDashboard(Dashboard):
             self._pace.restart()
         self._view = fold(self._view, event)
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         if self._is_closed or not self._view.is_started:
             return
-        self._view = fold_samples(self._view, samples, self._view.started_s + self._pace.elapsed_s)
+        self._view = fold_readings(self._view, readings, self._view.started_s + self._pace.elapsed_s)
         # close() draws the final table soon after the job has ended.
         if not self._view.is_over and self._pace.is_due():
             self._draw()
@@ -224,4 +224,4 @@ class ViewingDashboard(Dashboard):
 
 def _as_cancelled(view: JobView) -> JobView:
     """Return ``view``, as cancelled if no event has reported the outcome."""
-    return view if view.is_over else fold(view, JobFinished(-1, view.now_s, outcome="cancelled"))
+    return view if view.is_over else fold(view, JobEnded(-1, view.now_s, outcome="cancelled"))

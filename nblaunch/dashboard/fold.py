@@ -1,6 +1,6 @@
-"""Pure functions that return the view of a job after an event or a sample of the progress board.
+"""Pure functions that return the view of a job after an event or a reading of the progress board.
 
-Events report starts, ends, output and metrics of ranks; samples report steps, rates, losses and memory.
+Events report starts, ends, output and metrics of ranks; readings report steps, rates, losses and memory.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from nblaunch.dashboard.view import (
 )
 from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 _POINT_SPACING_S = 0.5
 _PHASES = {WorkerState.TRAINING, WorkerState.EVALUATING}
 
 
-def fold_samples(view: JobView, samples: Sequence[Sample], now_s: float) -> JobView:
-    """Return the view after samples of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
+def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
+    """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed."""
     ranks = view.ranks
     changed = [
-        sample for sample in samples if 0 <= sample.rank < len(ranks) and sample != ranks[sample.rank].sample
+        reading
+        for reading in readings
+        if 0 <= reading.rank < len(ranks) and reading != ranks[reading.rank].reading
     ]
     if changed:
         moved = list(ranks)
-        for sample in changed:
-            moved[sample.rank] = _sampled(moved[sample.rank], sample, now_s)
+        for reading in changed:
+            moved[reading.rank] = _read(moved[reading.rank], reading, now_s)
         ranks = tuple(moved)
     if any(_has_lost_line(rank, now_s) for rank in ranks):
         ranks = tuple(rank.without_line() if _has_lost_line(rank, now_s) else rank for rank in ranks)
@@ -51,57 +53,57 @@ def _has_lost_line(rank: RankView, now_s: float) -> bool:
     return rank.line_gone_s > 0 and now_s - rank.line_gone_s >= LINE_STAYS_S
 
 
-def _sampled(rank: RankView, sample: Sample, now_s: float) -> RankView:
-    last = rank.sample or Sample(rank.rank)
-    is_new_loop = _is_new_loop(last, sample)
-    has_new_state = rank.state_s == 0.0 or sample.state != last.state
+def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
+    last = rank.reading or SlotReading(rank.rank)
+    is_new_loop = _is_new_loop(last, reading)
+    has_new_state = rank.state_s == 0.0 or reading.state != last.state
     has_waited = has_new_state and last.state is WorkerState.WAITING
-    steps_done = rank.steps_done + (sample.step if is_new_loop else sample.step - last.step)
-    moved = is_new_loop or sample.step != last.step
-    points = _with_point(() if is_new_loop else rank.rate_points, sample, steps_done)
+    steps_done = rank.steps_done + (reading.step if is_new_loop else reading.step - last.step)
+    moved = is_new_loop or reading.step != last.step
+    points = _with_point(() if is_new_loop else rank.rate_points, reading, steps_done)
     steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
         rank,
-        state=_state(rank, sample.state),
-        step=sample.step,
-        total=sample.total,
-        epoch=sample.epoch,
-        num_epochs=sample.num_epochs,
+        state=_state(rank, reading.state),
+        step=reading.step,
+        total=reading.total,
+        epoch=reading.epoch,
+        num_epochs=reading.num_epochs,
         steps_per_s=steps_per_s,
         samples_per_s=samples_per_s,
         busy_step_s=_busy_step_s(points, rank),
-        loss=sample.loss,
-        losses=rank.losses if sample.losses is last.losses else sample.losses.points(),
+        loss=reading.loss,
+        losses=rank.losses if reading.losses is last.losses else reading.losses.points(),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         state_s=now_s if has_new_state else rank.state_s,
         waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
-        num_waits=rank.num_waits + (has_new_state and sample.state is WorkerState.WAITING),
-        device_bytes=sample.device_bytes or rank.device_bytes,
-        device_peak_bytes=sample.device_peak_bytes or rank.device_peak_bytes,
-        device_limit_bytes=sample.device_limit_bytes or rank.device_limit_bytes,
-        sample=sample,
+        num_waits=rank.num_waits + (has_new_state and reading.state is WorkerState.WAITING),
+        device_bytes=reading.device_bytes or rank.device_bytes,
+        device_peak_bytes=reading.device_peak_bytes or rank.device_peak_bytes,
+        device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
+        reading=reading,
         rate_points=points,
         steps_done=steps_done,
     )
-    return replace(rank, trained=_trained(rank, sample))
+    return replace(rank, trained=_trained(rank, reading))
 
 
-def _trained(rank: RankView, sample: Sample) -> TrainingRates | None:
-    """Return the rates of the training loop that ``sample`` is from, or those of the last one."""
+def _trained(rank: RankView, reading: SlotReading) -> TrainingRates | None:
+    """Return the rates of the training loop that ``reading`` is from, or those of the last one."""
     trained = rank.trained
     goes_on = (
-        trained is not None and trained.loop == sample.loop and sample.state is not WorkerState.EVALUATING
+        trained is not None and trained.loop == reading.loop and reading.state is not WorkerState.EVALUATING
     )
-    if sample.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
-        return TrainingRates(sample.loop, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s)
+    if reading.state is WorkerState.TRAINING or goes_on:  # the rank may wait in it, or have left it
+        return TrainingRates(reading.loop, rank.steps_per_s, rank.samples_per_s, rank.busy_step_s)
     return trained
 
 
-def _is_new_loop(last: Sample, sample: Sample) -> bool:
-    if sample.step < last.step or (sample.loop, sample.total) != (last.loop, last.total):
+def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
+    if reading.step < last.step or (reading.loop, reading.total) != (last.loop, last.total):
         return True
-    return last.state != sample.state and {last.state, sample.state} == _PHASES
+    return last.state != reading.state and {last.state, reading.state} == _PHASES
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
@@ -115,11 +117,15 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
 
 
-def _with_point(points: tuple[RatePoint, ...], sample: Sample, steps_done: int) -> tuple[RatePoint, ...]:
+def _with_point(
+    points: tuple[RatePoint, ...], reading: SlotReading, steps_done: int
+) -> tuple[RatePoint, ...]:
     """Return ``points`` with a new last point; points are spaced out and dropped when older than the window."""
-    if sample.step_time_s <= 0:
+    if reading.step_time_s <= 0:
         return points
-    newest = RatePoint(sample.step_time_s, steps_done, sample.samples, sample.own_time_s, sample.own_steps)
+    newest = RatePoint(
+        reading.step_time_s, steps_done, reading.samples, reading.own_time_s, reading.own_steps
+    )
     if points and newest.time_s <= points[-1].time_s:
         return points
     # The last point is replaced until it is far enough from the one before it.
@@ -192,7 +198,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
     )
 
 
-def _job_finished(view: JobView, event: events.JobFinished) -> JobView:
+def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
     view = replace(
         view,
         outcome=event.outcome,
@@ -211,8 +217,8 @@ def _with_training_numbers(rank: RankView) -> RankView:
     rates = rank.trained
     if rank.state is not WorkerState.DONE or rates is None:
         return rank
-    if rank.sample is not None and rank.sample.trained[2]:
-        step, total, epoch = rank.sample.trained
+    if rank.reading is not None and rank.reading.trained[2]:
+        step, total, epoch = rank.reading.trained
         rank = replace(rank, step=step, total=total, epoch=epoch)
     return replace(
         rank,
@@ -323,7 +329,7 @@ def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankV
     return replace(rank, device_use=event.share)
 
 
-def _finished(view: JobView, rank: RankView, event: events.Finished) -> RankView:
+def _returned(view: JobView, rank: RankView, event: events.Returned) -> RankView:
     state = rank.state if rank.state.is_final else WorkerState.FINISHING
     return replace(rank, state=state, has_returned=True)
 
@@ -370,7 +376,7 @@ def _first_line(text: str) -> str:
 
 _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.AttemptStarted: _job_started,
-    events.JobFinished: _job_finished,
+    events.JobEnded: _job_ended,
     events.Note: _note,
     events.Fact: _fact,
     events.LogLines: _log_lines,
@@ -383,7 +389,7 @@ _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
     events.StatusLine: _status_line,
     events.DeviceUse: _device_use,
-    events.Finished: _finished,
+    events.Returned: _returned,
     events.Failed: _failed,
     events.Exited: _exited,
 }

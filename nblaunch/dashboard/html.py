@@ -38,7 +38,7 @@ STATE_COLOURS = {
 
 
 def outcome_colour(outcome: str) -> str:
-    """Return the colour of a job; ``outcome`` as in :class:`nblaunch.events.JobFinished`, empty while it runs."""
+    """Return the colour of a job; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
     return {"": LIVE, "done": GOOD, "failed": BAD}.get(outcome, CALM)
 
 

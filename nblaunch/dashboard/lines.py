@@ -29,7 +29,7 @@ from nblaunch.dashboard.text import LiveLine, write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 NUM_LINES = 60
 """Number of last lines that a ``LogBook`` keeps of each rank, and of all ranks together."""
@@ -194,7 +194,7 @@ class LinesPrinter(Dashboard):
             self._label_template = event.label_template
             self._pace.restart()
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         if self._pending and self._pace.is_due():
             if self._defers_lines:
                 self._flush_displays()

@@ -2,7 +2,7 @@
 
     view = JobView()
     view = fold(view, event)                      # for every event
-    view = fold_samples(view, samples, now_s)     # for every sample of the board
+    view = fold_readings(view, readings, now_s)     # for every reading of the board
 
 Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default
 format; source: ``tqdm.std.tqdm.format_meter``). All renderers (text, HTML, widgets) read the same view, so that they
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch.events import ExitStatus, WorkerState
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 # With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
 _COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
@@ -175,11 +175,11 @@ class RankView:
         failure: the failure in one line; empty if there is none.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
-        stepped_s: ``now_s`` of the first sample with the current step; 0.0 before the first step.
+        stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
         moved_s: time of the last change of step or state, or of the last output; 0.0 before.
-        state_s: ``now_s`` of the first sample with the current state.
+        state_s: ``now_s`` of the first reading with the current state.
         waited_s: seconds of completed waits for other ranks.
-        num_waits: number of samples that found the worker waiting after another state.
+        num_waits: number of readings that found the worker waiting after another state.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_bytes: device memory in use; None if unknown.
@@ -187,7 +187,7 @@ class RankView:
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         trained: rates of the last training loop, shown when the job has ended; None before the first.
-        sample: the last sample of the board.
+        reading: the last reading of the board.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
         steps_done: steps of all loops.
     """
@@ -228,7 +228,7 @@ class RankView:
     device_limit_bytes: int | None = None
     device_use: float | None = None
     trained: TrainingRates | None = None
-    sample: Sample | None = None
+    reading: SlotReading | None = None
     rate_points: tuple[RatePoint, ...] = ()
     steps_done: int = 0
 
@@ -282,8 +282,8 @@ class JobView:
         log_dir: folder of complete logs.
         attempt: number of restarts so far.
         started_s: start of the job; 0.0 before.
-        now_s: time of the last sample.
-        outcome: as in :class:`nblaunch.events.JobFinished`; empty while the job runs.
+        now_s: time of the last reading.
+        outcome: as in :class:`nblaunch.events.JobEnded`; empty while the job runs.
         is_early: the job ended before its last step because that was requested.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
@@ -337,7 +337,7 @@ class JobView:
 
     @property
     def elapsed_s(self) -> float:
-        """Return seconds from the start to the last sample, or to the end."""
+        """Return seconds from the start to the last reading, or to the end."""
         return max(self.now_s - self.started_s, 0.0)
 
     @property

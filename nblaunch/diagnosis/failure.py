@@ -92,7 +92,7 @@ def failure_of(
         return Failure(*remote)
     root = find_root_cause(report)
     if root is None:  # the launcher stopped ranks that did not end in time
-        rank = min(rank for rank in report.exits if rank not in report.finished)
+        rank = min(rank for rank in report.exits if rank not in report.returned)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
     evidence = (
@@ -149,8 +149,8 @@ def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Explanation | None:
     """Return a rank of another node that had returned before ranks of this node failed without it."""
-    for rank, finished in sorted(remote.finished.items()):
-        if finished.time_s <= first_error_s:
+    for rank, returned in sorted(remote.returned.items()):
+        if returned.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
             text = f"rank {rank} on {remote.labels[rank]} {headline}. {SAME_COLLECTIVES}"
             return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=0), rank, headline
@@ -174,7 +174,7 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> E
 
 
 def _hung(report: AttemptReport, folder: Path) -> Failure:
-    rank = min(rank for rank in report.exits if rank not in report.finished)
+    rank = min(rank for rank in report.exits if rank not in report.returned)
     lines = ["no rank made progress, so the job was stopped:", *report.hang]
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     return Failure(JobHung("\n".join(lines)), rank, lines[0])
@@ -198,7 +198,7 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
         after=memory.read_facts(),
         lowest_available=record.lowest_available,
         own_bytes=record.own_bytes,
-        built_bytes={sample.rank: sample.built_bytes for sample in report.last_samples},
+        built_bytes={reading.rank: reading.built_bytes for reading in report.last_readings},
         is_killed=root.status is not None and root.status.signal_name in _KILLING_SIGNALS,
         message=f"{root.failed.info.type_name}: {root.failed.info.message}" if root.failed else "",
     )

@@ -20,7 +20,7 @@ from nblaunch.diagnosis import stacks
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.events import WorkerState
 from nblaunch.host import proc
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 _WORKING = (WorkerState.STARTING, WorkerState.COMPILING)
 """States that count as progress for as long as they last."""
@@ -222,7 +222,7 @@ class Inspector:
         self,
         now_s: float,
         pids: Mapping[int, int],
-        samples: Sequence[Sample],
+        readings: Sequence[SlotReading],
         num_metrics: Mapping[int, int],
         num_outputs: Mapping[int, int],
     ) -> bool:
@@ -231,17 +231,17 @@ class Inspector:
         Args:
             now_s: ``time.monotonic()``.
             pids: rank -> process, of the ranks of this machine.
-            samples: of the board.
+            readings: of the board.
             num_metrics: rank -> number of logged values.
             num_outputs: rank -> number of printed lines and displays.
         """
         if self._watchdog is None:
             return False
         progress = {
-            sample.rank: _progress(
-                now_s, sample, num_metrics.get(sample.rank, 0), num_outputs.get(sample.rank, 0)
+            reading.rank: _progress(
+                now_s, reading, num_metrics.get(reading.rank, 0), num_outputs.get(reading.rank, 0)
             )
-            for sample in samples
+            for reading in readings
         }
         return self._watchdog.observe(now_s, progress, list(pids))
 
@@ -261,14 +261,14 @@ class Inspector:
         return self._watchdog.judge(now_s, checks)
 
 
-def _progress(now_s: float, sample: Sample, num_metrics: int, num_outputs: int) -> Progress:
-    working_s = now_s if sample.state in _WORKING else 0.0
-    steps = (sample.step, sample.samples, sample.epoch, sample.num_updates)
+def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_outputs: int) -> Progress:
+    working_s = now_s if reading.state in _WORKING else 0.0
+    steps = (reading.step, reading.samples, reading.epoch, reading.num_updates)
     others = (
-        sample.state,
-        sample.num_progress_signs,
-        sample.num_checks,
-        sample.built_bytes,
+        reading.state,
+        reading.num_progress_signs,
+        reading.num_checks,
+        reading.built_bytes,
         num_metrics,
         working_s,
     )

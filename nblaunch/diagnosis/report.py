@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.events import ExitStatus, Failed, Finished, WeightsSent
-from nblaunch.wire.board import Sample
+from nblaunch.events import ExitStatus, Failed, Returned, WeightsSent
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.modules import ArgPath
 
 
@@ -19,7 +19,7 @@ class RemoteFailures:
         labels: rank -> label of its node, for all ranks of other nodes.
         failed: ranks whose function raised.
         exits: ranks whose process ended without an exception, and when.
-        finished: ranks whose function returned.
+        returned: ranks whose function returned.
         lost: rank -> why its node was lost, as a sentence. One rank for each such node.
         wants_restart: the set of nodes changes, so that all workers restart without a failure.
     """
@@ -27,7 +27,7 @@ class RemoteFailures:
     labels: Mapping[int, str] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
-    finished: dict[int, Finished] = field(default_factory=dict)
+    returned: dict[int, Returned] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     wants_restart: bool = False
 
@@ -42,7 +42,7 @@ class AttemptReport:
     """The facts about one attempt, by rank. Times are wall clock seconds.
 
     Args:
-        finished: ranks whose function returned.
+        returned: ranks whose function returned.
         weights: rank -> argument path of a module -> the weights that the rank has sent.
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
@@ -50,14 +50,14 @@ class AttemptReport:
         interrupted: the job was interrupted.
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
-        last_samples: last samples of the board.
+        last_readings: last readings of the board.
         memory: of host and workers during the attempt.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: positions of the ranks when a hang was stopped; empty otherwise.
         remote: failures of ranks on other nodes.
     """
 
-    finished: dict[int, Finished] = field(default_factory=dict)
+    returned: dict[int, Returned] = field(default_factory=dict)
     weights: dict[int, dict[ArgPath, WeightsSent]] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exits: dict[int, tuple[ExitStatus, float]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class AttemptReport:
     interrupted: bool = False
     cancelled: bool = False
     stopped_early: bool = False
-    last_samples: list[Sample] = field(default_factory=list)
+    last_readings: list[SlotReading] = field(default_factory=list)
     memory: MemoryRecord | None = None
     unkillable: dict[int, str] = field(default_factory=dict)
     hang: tuple[str, ...] = ()
@@ -74,13 +74,13 @@ class AttemptReport:
     @property
     def is_success(self) -> bool:
         """Return whether the function returned on every rank and the job was not stopped."""
-        return not (self.interrupted or self.cancelled or self.hang) and len(self.finished) == len(self.exits)
+        return not (self.interrupted or self.cancelled or self.hang) and len(self.returned) == len(self.exits)
 
     @property
     def delivered(self) -> set[int]:
         """Return the ranks whose function returned and whose weights have all arrived."""
         return {
             rank
-            for rank, event in self.finished.items()
+            for rank, event in self.returned.items()
             if len(self.weights.get(rank, ())) >= len(event.sends)
         }

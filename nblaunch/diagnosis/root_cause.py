@@ -57,7 +57,7 @@ def find_root_cause(report: AttemptReport) -> RootCause | None:
     errors = _errors(report)
     if not errors:
         return None
-    leavers = [event for event in report.finished.values() if event.time_s <= min(e.time_s for e in errors)]
+    leavers = [event for event in report.returned.values() if event.time_s <= min(e.time_s for e in errors)]
     if leavers:
         leaver = min(leavers, key=lambda event: event.time_s)
         return RootCause(leaver.rank, status=ExitStatus(0), left_early=True, time_s=leaver.time_s)
@@ -69,7 +69,7 @@ def own_failures(report: AttemptReport) -> list[RootCause]:
     deaths = [
         RootCause(rank, status=status, time_s=time_s)
         for rank, (status, time_s) in report.exits.items()
-        if rank not in report.finished
+        if rank not in report.returned
         and rank not in report.failed
         and not _was_stopped_by_launcher(report, rank)
     ]
@@ -97,7 +97,7 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
     if cause.left_early:
         left = (
             "left by sys.exit(0)"
-            if report.finished[cause.rank].left_by_exit
+            if report.returned[cause.rank].left_by_exit
             else "returned from the function"
         )
         waiting = formatting.ranks(report.failed)
@@ -116,8 +116,8 @@ def early_leavers(report: AttemptReport) -> str:
 
     All ranks do in a script that ends with ``sys.exit(main())``.
     """
-    leavers = [rank for rank, event in report.finished.items() if event.left_by_exit]
-    if len(leavers) in (0, len(report.finished)):
+    leavers = [rank for rank, event in report.returned.items() if event.left_by_exit]
+    if len(leavers) in (0, len(report.returned)):
         return ""
     nothing = "its value is" if len(leavers) == 1 else "their values are"
     return f"{formatting.ranks(leavers)} left by sys.exit(0) before the function returned; {nothing} None"
@@ -147,7 +147,7 @@ def others_in_one_line(report: AttemptReport, root: RootCause) -> str:
 
 
 def _outcome(report: AttemptReport, rank: int) -> str:
-    if rank in report.finished:
+    if rank in report.returned:
         return "finished"
     if rank in report.failed and not (
         rank in report.signalled and report.failed[rank].time_s >= report.signalled[rank]

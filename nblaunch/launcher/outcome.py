@@ -128,7 +128,7 @@ def conclude_job(
 
 def _describe_unpassed(attempt: Attempt, report: AttemptReport) -> list[str]:
     """Describe the modules that the function of a job without modules in its arguments has trained."""
-    has_trained = any(sample.loss is not None for sample in report.last_samples)
+    has_trained = any(reading.loss is not None for reading in report.last_readings)
     if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
         return []
     text = describe_unpassed_modules(attempt.spec.function, attempt.spec.function_name)
@@ -162,9 +162,9 @@ def _load_weights(
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
     """Return why ranks whose function returned did not send weights that they had announced, by argument path."""
     reasons: dict[ArgPath, str] = {}
-    for rank, finished in sorted(report.finished.items()):
+    for rank, returned in sorted(report.returned.items()):
         sent = report.weights.get(rank, {})
-        missing = [path for path in finished.sends if path not in sent]
+        missing = [path for path in returned.sends if path not in sent]
         reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
         for path, event in sent.items():
             if event.error:
@@ -183,7 +183,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
     """Return what to raise when a return value could not travel whole; the parts that could are kept in the error."""
     for rank, result in sorted(rank_results.items()):
-        unpicklable = report.finished[rank].value_location.unpicklable
+        unpicklable = report.returned[rank].value_location.unpicklable
         if unpicklable:
             why = f"can't be pickled: {'; '.join(unpicklable)}. Everything else of it is in this error's .partial"
         elif result.value_error:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.topology import Topology
-from nblaunch.wire.board import Sample, Slot
+from nblaunch.wire.board import Slot, SlotReading
 from nblaunch.wire.stop_agreement import Agreement
 
 
@@ -32,9 +32,9 @@ class Peers(Protocol):
         """Start an agreement with them on the step at which all ranks leave their loops."""
 
     def exchange(
-        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
-    ) -> list[Sample]:
-        """Send them the state of this node's ranks; return the samples of all ranks, and add failures to the report."""
+        self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[SlotReading]:
+        """Send them the state of this node's ranks; return readings of all ranks, and add failures to the report."""
 
     def send_port(self, port: int) -> None:
         """Send them the port of the workers' store, which this node hosts."""

@@ -22,7 +22,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import LaunchError
-from nblaunch.events import AttemptStarted, Event, JobFinished, Metric, Note, Started
+from nblaunch.events import AttemptStarted, Event, JobEnded, Metric, Note, Started
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.metrics import row_of
@@ -34,7 +34,7 @@ from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
 
 _REMEDY = (
@@ -55,7 +55,7 @@ class Listener(Protocol):
     def on_event(self, event: Event) -> None:
         """Handle an event; those of a rank arrive in the order in which they happened."""
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Handle the state of every rank, several times a second."""
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class JobRunner:
         self.status = outcome.status
         self.outcome = outcome.with_traceback()
         self.emit(
-            JobFinished(
+            JobEnded(
                 rank=-1,
                 time_s=time.time(),
                 outcome=outcome.status,
@@ -367,10 +367,10 @@ class JobRunner:
         for listener in self._listeners:
             listener.on_event(event)
 
-    def update(self, samples: Sequence[Sample]) -> None:
+    def update(self, readings: Sequence[SlotReading]) -> None:
         """Send the state of every rank to the listeners."""
         for listener in self._listeners:
-            listener.on_samples(samples)
+            listener.on_readings(readings)
 
     def _announce(self) -> None:
         self.emit(

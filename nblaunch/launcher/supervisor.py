@@ -1,7 +1,7 @@
 r"""Supervisor: the one wait loop, from the start of an attempt's workers until they have ended.
 
     event pipes ──┐
-    process ends ─┤                ┌──> listeners: events, log lines, board samples
+    process ends ─┤                ┌──> listeners: events, log lines, board readings
     stop requests ┼──> wait loop ──┤
     store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
@@ -24,7 +24,7 @@ from nblaunch.diagnosis.hang import Finding, Inspector, describe_hang
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.engines.base import KILL_PATIENCE_S
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Finished, Metric, Note, Started, WeightsSent
+from nblaunch.events import Event, Exited, ExitStatus, Failed, Metric, Note, Returned, Started, WeightsSent
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
@@ -33,7 +33,7 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
 from nblaunch.wire import outbox
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
@@ -71,7 +71,7 @@ class Supervisor:
         running: RunningAttempt,
         requests: JobRequests,
         emit: Callable[[Event], None],
-        update: Callable[[Sequence[Sample]], None],
+        update: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._running = running
         self._attempt = attempt = running.attempt
@@ -206,11 +206,11 @@ class Supervisor:
                 self._started.add(event.rank)
                 # A forkserver's group may not list it yet.
                 self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
-            elif isinstance(event, Finished):
-                self._report.finished.setdefault(event.rank, event)
+            elif isinstance(event, Returned):
+                self._report.returned.setdefault(event.rank, event)
             elif isinstance(event, WeightsSent):
                 self._report.weights.setdefault(event.rank, {})[event.path] = event
-            elif isinstance(event, Failed) and event.rank not in self._report.finished:
+            elif isinstance(event, Failed) and event.rank not in self._report.returned:
                 self._report.failed.setdefault(event.rank, event)
                 self._begin_stop_after_failure()
             counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
@@ -234,7 +234,7 @@ class Supervisor:
                 self._reader_of(rank)()  # its last words, before anything is concluded from its end
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
-            if rank not in self._report.finished:
+            if rank not in self._report.returned:
                 self._begin_stop_after_failure()
 
     def _handle_requests(self) -> None:
@@ -326,7 +326,7 @@ class Supervisor:
                 self._dumps.remove((dump, answer))
                 answer(dump)
         if self._agreement is not None and not self._agreement.is_settled:
-            self._agreement.poll(self._alive - self._report.finished.keys(), time.monotonic())
+            self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
 
     def _dump_stacks(self, answer: Callable[[StackDump], None]) -> None:
@@ -343,7 +343,7 @@ class Supervisor:
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 
     def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
-        steps = {sample.rank: sample.step for sample in self._board.sample()}
+        steps = {reading.rank: reading.step for reading in self._board.read()}
         lines = describe_hang(positions, steps, gone=sorted(self._report.delivered), busy=busy)
         if self._attempt.plan.start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
@@ -360,7 +360,7 @@ class Supervisor:
         self._note(text, "hang")
         if finding.hung and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             # Where every function has returned there is a result, and weights alone are late.
-            self._report.hang = tuple(lines) if self._alive - self._report.finished.keys() else ()
+            self._report.hang = tuple(lines) if self._alive - self._report.returned.keys() else ()
             self._begin_stop_after_failure()
 
     def _headline(self, finding: Finding) -> str:
@@ -390,14 +390,14 @@ class Supervisor:
             self._num_outputs[rank] += len(events)
             for event in events:
                 self._emit(event)
-        samples = self._sample()
-        self._update(samples)
+        readings = self._read_board()
+        self._update(readings)
         for event in self._running.monitor.sample(self._active_pids()):
             self._emit(event)
-        self._inspect(samples)
+        self._inspect(readings)
         self._check_lingering()
 
-    def _inspect(self, samples: Sequence[Sample]) -> None:
+    def _inspect(self, readings: Sequence[SlotReading]) -> None:
         """Record the memory of the workers, and check their progress."""
         now = time.monotonic()
         if now < self._next_inspection:
@@ -405,15 +405,15 @@ class Supervisor:
         self._next_inspection = now + _INSPECTION_S
         pids = self._active_pids()
         self._running.memory.add(pids)
-        if self._inspector.inspect(now, pids, samples, self._num_metrics, self._num_outputs):
+        if self._inspector.inspect(now, pids, readings, self._num_metrics, self._num_outputs):
             self._dump_stacks(self._judge)
 
-    def _sample(self) -> list[Sample]:
-        samples = self._board.sample()
+    def _read_board(self) -> list[SlotReading]:
+        readings = self._board.read()
         if self._peers is None:
-            return samples
-        slots = {rank: self._board.slot(rank) for rank in self._alive - self._report.finished.keys()}
-        return self._peers.exchange(samples, self._report, slots)
+            return readings
+        slots = {rank: self._board.slot(rank) for rank in self._alive - self._report.returned.keys()}
+        return self._peers.exchange(readings, self._report, slots)
 
     def _check_lingering(self) -> None:
         """End workers that are done but do not end, with a note about it."""
@@ -440,18 +440,18 @@ class Supervisor:
         for tail in self._running.tails.values():
             for event in tail.read_rest():
                 self._emit(event)
-        self._report.last_samples = self._sample()
-        self._update(self._report.last_samples)
+        self._report.last_readings = self._read_board()
+        self._update(self._report.last_readings)
 
     def _collect(self) -> dict[int, RankResult]:
         """Read the outboxes of the ranks that finished."""
         report = self._report
         return {
             own.rank: outbox.read(
-                own.outbox_fd, report.finished[own.rank].value_location, report.weights.get(own.rank, {})
+                own.outbox_fd, report.returned[own.rank].value_location, report.weights.get(own.rank, {})
             )
             for own in self._running.assignments
-            if own.outbox_fd >= 0 and own.rank in report.finished
+            if own.outbox_fd >= 0 and own.rank in report.returned
         }
 
 

@@ -289,7 +289,7 @@ class HeartbeatExchange:
         stop = summary.stop
         replies = [reply for _, reply in stop.answers.values()]
         urgent = stop.is_wanted, stop.proposal, stop.decision, replies
-        return self._own.state, summary.failed, summary.exits, summary.finished, urgent
+        return self._own.state, summary.failed, summary.exits, summary.returned, urgent
 
     def _exchange(self, store: HeartbeatStore) -> None:
         with self._changed:

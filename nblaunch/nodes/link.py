@@ -35,7 +35,7 @@ from nblaunch.nodes.messages import (
 from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.board import Sample, Slot
+from nblaunch.wire.board import Slot, SlotReading
 from nblaunch.wire.loss_curve import NO_LOSSES
 
 _TICK_S = 0.1
@@ -57,7 +57,7 @@ class NodeLink:
         log_path: file for the output of the agent.
         requests: to the job.
         emit: passes an event to the listeners.
-        update: passes samples to the listeners; also called while there are no workers, so that listeners publish.
+        update: passes readings to the listeners; also called while there are no workers, so that listeners publish.
 
     Raises:
         LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
@@ -70,14 +70,14 @@ class NodeLink:
         log_path: str,
         requests: JobRequests,
         emit: Callable[[Event], None],
-        update: Callable[[Sequence[Sample]], None],
+        update: Callable[[Sequence[SlotReading]], None],
     ) -> None:
         self._requests = requests
         self._emit = emit
         self._update = update
         self._agent = AgentClient(spec, num_workers, log_path)
         self._wait = RendezvousWait(spec, self._agent, requests, self._note)
-        self._samples: list[Sample] = []
+        self._readings: list[SlotReading] = []
         self._last_summary_s = 0.0
         self._stop = StopState()
         self._leads = False
@@ -118,7 +118,7 @@ class NodeLink:
 
     def _receive_and_show(self) -> bool:
         self.receive()
-        self._update(self._peers.merged(self._samples))
+        self._update(self._peers.merged(self._readings))
         return self._peers.is_any_expected
 
     def _enter(self, world: WorldFormed) -> None:
@@ -126,7 +126,7 @@ class NodeLink:
         others = [node for node in world.nodes if node.node_rank != own]
         self._peers = self._states_of(others, world.restart_count)
         self._peers.update(self._agent.heartbeats, time.monotonic())
-        self._samples = []
+        self._readings = []
         self._stop = StopState()
         self._leads = own == 0
         self._first_rank = world.topology.rank
@@ -199,12 +199,12 @@ class NodeLink:
         return NodesStopAgreement(slots, self._leads, self._stop, self._peers.stop_states, time.monotonic())
 
     def exchange(
-        self, samples: Sequence[Sample], report: AttemptReport, running: Mapping[int, Slot]
-    ) -> list[Sample]:
-        """Send the state of this node's ranks to the other nodes, and return the samples of all ranks.
+        self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
+    ) -> list[SlotReading]:
+        """Send the state of this node's ranks to the other nodes, and return the readings of all ranks.
 
         Args:
-            samples: of the board.
+            readings: of the board.
             report: of the attempt; updated with the failures of other nodes.
             running: rank -> slot, of the ranks of this node whose function has not returned.
         """
@@ -219,9 +219,9 @@ class NodeLink:
         report.remote = self._peers.failures
         if now - self._last_summary_s >= summary_s:
             self._last_summary_s = now
-            self._agent.send_if_ready(self._summary(samples, report))
-        self._samples = list(samples)
-        return self._peers.merged(samples)
+            self._agent.send_if_ready(self._summary(readings, report))
+        self._readings = list(readings)
+        return self._peers.merged(readings)
 
     def conclude(self, report: AttemptReport) -> None:
         """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
@@ -229,7 +229,7 @@ class NodeLink:
         if report.interrupted or report.cancelled:
             self._agent.leave("was interrupted" if report.interrupted else "was cancelled")
             return
-        summary = self._summary(self._samples, report)
+        summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
         self._agent.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):
@@ -250,23 +250,23 @@ class NodeLink:
             for text in peers.check(time.monotonic()):
                 self._note(text)
             peers.blame_silent(time.monotonic())
-            self._update(peers.merged(self._samples))
+            self._update(peers.merged(self._readings))
 
-    def _summary(self, samples: Sequence[Sample], report: AttemptReport) -> Summary:
+    def _summary(self, readings: Sequence[SlotReading], report: AttemptReport) -> Summary:
         remote = report.remote.labels
         own = own_failures(report)
         return Summary(
             -1,
             time.time(),
-            samples=tuple(_for_peers(sample) for sample in samples if sample.rank not in remote),
+            readings=tuple(_for_peers(reading) for reading in readings if reading.rank not in remote),
             failed={
                 cause.rank: messages.failed_for_peers(cause.failed)
                 for cause in own
                 if cause.failed is not None
             },
             exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
-            finished={
-                rank: messages.finished_for_peers(finished) for rank, finished in report.finished.items()
+            returned={
+                rank: messages.returned_for_peers(returned) for rank, returned in report.returned.items()
             },
             stop=replace(self._stop),
         )
@@ -275,5 +275,5 @@ class NodeLink:
         self._emit(Note.of_job(text, kind))
 
 
-def _for_peers(sample: Sample) -> Sample:
-    return sample if sample.rank < _NUM_CURVES else replace(sample, losses=NO_LOSSES)
+def _for_peers(reading: SlotReading) -> SlotReading:
+    return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)

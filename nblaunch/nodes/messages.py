@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nblaunch import formatting
-from nblaunch.events import Event, ExitStatus, Failed, Finished, ValueLocation
+from nblaunch.events import Event, ExitStatus, Failed, Returned, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "left"
 """States of a node: in the rendezvous; workers running; finished; failed; left the job."""
@@ -96,17 +96,17 @@ class Summary(Event):
     """State of the workers of this node.
 
     Args:
-        samples: of the board, one per worker.
+        readings: of the board, one per worker.
         failed: ranks whose function raised.
         exits: ranks whose process ended, and when.
-        finished: ranks whose function returned.
+        returned: ranks whose function returned.
         stop: state of the agreement on a common last step.
     """
 
-    samples: tuple[Sample, ...] = ()
+    readings: tuple[SlotReading, ...] = ()
     failed: Mapping[int, Failed] = field(default_factory=dict)
     exits: Mapping[int, tuple[ExitStatus, float]] = field(default_factory=dict)
-    finished: Mapping[int, Finished] = field(default_factory=dict)
+    returned: Mapping[int, Returned] = field(default_factory=dict)
     stop: StopState = field(default_factory=StopState)
 
 
@@ -172,7 +172,7 @@ class Heartbeat:
         reason: of a node that left or failed.
         summary: of its workers.
         received: id -> count of the last heartbeat received from each other node.
-        clock_s: ``time.monotonic()`` of that machine, the clock of the samples.
+        clock_s: ``time.monotonic()`` of that machine, the clock of the readings.
         settings: settings that must be equal on all nodes.
     """
 
@@ -222,9 +222,9 @@ def failed_for_peers(failed: Failed) -> Failed:
     return replace(failed, exception=None)
 
 
-def finished_for_peers(finished: Finished) -> Finished:
+def returned_for_peers(returned: Returned) -> Returned:
     """Return the event without the result of the rank."""
-    return replace(finished, value_location=ValueLocation(), sends=())
+    return replace(returned, value_location=ValueLocation(), sends=())
 
 
 def _label(node_rank: int, host: str) -> str:

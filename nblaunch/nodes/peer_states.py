@@ -1,6 +1,6 @@
 """State of the other nodes of a job, from their heartbeats, and the agreement with them on a last step.
 
-    heartbeats, twice a second ──> update ──> events and samples of their ranks, for the dashboard
+    heartbeats, twice a second ──> update ──> events and readings of their ranks, for the dashboard
     clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
 
 Plain state: nothing here blocks, reads or sends.
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from nblaunch.diagnosis.report import RemoteFailures
-from nblaunch.events import Event, Exited, Finished
+from nblaunch.events import Event, Exited, Returned
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState
-from nblaunch.wire.board import Sample, Slot, private_slot
+from nblaunch.wire.board import Slot, SlotReading, private_slot
 from nblaunch.wire.stop_agreement import StopAgreement
 
 _T = TypeVar("_T")
@@ -35,7 +35,7 @@ class _Peer:
     is_silent: bool = False
     ahead_s: float = math.inf
     """Difference between our monotonic clock and that of the node: the minimum, which has the least delay."""
-    samples: dict[int, Sample] = field(default_factory=dict)
+    readings: dict[int, SlotReading] = field(default_factory=dict)
 
     @property
     def is_expected(self) -> bool:
@@ -90,13 +90,13 @@ class PeerStates:
             return []
         summary, own = heartbeat.summary, peer.node.ranks
         self.stop_states[peer.node.node_rank] = replace(summary.stop, answers=_of(own, summary.stop.answers))
-        for sample in summary.samples:
-            if sample.rank in own:
-                peer.samples[sample.rank] = _moved(sample, peer.ahead_s)
+        for reading in summary.readings:
+            if reading.rank in own:
+                peer.readings[reading.rank] = _moved(reading, peer.ahead_s)
         events: list[Event] = []
-        for rank, finished in _of(own, summary.finished).items():
-            self.failures.finished.setdefault(rank, finished)
-            events += self._once("finished", rank, Finished(rank, finished.time_s))
+        for rank, returned in _of(own, summary.returned).items():
+            self.failures.returned.setdefault(rank, returned)
+            events += self._once("returned", rank, Returned(rank, returned.time_s))
         for rank, failed in _of(own, summary.failed).items():
             there = self.failures.failed.setdefault(rank, replace(failed, rank=rank))
             events += self._once("failed", rank, there)
@@ -164,10 +164,10 @@ class PeerStates:
         """Return whether a node without heartbeats could still turn out to be the cause of a failure here."""
         return bool(self._by_id) and not self.failures.has_cause
 
-    def merged(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return samples of all ranks: ``samples`` for this node, the last received for the others."""
-        others = {rank: sample for peer in self._by_id.values() for rank, sample in peer.samples.items()}
-        return [others.get(sample.rank, sample) for sample in samples]
+    def merged(self, readings: Sequence[SlotReading]) -> list[SlotReading]:
+        """Return readings of all ranks: ``readings`` for this node, the last received for the others."""
+        others = {rank: reading for peer in self._by_id.values() for rank, reading in peer.readings.items()}
+        return [others.get(reading.rank, reading) for reading in readings]
 
 
 def _of(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
@@ -178,9 +178,9 @@ def _silence(peer: _Peer, silent_s: float) -> str:
     return f"{peer.node} has sent no heartbeat for {silent_s:.0f} s"
 
 
-def _moved(sample: Sample, ahead_s: float) -> Sample:
-    """Return the sample with times of this node's clock."""
-    return replace(sample, step_time_s=sample.step_time_s + ahead_s) if sample.step_time_s > 0 else sample
+def _moved(reading: SlotReading, ahead_s: float) -> SlotReading:
+    """Return the reading with times of this node's clock."""
+    return replace(reading, step_time_s=reading.step_time_s + ahead_s) if reading.step_time_s > 0 else reading
 
 
 @dataclass

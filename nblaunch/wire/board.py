@@ -5,7 +5,7 @@
     worker N ──writes──> slot N ┘
 
 Each field has a single writer (the worker; for two fields the launcher) and is one aligned 8-byte word, so that there
-is nothing to lock: a sample may mix two neighbouring steps, never half a number. Writing a step costs well under a
+is nothing to lock: a reading may mix two neighbouring steps, never half a number. Writing a step costs well under a
 microsecond, and no system call.
 """
 
@@ -38,7 +38,7 @@ _MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it w
 
 
 @dataclass(frozen=True)
-class Sample:
+class SlotReading:
     """What one slot held when it was read.
 
     Args:
@@ -122,11 +122,11 @@ class Slot:
 
         Args:
             total: batches; -1 where unknown.
-            epoch: as in :class:`Sample`.
+            epoch: as in :class:`SlotReading`.
             state: what the rank does in this loop.
             step: batches that are done.
             number: of the loop.
-            num_epochs: as in :class:`Sample`.
+            num_epochs: as in :class:`SlotReading`.
         """
         ints = self._ints
         ints[_LOOP] = number
@@ -245,10 +245,10 @@ class Slot:
     def stop_decision(self, value: int) -> None:
         self._ints[_STOP_DECISION] = value
 
-    def read(self, rank: int) -> Sample:
-        """Read all of it as one sample; numbers may be of different moments."""
+    def read(self, rank: int) -> SlotReading:
+        """Read all of it as one reading; numbers may be of different moments."""
         ints = self._ints
-        return Sample(
+        return SlotReading(
             rank=rank,
             state=WorkerState(ints[_STATE]),
             step=ints[_STEP],
@@ -324,7 +324,7 @@ class Board:
         """Return the slot of a rank."""
         return self._slots[rank]
 
-    def sample(self) -> list[Sample]:
+    def read(self) -> list[SlotReading]:
         """Read all slots, by rank."""
         return [slot.read(rank) for rank, slot in enumerate(self._slots)]
 

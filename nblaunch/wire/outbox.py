@@ -1,6 +1,6 @@
 """What a worker leaves for its launcher when its function has returned: the return value, then trained weights.
 
-    worker   ── put_value ──> memory file      ── Finished: where it is
+    worker   ── put_value ──> memory file      ── Returned: where it is
              ── put_weights ──> memory file    ── WeightsSent, of one module after the other
     launcher ── read ──> RankResult
 

@@ -8,7 +8,7 @@
     context          environment, backend, thread counts, displays, ``nblaunch.context``
     ──> Started
     function         the call is loaded, the user's function called
-    delivery         the value ──> Finished ──> the weights of each module ──> WeightsSent
+    delivery         the value ──> Returned ──> the weights of each module ──> WeightsSent
                      (or, where the function raised: ──> Failed)
     finish           threads joined, exit handlers run, process group left; then ``os._exit``
 

@@ -1,8 +1,8 @@
 """What a worker sends once its function has returned: the value, then the trained weights.
 
-    value ──> Finished ──> weights of one module ──> WeightsSent ──> weights of the next ...
+    value ──> Returned ──> weights of one module ──> WeightsSent ──> weights of the next ...
 
-From ``Finished`` on the job has its result. Nothing that happens to weights, which may be large, can cost it: neither
+From ``Returned`` on the job has its result. Nothing that happens to weights, which may be large, can cost it: neither
 memory that runs out, nor a ``state_dict()`` that raises.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch import context
-from nblaunch.events import Event, Finished, ValueLocation, WeightsSent
+from nblaunch.events import Event, Returned, ValueLocation, WeightsSent
 from nblaunch.wire import quantised
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.modules import ArgPath
@@ -60,7 +60,7 @@ class Delivery:
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         self._send(
-            Finished(
+            Returned(
                 assignment.rank,
                 time.time(),
                 value_location=location,

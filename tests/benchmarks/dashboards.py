@@ -31,7 +31,7 @@ LOADS = ("flat out", "training")
 _EMPTY_JOB = """
 def empty_job():
     begun = time.perf_counter()
-    d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)
+    d = dashboard.choose(); tell(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)]); tell(d, end(2)); close(d)
     return time.perf_counter() - begun
 min(empty_job() for _ in range(10))
 """

@@ -70,7 +70,7 @@ class _Reports:
             self.texts.append(getattr(event, "text", ""))
             self.is_over.set()
 
-    def on_samples(self, samples: object) -> None:
+    def on_readings(self, samples: object) -> None:
         """Not wanted."""
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ import pytest
 from nblaunch import engines
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.errors import LaunchError, PayloadError
-from nblaunch.events import ExitStatus, Finished, Started
+from nblaunch.events import ExitStatus, Returned, Started
 from nblaunch.topology import Topology
 from nblaunch.wire import outbox
 from nblaunch.wire.assignment import Assignment
@@ -105,7 +105,7 @@ class Stage:
 
     def values(self) -> list[Any]:
         finished = {
-            rank: [e for e in events if isinstance(e, Finished)] for rank, events in self.events.items()
+            rank: [e for e in events if isinstance(e, Returned)] for rank, events in self.events.items()
         }
         return [
             outbox.read(a.outbox_fd, finished[a.rank][0].value_location, {}).value for a in self.assignments

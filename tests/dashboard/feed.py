@@ -6,7 +6,7 @@ FEED = """
 import threading, time
 from nblaunch import dashboard
 from nblaunch.events import *
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 def begin(n):
@@ -15,8 +15,8 @@ def begin(n):
 
 def end(n):
     now = time.time()
-    return [*(Finished(rank, now) for rank in range(n)), *(Exited(rank, now) for rank in range(n)),
-            JobFinished(-1, now)]
+    return [*(Returned(rank, now) for rank in range(n)), *(Exited(rank, now) for rank in range(n)),
+            JobEnded(-1, now)]
 
 def tell(listeners, events):
     for event in events:
@@ -25,7 +25,7 @@ def tell(listeners, events):
 
 def look(listeners, samples):
     for listener in listeners:
-        listener.on_samples(samples)
+        listener.on_readings(samples)
 
 def close(listeners):
     for listener in listeners:

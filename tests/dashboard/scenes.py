@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import (
     AttemptStarted,
@@ -14,13 +14,13 @@ from nblaunch.events import (
     Exited,
     ExitStatus,
     Failed,
-    Finished,
     FrameInfo,
-    JobFinished,
+    JobEnded,
+    Returned,
     Started,
     WorkerState,
 )
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 START_S = 1_000.0
@@ -46,9 +46,9 @@ def started(num_processes: int, **fields: object) -> list[Event]:
 def ended(num_processes: int, seconds: float = 12.0) -> list[Event]:
     """All workers return and leave."""
     at_s = START_S + seconds
-    events: list[Event] = [Finished(rank, at_s) for rank in range(num_processes)]
+    events: list[Event] = [Returned(rank, at_s) for rank in range(num_processes)]
     events += [Exited(rank, at_s) for rank in range(num_processes)]
-    return [*events, JobFinished(-1, at_s)]
+    return [*events, JobEnded(-1, at_s)]
 
 
 def raised(rank: int, message: str = "bad shape", **fields: object) -> Failed:
@@ -72,13 +72,13 @@ def trained(num_processes: int, steps: int = 100, total: int = 1000) -> JobView:
     """A job some way into its first pass: 10 steps a second, 32 samples a step, a falling loss."""
     view = view_of(started(num_processes))
     for step in range(0, steps + 1, 5):
-        view = fold_samples(
+        view = fold_readings(
             view, [sample(rank, step, total) for rank in range(num_processes)], START_S + step / 10
         )
     return view
 
 
-def sample(rank: int, step: int, total: int = 1000, **fields: object) -> Sample:
+def sample(rank: int, step: int, total: int = 1000, **fields: object) -> SlotReading:
     width = 1
     while step // width > MAX_BINS:
         width *= 2
@@ -91,4 +91,4 @@ def sample(rank: int, step: int, total: int = 1000, **fields: object) -> Sample:
         "epoch": 1,
         "loop": 1,
     }
-    return Sample(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]
+    return SlotReading(rank, step=step, total=total, **{**values, **fields})  # type: ignore[arg-type]

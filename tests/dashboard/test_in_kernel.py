@@ -26,7 +26,8 @@ def outputs(cell: object) -> list[str]:
 @pytest.mark.timeout(60)
 def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     cell = shared.run(
-        "d = dashboard.choose(); tell(d, begin(2)); look(d, [Sample(0), Sample(1)]); tell(d, end(2)); close(d)"
+        "d = dashboard.choose(); tell(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)])\n"
+        "tell(d, end(2)); close(d)"
     )
     assert outputs(cell) == ["display_data"]
     (table,) = cell.displays
@@ -55,7 +56,7 @@ tell(d, begin(4))
 tick = threading.Event()
 for step in range(50):
     tell(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
-    look(d, [Sample(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
+    look(d, [SlotReading(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
              for rank in range(4)])
     tick.wait(0.06)
 tell(d, end(4))

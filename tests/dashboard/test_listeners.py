@@ -19,7 +19,7 @@ from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.text import TextDashboard
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
 
@@ -64,7 +64,7 @@ def test_a_short_job_publishes_one_final_table() -> None:
     table = NotebookDashboard(publish=shown, clock=clock)
     feed(table, started(2))
     clock.now_s += 0.1
-    table.on_samples([Sample(0), Sample(1)])
+    table.on_readings([SlotReading(0), SlotReading(1)])
     feed(table, ended(2, 0.2))
     table.close()
     table.close()
@@ -79,7 +79,7 @@ def test_a_long_job_updates_one_output_a_few_times_a_second() -> None:
     feed(table, started(2))
     for tick in range(100):
         clock.now_s += 0.1
-        table.on_samples([sample(rank, tick) for rank in range(2)])
+        table.on_readings([sample(rank, tick) for rank in range(2)])
     assert len(shown.ids) == 1
     assert shown.updates == [False] + [True] * (len(shown.updates) - 1)
     assert 20 <= len(shown.updates) <= 35  # 10 s: 4 a second at first, then 2
@@ -91,7 +91,7 @@ def test_a_large_table_is_published_more_rarely() -> None:
     feed(table, started(64))
     for tick in range(300):
         clock.now_s += 0.1
-        table.on_samples([sample(rank, tick) for rank in range(64)])
+        table.on_readings([sample(rank, tick) for rank in range(64)])
     sent = sum(len(text) for bundle in shown.bundles for text in bundle.values())
     assert sent / 30 < 17_000
     assert len(shown.bundles) >= 10
@@ -103,7 +103,7 @@ def test_an_idle_job_publishes_once_a_second() -> None:
     feed(table, started(2))
     for _ in range(100):
         clock.now_s += 0.1
-        table.on_samples([sample(rank, 3) for rank in range(2)])
+        table.on_readings([sample(rank, 3) for rank in range(2)])
     assert 10 <= len(shown.bundles) <= 13
     assert len({bundle["text/html"] for bundle in shown.bundles}) == len(shown.bundles)
 
@@ -152,10 +152,10 @@ def test_lines_of_a_tick_leave_in_one_write_with_their_rank() -> None:
     printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, [*started(4), lines_of(2, 0, 2), lines_of(0, 0, 1), lines_of(2, 2, 3)])
     assert stream.num_writes == 0
-    printer.on_samples([])
+    printer.on_readings([])
     assert stream.num_writes == 1
     assert stream.getvalue() == "[2] line 0\n[2] line 1\n[0] line 0\n[2] line 2\n"
-    printer.on_samples([])
+    printer.on_readings([])
     assert stream.num_writes == 1
 
 
@@ -251,7 +251,7 @@ def test_writes_are_paced() -> None:
     for tick in range(100):
         clock.now_s += 0.1
         printer.on_event(lines_of(0, tick, tick + 1))
-        printer.on_samples([])
+        printer.on_readings([])
         assert stream.num_writes == 0 or clock.now_s >= 50.3
     printer.close()
     assert stream.num_writes <= 35
@@ -265,7 +265,7 @@ def test_endless_output_is_folded(chunk: int) -> None:
     feed(printer, started(2))
     for first in range(0, 10_000, chunk):
         printer.on_event(lines_of(1, first, min(first + chunk, 10_000)))
-        printer.on_samples([])
+        printer.on_readings([])
     printer.on_event(lines_of(0, 0, 1))
     printer.close()
     lines = stream.getvalue().splitlines()
@@ -325,7 +325,7 @@ def test_ranks_that_use_the_same_display_id_do_not_overwrite_each_other() -> Non
     shown: list[Displayed] = []
     printer = LinesPrinter(stream=Writes(), publish=shown.append)
     feed(printer, [*started(2), figure(0, "plot"), figure(1, "plot")])
-    printer.on_samples([])
+    printer.on_readings([])
     feed(printer, [figure(rank, "plot", update=True, text=text) for text in "ab" for rank in (0, 1)])
     feed(printer, [figure(1, "of the notebook", update=True)])
     printer.close()
@@ -366,7 +366,7 @@ def test_a_terminal_gets_few_lines_and_a_final_table() -> None:
     feed(board, started(2))
     for tick in range(600):
         clock.now_s += 0.1
-        board.on_samples([sample(rank, tick) for rank in range(2)])
+        board.on_readings([sample(rank, tick) for rank in range(2)])
     feed(board, ended(2, 60.0))
     board.close()
     board.close()
@@ -403,7 +403,7 @@ def test_outside_of_a_kernel_text_goes_to_stderr_and_output_to_stdout(
 def test_none_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for listener in dashboard.choose("none"):
         feed(listener, [*started(2), lines_of(1, 0, 1), *ended(2)])
-        listener.on_samples([])
+        listener.on_readings([])
         listener.close()
     assert capsys.readouterr() == ("", "")
 
@@ -429,7 +429,7 @@ class BrokenDashboard(Dashboard):
         self.num_calls += 1
         raise BrokenPipeError("the front end went away")
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, samples: Sequence[SlotReading]) -> None:
         self.num_calls += 1
         raise BrokenPipeError
 
@@ -443,7 +443,7 @@ def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCa
     guarded = GuardedDashboard(broken)
     with caplog.at_level(logging.WARNING):
         feed(guarded, started(2))
-        guarded.on_samples([])
+        guarded.on_readings([])
         guarded.close()
     assert broken.num_calls == 1
     assert [record.message for record in caplog.records] == [

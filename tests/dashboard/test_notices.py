@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nblaunch.dashboard.fold import fold_samples
+from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.notices import STUCK_S, notices, waiting_share
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -25,15 +25,15 @@ def at_rates(rates: Sequence[float], seconds: float = 10.0, total: int = 1000) -
             sample(rank, int(per_s * tick / 2), total, step_time_s=5 + int(per_s * tick / 2) / per_s)
             for rank, per_s in enumerate(rates)
         ]
-        view = fold_samples(view, told, START_S + tick / 2)
+        view = fold_readings(view, told, START_S + tick / 2)
     return view
 
 
 def waiting(
     view: JobView, ranks: Sequence[int], now_s: float, state: WorkerState = WorkerState.WAITING
 ) -> JobView:
-    told = [replace(view.ranks[rank].sample, state=state) for rank in ranks]  # type: ignore[type-var]
-    return fold_samples(view, told, START_S + now_s)  # type: ignore[arg-type]
+    told = [replace(view.ranks[rank].reading, state=state) for rank in ranks]  # type: ignore[type-var]
+    return fold_readings(view, told, START_S + now_s)  # type: ignore[arg-type]
 
 
 def texts(view: JobView) -> list[str]:
@@ -82,7 +82,7 @@ def in_step(own_s: Sequence[float], step_s: float = 0.1) -> JobView:
             sample(rank, step, step_time_s=5 + step * step_s, own_time_s=step * seconds, own_steps=step)
             for rank, seconds in enumerate(own_s)
         ]
-        view = fold_samples(view, told, START_S + step * step_s)
+        view = fold_readings(view, told, START_S + step * step_s)
     return view
 
 
@@ -114,8 +114,8 @@ def test_the_rank_that_all_others_wait_for_is_named() -> None:
 
 def test_a_rank_without_a_sign_of_life_is_stuck_and_others_wait_for_it() -> None:
     view = waiting(trained(4), (0, 2, 3), 11)
-    assert texts(fold_samples(view, [], START_S + 25)) == []
-    view = fold_samples(view, [], START_S + 55)
+    assert texts(fold_readings(view, [], START_S + 25)) == []
+    view = fold_readings(view, [], START_S + 55)
     stuck = notices(view)[0]
     assert (stuck.kind, stuck.ranks) == ("stuck", (1,))
     assert (
@@ -126,35 +126,35 @@ def test_a_rank_without_a_sign_of_life_is_stuck_and_others_wait_for_it() -> None
 def test_output_is_a_sign_of_life() -> None:
     view = waiting(trained(2), (0,), 11)
     view = view_of([LogLines(1, START_S + 50, lines=("still here",))], view)
-    assert texts(fold_samples(view, [], START_S + 55)) == []
+    assert texts(fold_readings(view, [], START_S + 55)) == []
 
 
 def test_all_ranks_at_rest_are_told_with_their_steps() -> None:
-    view = fold_samples(trained(4), [sample(2, 99)], START_S + 10)
-    view = fold_samples(view, [], START_S + 70)
+    view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
+    view = fold_readings(view, [], START_S + 70)
     assert texts(view) == ["no rank has moved for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
     view = waiting(trained(2), (0, 1), 11)
-    assert texts(fold_samples(view, [], START_S + 41)) == [
+    assert texts(fold_readings(view, [], START_S + 41)) == [
         "all ranks wait for each other in a collective since 30 s"
     ]
 
 
 def test_slow_steps_are_not_a_hang() -> None:
     view = at_rates([0.1, 0.1], seconds=40)
-    assert texts(fold_samples(view, [], START_S + 40 + 2 * STUCK_S)) == []
+    assert texts(fold_readings(view, [], START_S + 40 + 2 * STUCK_S)) == []
 
 
 @pytest.mark.parametrize("state", [WorkerState.COMPILING, WorkerState.FINISHING])
 def test_compiling_takes_its_time(state: WorkerState) -> None:
     view = waiting(trained(2), (0, 1), 11, state)
-    assert texts(fold_samples(view, [], START_S + 500)) == []
+    assert texts(fold_readings(view, [], START_S + 500)) == []
 
 
 def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> None:
     report = Note(
         -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
     )
-    view = fold_samples(view_of([report], trained(2)), [], START_S + 71)
+    view = fold_readings(view_of([report], trained(2)), [], START_S + 71)
     assert notices(view)[0].lines == ("    rank 1 is at cell 5, line 9",)
     assert "rank 1 is at cell 5, line 9" in render_text(view)
     over = view_of(ended(2), view)
@@ -163,5 +163,5 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_lost_is_told(value: float) -> None:
-    view = fold_samples(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
+    view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
     assert texts(view) == [f"the loss of ranks 0-1 is {value}"]

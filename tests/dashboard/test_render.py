@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from nblaunch import formatting
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.html import (
     CAUTION,
     STATE_COLOURS,
@@ -26,7 +26,7 @@ from nblaunch.events import (
     AttemptStarted,
     Event,
     HostMemory,
-    JobFinished,
+    JobEnded,
     LogLines,
     Metric,
     Note,
@@ -34,7 +34,7 @@ from nblaunch.events import (
     WorkerState,
 )
 from nblaunch.formatting import duration, loss, rate
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, told
@@ -112,13 +112,13 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
 
 
 def test_the_head_tells_when_the_slowest_rank_will_have_ended_its_pass() -> None:
-    view = fold_samples(trained(2), [sample(1, 101, 2000)], START_S + 10)
+    view = fold_readings(trained(2), [sample(1, 101, 2000)], START_S + 10)
     assert render_text(view).splitlines()[-1].endswith("640 samples/s, ETA 3:10")
     assert "ETA" not in render_text(view_of(ended(2), view))
 
 
 def test_text_is_aligned() -> None:
-    view = fold_samples(trained(12), [sample(11, 3, 1000, loss=12.5)], START_S + 11)
+    view = fold_readings(trained(12), [sample(11, 3, 1000, loss=12.5)], START_S + 11)
     lines = render_text(view).splitlines()[:13]
     ends = {re.search(r"/1,000", line).end() for line in lines[1:]}  # type: ignore[union-attr]
     assert len(ends) == 1
@@ -127,7 +127,7 @@ def test_text_is_aligned() -> None:
 
 def test_beyond_16_processes_the_extremes_and_a_summary_are_shown() -> None:
     view = trained(64)
-    view = fold_samples(view, [sample(40, 80), sample(7, 120)], START_S + 11)
+    view = fold_readings(view, [sample(40, 80), sample(7, 120)], START_S + 11)
     view = view_of([raised(20)], view)
     shown, others = select_ranks(view)
     ids = [rank.rank for rank in shown]
@@ -146,7 +146,7 @@ def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
     for step in range(0, 101, 5):
         own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
         told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
-        view = fold_samples(view, told, START_S + step / 10)
+        view = fold_readings(view, told, START_S + step / 10)
     assert "rank 11 is 3.0 times slower than the others" in render_text(view)
     assert tabulate(view).rows[0].rank == 11
 
@@ -154,12 +154,12 @@ def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
 def test_beyond_16_processes_rows_stay_while_ranks_go_in_step() -> None:
     view = trained(24)
     for ahead in (1, 9, 17):
-        view = fold_samples(view, [sample(rank, 101) for rank in range(ahead)], START_S + 11)
+        view = fold_readings(view, [sample(rank, 101) for rank in range(ahead)], START_S + 11)
         assert [rank.rank for rank in select_ranks(view)[0]] == [0, 1, 2, 21, 22, 23]
 
 
 def test_the_grid_has_a_cell_for_each_rank_without_a_row() -> None:
-    view = fold_samples(
+    view = fold_readings(
         trained(64), [sample(rank, 100, state=WorkerState.WAITING) for rank in range(30, 35)], START_S + 11
     )
     table = tabulate(view)
@@ -185,7 +185,7 @@ def test_64_processes_fit_on_a_screen() -> None:
 
 
 def test_memory_is_told_per_rank_and_for_the_job_and_peaks_at_the_end() -> None:
-    view = fold_samples(
+    view = fold_readings(
         trained(2),
         [sample(1, 101, device_bytes=10**9, device_peak_bytes=3 * 10**9, device_limit_bytes=16 * 10**9)],
         1,
@@ -226,7 +226,7 @@ def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
 
 def test_every_end_has_its_words() -> None:
     def told(**fields: object) -> str:
-        return tabulate(view_of([*started(2), JobFinished(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
+        return tabulate(view_of([*started(2), JobEnded(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
 
     assert told() == "done in 12 s"
     assert told(is_early=True) == "stopped early on request after 12 s"
@@ -261,7 +261,7 @@ def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
 
 
 def test_a_killed_rank_is_called_killed() -> None:
-    view = view_of([*started(2), killed(0, -9), JobFinished(-1, START_S + 5, "failed", 0)])
+    view = view_of([*started(2), killed(0, -9), JobEnded(-1, START_S + 5, "failed", 0)])
     assert [row.state_text for row in tabulate(view).rows] == ["killed", "stopped"]
 
 
@@ -274,7 +274,7 @@ def golden_views() -> dict[str, JobView]:
     for step in range(0, 101, 5):
         own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
         told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
-        slowest = fold_samples(slowest, told, START_S + step / 10)
+        slowest = fold_readings(slowest, told, START_S + step / 10)
     memory = [HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)]
     metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]
     consequences = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
@@ -289,10 +289,10 @@ def golden_views() -> dict[str, JobView]:
         "running, of many ranks one is slow": slowest,
         "done": view_of([*memory, *metrics, *ended(2)], trained(2)),
         "failed": view_of(
-            [*started(5), *consequences, raised(1), killed(4, -9), JobFinished(-1, START_S + 5, "failed", 1)]
+            [*started(5), *consequences, raised(1), killed(4, -9), JobEnded(-1, START_S + 5, "failed", 1)]
         ),
         "with a warning and a hang": view_of(warned),
-        "interrupted": view_of([*started(2), JobFinished(-1, START_S + 5, "interrupted")]),
+        "interrupted": view_of([*started(2), JobEnded(-1, START_S + 5, "interrupted")]),
     }
 
 
@@ -381,9 +381,7 @@ def test_text_and_html_say_the_same() -> None:
 
 def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     events = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
-    view = view_of(
-        [*started(5), *events, raised(1), killed(4, -9), JobFinished(-1, START_S + 5, "failed", 1)]
-    )
+    view = view_of([*started(5), *events, raised(1), killed(4, -9), JobEnded(-1, START_S + 5, "failed", 1)])
     lines = render_text(view).splitlines()
     assert "train: failed in rank 1 after 5.0 s on 5 processes (cpu, fork)" in lines
     where = "(line 9: loss = model(batch))"
@@ -398,7 +396,7 @@ def test_consequences_that_differ_in_an_address_are_told_once() -> None:
         raised(rank, f"Connection closed by peer [127.0.0.1]:{port}", is_consequence=True)
         for rank, port in ((0, 60597), (2, 4411), (3, 51000))
     ]
-    view = view_of([*started(4), raised(1), *events, JobFinished(-1, START_S + 5, "failed", 1)])
+    view = view_of([*started(4), raised(1), *events, JobEnded(-1, START_S + 5, "failed", 1)])
     (_, root), (label, text) = tabulate(view).failures
     assert root.startswith("ValueError: bad shape")
     assert label == "ranks 0, 2-3 (as a consequence)"
@@ -411,7 +409,7 @@ def test_many_different_failures_are_summed_up() -> None:
 
 
 def test_a_failure_of_no_rank_is_still_told() -> None:
-    view = view_of([*started(2), JobFinished(-1, START_S + 1, "failed", None, "the store went away")])
+    view = view_of([*started(2), JobEnded(-1, START_S + 1, "failed", None, "the store went away")])
     assert "job: the store went away" in render_text(view)
 
 
@@ -429,7 +427,7 @@ def test_what_workers_say_is_escaped_everywhere() -> None:
             Note(1, START_S, text=HOSTILE),
             Metric(0, START_S, 1, {HOSTILE: HOSTILE}),
             raised(1, HOSTILE),
-            JobFinished(-1, START_S + 9, "failed", 1),
+            JobEnded(-1, START_S + 9, "failed", 1),
         ]
     )
     html = render_html(view, with_output=True)
@@ -476,7 +474,7 @@ def test_the_table_is_small_enough_to_be_sent_often(num_processes: int, limit: i
 
 
 def test_a_bar_never_leaves_its_frame() -> None:
-    html = render_html(fold_samples(trained(1), [sample(0, 5000, 1000)], START_S))
+    html = render_html(fold_readings(trained(1), [sample(0, 5000, 1000)], START_S))
     assert "width:100%" in html
 
 
@@ -484,7 +482,7 @@ def test_a_flat_loss_can_be_drawn() -> None:
     view = view_of(started(1))
     for step in range(5):
         losses = LossCurve(step, 1, (0.5,) * step)
-        view = fold_samples(view, [sample(0, step, loss=0.5, losses=losses)], START_S + step)
+        view = fold_readings(view, [sample(0, step, loss=0.5, losses=losses)], START_S + step)
     (points,) = re.findall(r'<polyline points="([^"]*)"', render_html(view))
     heights = {float(point.split(",")[1]) for point in points.split()}
     assert len(heights) == 1
@@ -502,7 +500,7 @@ def test_the_output_of_a_detached_job_is_part_of_its_table() -> None:
 def test_a_job_that_never_started_can_be_shown() -> None:
     assert mimebundle(JobView()).keys() == {"text/html", "text/plain"}
     assert mimebundle(JobView())["text/plain"] == "starting"
-    assert render_text(view_of([JobFinished(-1, 1.0, "cancelled")])) == "not started"
+    assert render_text(view_of([JobEnded(-1, 1.0, "cancelled")])) == "not started"
 
 
 def test_a_restart_is_named() -> None:
@@ -511,14 +509,14 @@ def test_a_restart_is_named() -> None:
 
 
 def test_progress_line_tells_about_the_slowest() -> None:
-    view = fold_samples(trained(4), [sample(2, 60, state=WorkerState.WAITING)], START_S + 11)
+    view = fold_readings(trained(4), [sample(2, 60, state=WorkerState.WAITING)], START_S + 11)
     line = progress_line(view)
     assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1, step 60/1,000")
     assert "rank" not in progress_line(trained(1))
 
 
 def test_the_live_line_looks_like_a_bar() -> None:
-    view = fold_samples(trained(2), [sample(1, 90, state=WorkerState.WAITING)], START_S + 11)
+    view = fold_readings(trained(2), [sample(1, 90, state=WorkerState.WAITING)], START_S + 11)
     line = live_line(view, 120)
     words = "[11 s<1:31, 10.0 steps/s, loss 0.0110, 1 training, 1 waiting]"
     assert line == f"train epoch 1:   9%|██▌{' ' * 25}| 90/1,000 {words}"
@@ -532,7 +530,7 @@ def test_the_live_line_of_a_job_without_lengths_tells_what_it_can() -> None:
         [StatusLine(0, START_S, text="fold 2:  45%|###   | 45/100 [00:01<00:02]")], view_of(started(2))
     )
     assert live_line(view, 80) == "train: [0 s, 2 running] fold 2:  45%|###   | 45/100 [00:01<00:02]"
-    assert live_line(fold_samples(view_of(started(1)), [sample(0, 7, -1)], START_S + 1), 80).endswith(
+    assert live_line(fold_readings(view_of(started(1)), [sample(0, 7, -1)], START_S + 1), 80).endswith(
         "] step 7"
     )
 
@@ -578,7 +576,7 @@ def test_numbers() -> None:
 
 @settings(deadline=None)  # other tests may keep the processors busy
 @given(any_story)
-def test_whatever_was_told_can_be_rendered(story: list[Event | list[Sample]]) -> None:
+def test_whatever_was_told_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
     view = told(story)
     bundle = mimebundle(view, with_output=True)
     assert set(Reader(bundle["text/html"]).tags) <= HARMLESS

@@ -104,7 +104,7 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
             if tick % 10 == 0:
                 lines.on_event(LogLines(1, START_S, lines=(f"at {tick}",)))
             samples = [sample(rank, tick, 30) for rank in range(2)]
-            lines.on_samples(samples), board.on_samples(samples)
+            lines.on_readings(samples), board.on_readings(samples)
             screen.write(read(person))
         assert screen.text.split("\n")[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
         assert screen.lines[3].startswith("train")
@@ -126,7 +126,7 @@ def test_updates_are_at_most_five_a_second() -> None:
             board.on_event(event)
         for tick in range(100):
             clock.now_s += 0.1
-            board.on_samples([sample(0, tick)])
+            board.on_readings([sample(0, tick)])
             screen.write(read(person))
     assert 30 <= len(screen.snapshots) <= 51
 
@@ -140,7 +140,7 @@ def test_nothing_is_redrawn_where_nobody_looks() -> None:
         board.on_event(event)
     for tick in range(100):
         clock.now_s += 0.1
-        board.on_samples([sample(0, tick)])
+        board.on_readings([sample(0, tick)])
     assert "\r" not in stream.getvalue()
     assert 1 <= len(stream.getvalue().splitlines()) <= 3
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
     AttemptStarted,
@@ -18,18 +18,18 @@ from nblaunch.events import (
     ExceptionInfo,
     Exited,
     Failed,
-    Finished,
     HostMemory,
-    JobFinished,
+    JobEnded,
     LogLines,
     Metric,
     Note,
+    Returned,
     Started,
     StatusLine,
     WorkerState,
 )
 from nblaunch.formatting import single_line
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 
@@ -45,11 +45,11 @@ def test_a_job_goes_from_starting_to_done() -> None:
     assert states(view) == ["running", "starting"]
     assert view.ranks[0].pid == 100
     view = view_of(
-        [Started(1, START_S), Finished(0, START_S), Finished(1, START_S), Exited(0, START_S)], view
+        [Started(1, START_S), Returned(0, START_S), Returned(1, START_S), Exited(0, START_S)], view
     )
     assert states(view) == ["done", "finishing"]
     assert not view.is_over
-    view = view_of([Exited(1, START_S), JobFinished(-1, START_S + 2)], view)
+    view = view_of([Exited(1, START_S), JobEnded(-1, START_S + 2)], view)
     assert states(view) == ["done", "done"]
     assert (view.is_over, view.outcome, view.elapsed_s) == (True, "done", 2.0)
 
@@ -60,7 +60,7 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
         raised(0, "connection closed", is_consequence=True),
         killed(2, -15),
         killed(1, 1),
-        JobFinished(-1, START_S + 5, outcome="failed", failed_rank=1),
+        JobEnded(-1, START_S + 5, outcome="failed", failed_rank=1),
     ]
     view = view_of([*started(4), *events])
     assert states(view) == ["failed", "failed", "stopped", "stopped"]
@@ -70,7 +70,7 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
 
 
 def test_a_worker_stopped_before_the_failure_was_told_did_not_fail() -> None:
-    view = view_of([*started(2), killed(0, -15), raised(1), JobFinished(-1, START_S, "failed", 1)])
+    view = view_of([*started(2), killed(0, -15), raised(1), JobEnded(-1, START_S, "failed", 1)])
     assert states(view) == ["stopped", "failed"]
     assert view.ranks[0].failure == ""
 
@@ -78,7 +78,7 @@ def test_a_worker_stopped_before_the_failure_was_told_did_not_fail() -> None:
 def test_a_silent_death_fails_with_its_signal() -> None:
     view = view_of([*started(2), killed(0, -11)])
     assert (states(view)[0], view.ranks[0].failure) == ("failed", "killed by SIGSEGV")
-    view = view_of([JobFinished(-1, START_S + 9, outcome="failed", failed_rank=0)], view)
+    view = view_of([JobEnded(-1, START_S + 9, outcome="failed", failed_rank=0)], view)
     assert states(view) == ["failed", "stopped"]
 
 
@@ -88,29 +88,29 @@ def test_leaving_early_fails_even_with_exit_code_0() -> None:
 
 
 def test_a_worker_that_had_to_be_ended_after_its_function_returned_is_done() -> None:
-    view = view_of([*started(1), Finished(0, START_S), killed(0, -15), JobFinished(-1, START_S)])
+    view = view_of([*started(1), Returned(0, START_S), killed(0, -15), JobEnded(-1, START_S)])
     assert (states(view), view.ranks[0].failure) == (["done"], "")
 
 
 def test_the_launcher_has_the_last_word_on_who_failed_and_why() -> None:
-    end = JobFinished(
+    end = JobEnded(
         -1, START_S, outcome="failed", failed_rank=0, message="rank 0 left while others waited\nmore"
     )
-    view = view_of([*started(2), Finished(0, START_S, left_by_exit=True), Exited(0, START_S), end])
+    view = view_of([*started(2), Returned(0, START_S, left_by_exit=True), Exited(0, START_S), end])
     assert (states(view)[0], view.ranks[0].failure) == ("failed", "rank 0 left while others waited")
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "cancelled"])
 def test_an_interrupted_job_has_stopped_ranks_and_no_failures(outcome: str) -> None:
     interrupt = Failed(0, START_S, info=ExceptionInfo("builtins.KeyboardInterrupt", ""))
-    view = view_of([*started(4), interrupt, killed(0, 1), killed(1, -9), Finished(2, START_S)])
-    view = fold(view, JobFinished(-1, START_S + 1, outcome=outcome))
+    view = view_of([*started(4), interrupt, killed(0, 1), killed(1, -9), Returned(2, START_S)])
+    view = fold(view, JobEnded(-1, START_S + 1, outcome=outcome))
     assert states(view) == ["stopped", "stopped", "done", "stopped"]
     assert not any(rank.failure for rank in view.ranks)
 
 
 def test_without_processes_of_their_own_ranks_are_done_when_the_job_is() -> None:
-    assert states(view_of([*started(1), JobFinished(-1, START_S)])) == ["done"]
+    assert states(view_of([*started(1), JobEnded(-1, START_S)])) == ["done"]
 
 
 def test_a_restart_begins_anew_but_time_goes_on() -> None:
@@ -140,11 +140,11 @@ BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
 @pytest.mark.parametrize("lines", [[BAR], ["10/100 [=>....]", "20/100 [==>...]"]])
 def test_a_line_that_is_redrawn_stays_for_the_moment_after_another_was_printed(lines: list[str]) -> None:
     view = view_of([*started(2), *(StatusLine(0, START_S, text=line) for line in lines)])
-    view = fold_samples(view_of([StatusLine(0, START_S + 3)], view), [], START_S + 4)
+    view = fold_readings(view_of([StatusLine(0, START_S + 3)], view), [], START_S + 4)
     assert (view.ranks[0].status_line, view.ranks[0].bar) == (lines[-1], read_bar(lines[-1]))
     drawn = view_of([StatusLine(0, START_S + 4, text=f"{lines[-1]} ")], view)
-    assert fold_samples(drawn, [], START_S + 9).ranks[0].status_line == lines[-1]
-    view = fold_samples(view, [], START_S + 3 + LINE_STAYS_S)
+    assert fold_readings(drawn, [], START_S + 9).ranks[0].status_line == lines[-1]
+    view = fold_readings(view, [], START_S + 3 + LINE_STAYS_S)
     assert (view.ranks[0].status_line, view.ranks[0].bar) == ("", None)
 
 
@@ -168,13 +168,13 @@ def test_memory_is_added_up_and_its_peak_is_kept() -> None:
     view = view_of([*started(3), told(0, 5), told(1, 7), told(0, 2), told(9, 1)])
     assert (view.host_bytes, view.host_peak_bytes) == (9, 12)
     assert (view.ranks[0].host_bytes, view.ranks[0].host_peak_bytes) == (2, 5)
-    view = view_of([Finished(1, START_S), Exited(1, START_S), told(1, 50), told(2, 1)], view)
+    view = view_of([Returned(1, START_S), Exited(1, START_S), told(1, 50), told(2, 1)], view)
     assert (view.host_bytes, view.host_peak_bytes) == (3, 12)
 
 
 def test_device_memory_comes_from_the_board() -> None:
-    told = Sample(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
-    rank = fold_samples(view_of(started(1)), [told], START_S).ranks[0]
+    told = SlotReading(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
+    rank = fold_readings(view_of(started(1)), [told], START_S).ranks[0]
     assert (rank.device_bytes, rank.device_peak_bytes, rank.device_limit_bytes) == (3, 8, 10)
     assert view_of(started(1)).ranks[0].device_bytes is None
 
@@ -183,13 +183,13 @@ def test_waiting_is_timed_by_looks() -> None:
     view = view_of(started(1))
     states = [WorkerState.TRAINING, WorkerState.WAITING, WorkerState.WAITING, WorkerState.TRAINING]
     for second, state in enumerate(states):
-        view = fold_samples(view, [sample(0, 5, state=state)], START_S + second)
+        view = fold_readings(view, [sample(0, 5, state=state)], START_S + second)
     assert (view.ranks[0].waited_s, view.ranks[0].state_s) == (2.0, START_S + 3)
 
 
 def test_the_time_left_is_that_of_the_slowest() -> None:
     view = trained(3, steps=100, total=1000)
-    view = fold_samples(view, [sample(1, 101, 2000, step_time_s=16.0)], START_S + 11)
+    view = fold_readings(view, [sample(1, 101, 2000, step_time_s=16.0)], START_S + 11)
     assert view.left_s == view.ranks[1].left_s
     assert view_of(started(2)).left_s is None
 
@@ -205,7 +205,9 @@ def test_rates_and_time_left() -> None:
 def test_rates_forget_what_lies_before_the_window() -> None:
     view = trained(1, steps=100)
     for number in range(1, 200):  # now one step a second instead of ten
-        view = fold_samples(view, [sample(0, 100 + number, step_time_s=15.0 + number)], START_S + 10 + number)
+        view = fold_readings(
+            view, [sample(0, 100 + number, step_time_s=15.0 + number)], START_S + 10 + number
+        )
     assert view.ranks[0].steps_per_s == pytest.approx(1, rel=0.01)
     assert len(view.ranks[0].rate_points) < 30
 
@@ -213,45 +215,47 @@ def test_rates_forget_what_lies_before_the_window() -> None:
 def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:
     view = trained(1, steps=100, total=100)
     evaluating = sample(0, 0, 20, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0)
-    view = fold_samples(view, [evaluating], START_S + 95)
+    view = fold_readings(view, [evaluating], START_S + 95)
     assert (view.ranks[0].step, view.ranks[0].total) == (0, 20)
     assert view.ranks[0].steps_per_s == pytest.approx(10)
-    view = fold_samples(view, [replace(evaluating, step=2, step_time_s=101.0)], START_S + 96)
+    view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
     # Back to the outer pass, which resumes where it was: no jump in the rate.
     resumed = sample(0, 100, 100, step_time_s=110.0)
-    view = fold_samples(view, [resumed], START_S + 105)
+    view = fold_readings(view, [resumed], START_S + 105)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
 
 
 def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:
     view = trained(4, steps=100)
-    again = fold_samples(view, [sample(rank, 100) for rank in range(4)], START_S + 30)
+    again = fold_readings(view, [sample(rank, 100) for rank in range(4)], START_S + 30)
     assert again.ranks is view.ranks
     assert again.elapsed_s == 30
 
 
 def test_events_overrule_the_board_at_both_ends() -> None:
-    told = [Sample(0, WorkerState.STARTING)]
-    view = fold_samples(view_of(started(1)), told, START_S)
+    told = [SlotReading(0, WorkerState.STARTING)]
+    view = fold_readings(view_of(started(1)), told, START_S)
     assert states(view) == ["running"]
-    view = fold_samples(view, [Sample(0, WorkerState.FAILED)], START_S)
+    view = fold_readings(view, [SlotReading(0, WorkerState.FAILED)], START_S)
     assert states(view) == ["running"]  # why it failed is about to be told
-    view = fold_samples(view_of([Finished(0, START_S)], view), [Sample(0, WorkerState.TRAINING)], START_S)
+    view = fold_readings(
+        view_of([Returned(0, START_S)], view), [SlotReading(0, WorkerState.TRAINING)], START_S
+    )
     assert states(view) == ["finishing"]
-    view = fold_samples(view_of([Exited(0, START_S)], view), [Sample(0, WorkerState.RUNNING)], START_S)
+    view = fold_readings(view_of([Exited(0, START_S)], view), [SlotReading(0, WorkerState.RUNNING)], START_S)
     assert states(view) == ["done"]
 
 
 def test_time_stands_still_when_the_job_is_over() -> None:
     view = view_of([*started(1), *ended(1, 12.0)])
-    assert fold_samples(view, [Sample(0)], START_S + 500).elapsed_s == 12.0
+    assert fold_readings(view, [SlotReading(0)], START_S + 500).elapsed_s == 12.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
     losses = LossCurve(3, 1, (2.0, value, 1.0))
-    view = fold_samples(trained(1), [sample(0, 101, loss=value, losses=losses)], START_S)
+    view = fold_readings(trained(1), [sample(0, 101, loss=value, losses=losses)], START_S)
     assert view.ranks[0].losses == ((1, 2.0), (3, 1.0))
     assert view.ranks[0].loss is not None
     assert not math.isfinite(view.ranks[0].loss)
@@ -283,12 +287,12 @@ any_event = st.one_of(
     st.builds(Note, ranks, st.just(1.0), texts, st.sampled_from(["note", "warning", "hang"])),
     st.builds(HostMemory, ranks, st.floats(0, 1e9), st.integers(0, 10**13), st.booleans()),
     st.builds(Metric, ranks, st.just(1.0), st.none(), st.dictionaries(texts, st.floats() | texts)),
-    st.builds(Finished, ranks, st.just(1.0)),
+    st.builds(Returned, ranks, st.just(1.0)),
     st.builds(Displayed, ranks, st.just(1.0), st.dictionaries(texts, texts), update=st.booleans()),
     st.builds(raised, ranks, texts, is_consequence=st.booleans()),
     st.builds(killed, ranks, st.integers(-70, 255)),
     st.builds(
-        JobFinished,
+        JobEnded,
         st.just(-1),
         st.floats(0, 1e9),
         st.sampled_from(["done", "failed", "interrupted", "cancelled"]),
@@ -298,7 +302,7 @@ any_event = st.one_of(
     st.builds(Event, ranks, st.just(1.0)),
 )
 any_sample = st.builds(
-    Sample,
+    SlotReading,
     ranks,
     st.sampled_from(WorkerState),
     st.integers(0, 10**12),
@@ -317,16 +321,16 @@ any_sample = st.builds(
 any_story = st.lists(any_event | st.lists(any_sample, max_size=4), max_size=20)
 
 
-def told(story: list[Event | list[Sample]]) -> JobView:
+def told(story: list[Event | list[SlotReading]]) -> JobView:
     view = view_of(started(3))
     for number, item in enumerate(story):
-        view = fold_samples(view, item, START_S + number) if isinstance(item, list) else fold(view, item)
+        view = fold_readings(view, item, START_S + number) if isinstance(item, list) else fold(view, item)
     return view
 
 
 @settings(deadline=None)  # other tests may keep the processors busy
 @given(any_story)
-def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]]) -> None:
+def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[SlotReading]]) -> None:
     view = told(story)
     assert len(view.ranks) == view.num_processes
     assert [rank.rank for rank in view.ranks] == list(range(view.num_processes))
@@ -338,13 +342,13 @@ def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[Sample]])
 
 
 def test_a_rank_that_is_done_tells_of_its_training() -> None:
-    view = fold_samples(view_of(started(1)), [sample(0, 20, 22, epoch=3, num_epochs=3)], START_S)
+    view = fold_readings(view_of(started(1)), [sample(0, 20, 22, epoch=3, num_epochs=3)], START_S)
     rate = view.ranks[0].steps_per_s
     # The last look at the training came before its last step.
     evaluating = sample(
         0, 6, 6, epoch=3, num_epochs=3, loop=2, state=WorkerState.EVALUATING, trained=(22, 22, 3)
     )
-    view = fold_samples(view, [evaluating], START_S + 1)
+    view = fold_readings(view, [evaluating], START_S + 1)
     assert (view.ranks[0].step, view.ranks[0].total) == (6, 6)  # while it runs, of what it does now
     (rank,) = view_of(ended(1), view).ranks
     assert (rank.step, rank.total, rank.epoch, rank.num_epochs, rank.steps_per_s) == (22, 22, 3, 3, rate)
@@ -352,7 +356,7 @@ def test_a_rank_that_is_done_tells_of_its_training() -> None:
 
 def test_a_rank_that_only_evaluates_tells_of_that() -> None:
     seen = sample(0, 6, 6, epoch=0, state=WorkerState.EVALUATING)
-    (rank,) = view_of(ended(1), fold_samples(view_of(started(1)), [seen], START_S)).ranks
+    (rank,) = view_of(ended(1), fold_readings(view_of(started(1)), [seen], START_S)).ranks
     assert (rank.step, rank.total, rank.epoch) == (6, 6, 0)
 
 
@@ -364,12 +368,12 @@ def test_an_evaluation_has_rates_of_its_own_even_if_the_rank_waited_before_it() 
         for step in (5, 7)
     ]
     for number, seen in enumerate([waiting, *evaluating]):
-        view = fold_samples(view, [seen], START_S + 95 + number)
+        view = fold_readings(view, [seen], START_S + 95 + number)
     assert view.ranks[0].steps_per_s == pytest.approx(1)
 
 
 def test_a_rank_that_failed_tells_where_it_was() -> None:
-    view = fold_samples(view_of(started(1)), [sample(0, 20, 22, state=WorkerState.TRAINING)], START_S)
-    view = fold_samples(view, [sample(0, 3, 6, loop=2, state=WorkerState.EVALUATING)], START_S + 1)
-    view = view_of([raised(0), JobFinished(-1, START_S + 4, outcome="failed", failed_rank=0)], view)
+    view = fold_readings(view_of(started(1)), [sample(0, 20, 22, state=WorkerState.TRAINING)], START_S)
+    view = fold_readings(view, [sample(0, 3, 6, loop=2, state=WorkerState.EVALUATING)], START_S + 1)
+    view = view_of([raised(0), JobEnded(-1, START_S + 4, outcome="failed", failed_rank=0)], view)
     assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)

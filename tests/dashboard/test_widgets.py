@@ -15,7 +15,7 @@ import pytest
 
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Controls
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.lines import NUM_LINES, LinesPrinter, LogBook
 from nblaunch.dashboard.notebook import Bundle
 from nblaunch.dashboard.view import JobView
@@ -176,7 +176,7 @@ def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: i
     for tick in range(200):
         clock.now_s += 0.2
         samples = [sample(rank, 7 * tick, 1400, loss=1 / (tick + 1)) for rank in range(num_ranks)]
-        view = fold_samples(view, samples, START_S + tick / 5)
+        view = fold_readings(view, samples, START_S + tick / 5)
         view = fold(
             view, StatusLine(0, START_S, text=f"epoch 1: {tick / 2:.0f}%|#| {tick}/200 [00:01<00:02]")
         )
@@ -233,7 +233,7 @@ def drive(widgets: WidgetsDashboard, clock: Clock, *, seconds: float = 10.0, ste
         widgets.on_event(event)
     for tick in range(round(seconds / step_s)):
         clock.now_s += step_s
-        widgets.on_samples([sample(rank, tick) for rank in range(2)])
+        widgets.on_readings([sample(rank, tick) for rank in range(2)])
     for event in ended(2, seconds):
         widgets.on_event(event)
     widgets.close()
@@ -308,10 +308,10 @@ def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
     printer = LinesPrinter(stream=stream, publish=shown.append, defers_lines=True)
     for event in [*started(2), LogLines(1, START_S, lines=("one",)), Displayed(0, START_S, data={"a": "b"})]:
         printer.on_event(event)
-    printer.on_samples([])
+    printer.on_readings([])
     assert (stream.getvalue(), len(shown)) == ("", 1)
     printer.on_event(LogLines(0, START_S, lines=("two",)))
-    printer.on_samples([])
+    printer.on_readings([])
     printer.close()
     assert (stream.getvalue(), len(shown)) == ("[1] one\n[0] two\n", 1)
 

@@ -12,10 +12,10 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import JobHung, WorkerDied
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.wire import exceptions
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def raised(error: Exception) -> AttemptReport:
     info = ExceptionInfo(type(error).__name__, str(error), text=f"Traceback ...\n{error}\n")
     report.failed = {1: Failed(1, 2.0, info=info, exception=exceptions.dump(error))}
     report.exits = {0: (ExitStatus(0), 4.0), 1: (ExitStatus(1), 2.1)}
-    report.finished = {0: Finished(0, 1.0)}
+    report.returned = {0: Returned(0, 1.0)}
     return report
 
 
@@ -119,7 +119,10 @@ def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
     # As if the system had counted one kill less when the attempt began.
     record.before = dataclasses.replace(record.before, oom_kills=record.before.oom_kills - 1)
     report.memory = record
-    report.last_samples = [Sample(0, built_bytes=1_500_000_000), Sample(1, built_bytes=1_500_000_000)]
+    report.last_readings = [
+        SlotReading(0, built_bytes=1_500_000_000),
+        SlotReading(1, built_bytes=1_500_000_000),
+    ]
     told = str(failure_of(report, {1: 41}, log, 0).error)
     assert "Memory ran out: the system killed 1 process of this job for it." in told
     assert "rank 0 2.00 GB, rank 1 3.00 GB" in told
@@ -167,7 +170,7 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
 
 
 def test_a_rank_that_we_had_to_end_is_told_too(log: JobLog) -> None:
-    report = AttemptReport(finished={0: Finished(0, 1.0)}, signalled={1: 1.5})
+    report = AttemptReport(returned={0: Returned(0, 1.0)}, signalled={1: 1.5})
     report.exits = {0: (ExitStatus(0), 1.0), 1: (ExitStatus(-9), 2.0)}
     failure = failure_of(report, {}, log, 0)
     assert failure.sentence == "rank 1 was killed by SIGKILL"

@@ -12,7 +12,7 @@ import pytest
 from nblaunch.diagnosis.failure import Failure, failure_of
 from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
 from nblaunch.errors import NodeLost, WorkerDied, WorkerFailed
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 from nblaunch.launcher.joblog import JobLog
 
 LABELS = {2: "node 1 (host beta)", 3: "node 1 (host beta)"}
@@ -91,7 +91,7 @@ def test_a_lost_node_is_named_where_nothing_else_is_known(tmp_path: Path) -> Non
 def test_a_rank_that_returned_there_before_the_first_error_here_is_the_reason(
     tmp_path: Path, left_s: float
 ) -> None:
-    found = failure(RemoteFailures(LABELS, finished={3: Finished(3, left_s)}), tmp_path)
+    found = failure(RemoteFailures(LABELS, returned={3: Returned(3, left_s)}), tmp_path)
     if left_s < 5.0:
         assert found.sentence.startswith("rank 3 returned from the function while rank 0 still needed it")
     else:

@@ -15,7 +15,7 @@ from nblaunch.diagnosis.root_cause import (
     what_happened,
     what_it_means,
 )
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 
 
 def failed(rank: int, time_s: float, name: str = "ValueError", *, is_consequence: bool = False) -> Failed:
@@ -24,7 +24,7 @@ def failed(rank: int, time_s: float, name: str = "ValueError", *, is_consequence
 
 def report(
     *,
-    finished: dict[int, float] | None = None,
+    returned: dict[int, float] | None = None,
     errors: tuple[Failed, ...] = (),
     exits: dict[int, tuple[int, float]] | None = None,
     signalled: dict[int, float] | None = None,
@@ -32,9 +32,9 @@ def report(
 ) -> AttemptReport:
     """A report in which every rank that said something has also exited."""
     made = AttemptReport(signalled=signalled or {})
-    made.finished = {r: Finished(r, t, left_by_exit=left_by_exit) for r, t in (finished or {}).items()}
+    made.returned = {r: Returned(r, t, left_by_exit=left_by_exit) for r, t in (returned or {}).items()}
     made.failed = {error.rank: error for error in errors}
-    made.exits = {rank: (ExitStatus(0), 99.0) for rank in made.finished}
+    made.exits = {rank: (ExitStatus(0), 99.0) for rank in made.returned}
     made.exits |= {rank: (ExitStatus(1), 99.0) for rank in made.failed}
     made.exits |= {rank: (ExitStatus(code), at) for rank, (code, at) in (exits or {}).items()}
     return made
@@ -77,7 +77,7 @@ def test_those_that_we_killed_did_not_die_by_themselves() -> None:
 
 
 def test_nobody_is_blamed_where_only_we_ended_ranks() -> None:
-    made = report(finished={0: 1.0}, exits={1: (-9, 8.0)}, signalled={1: 7.0})
+    made = report(returned={0: 1.0}, exits={1: (-9, 8.0)}, signalled={1: 7.0})
     assert find_root_cause(made) is None
 
 
@@ -86,7 +86,7 @@ def test_nobody_is_blamed_where_only_we_ended_ranks() -> None:
 )
 def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: str) -> None:
     made = report(
-        finished={1: 2.0, 3: 2.5},
+        returned={1: 2.0, 3: 2.5},
         errors=(failed(0, 3.0, is_consequence=True), failed(2, 3.1, is_consequence=True)),
         left_by_exit=by_exit,
     )
@@ -107,12 +107,12 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
 )
 def test_ranks_that_left_where_others_returned_are_named(leaving: tuple[int, ...], sentence: str) -> None:
     made = AttemptReport()
-    made.finished = {rank: Finished(rank, 1.0, left_by_exit=rank in leaving) for rank in range(3)}
+    made.returned = {rank: Returned(rank, 1.0, left_by_exit=rank in leaving) for rank in range(3)}
     assert early_leavers(made) == sentence
 
 
 def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
-    made = report(finished={1: 9.0}, errors=(failed(0, 3.0, is_consequence=True),))
+    made = report(returned={1: 9.0}, errors=(failed(0, 3.0, is_consequence=True),))
     assert (blamed(made).rank, blamed(made).left_early) == (0, False)
 
 
@@ -138,7 +138,7 @@ def test_deaths_in_words(code: int, happened: str, meaning: str) -> None:
 def test_the_others_are_folded_into_one_line() -> None:
     long = Failed(5, 4.0, info=ExceptionInfo("OSError", "x" * 200))
     made = report(
-        finished={4: 1.0},
+        returned={4: 1.0},
         errors=(
             failed(0, 3.0, is_consequence=True),
             failed(1, 2.0),
@@ -168,7 +168,7 @@ def test_the_others_are_folded_into_one_line() -> None:
 def test_the_blamed_one_is_the_earliest_of_the_worst_kind(fates: list[tuple[str, float]]) -> None:
     ranks = dict(enumerate(fates))
     made = report(
-        finished={r: t for r, (kind, t) in ranks.items() if kind == "finished"},
+        returned={r: t for r, (kind, t) in ranks.items() if kind == "finished"},
         errors=tuple(
             failed(r, t, is_consequence=kind == "consequence")
             for r, (kind, t) in ranks.items()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nblaunch.backends.cpu import CpuBackend
-from nblaunch.dashboard.fold import fold, fold_samples
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import AttemptStarted, Exited, Started, WorkerState
@@ -17,7 +17,7 @@ from nblaunch.host.memory import proportional_bytes
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.host.nvml import NvmlMeter
 from nblaunch.launcher.monitor import PROPORTIONAL_INTERVAL_S, DeviceLeakCheck, DeviceSampler, MemorySampler
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 MB = 1_000_000
@@ -167,8 +167,10 @@ def test_the_table_shows_the_utilisation_while_the_rank_runs() -> None:
     now_s = 102.0
     for event in sampler.sample():
         view = fold(view, event)
-    sample = Sample(0, WorkerState.TRAINING, device_bytes=2_000_000_000, device_limit_bytes=16_000_000_000)
-    view = fold_samples(view, [sample], 3.0)
+    sample = SlotReading(
+        0, WorkerState.TRAINING, device_bytes=2_000_000_000, device_limit_bytes=16_000_000_000
+    )
+    view = fold_readings(view, [sample], 3.0)
     table = tabulate(view)
     assert "2.00 GB of 16.0 GB, 25% busy" in table.rows[0].cells
     ended = tabulate(fold(view, Exited(0, 4.0)))

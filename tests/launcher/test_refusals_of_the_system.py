@@ -17,7 +17,7 @@ from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,7 +28,7 @@ class Failing:
     def on_event(self, event: Event) -> None:
         pass
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, samples: Sequence[SlotReading]) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Keeping(Failing):
         if isinstance(event, Note):
             self.texts.append(event.text)
 
-    def on_samples(self, samples: Sequence[Sample]) -> None:
+    def on_readings(self, samples: Sequence[SlotReading]) -> None:
         pass
 
 

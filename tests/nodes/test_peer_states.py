@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Finished
+from nblaunch.events import Event, ExceptionInfo, Exited, ExitStatus, Failed, Returned
 from nblaunch.nodes import messages
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.nodes.peer_states import PeerStates
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 NODES = [
     Node(id="b", node_rank=1, host="beta", address="10.0.0.2", first_rank=2, num_workers=2),
@@ -99,12 +99,12 @@ def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
 
 def test_failures_and_ends_are_emitted_once_and_kept() -> None:
     others = peers()
-    sent = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, finished={2: Finished(2, 3.0)})
+    sent = summary(failed={3: failed(3)}, exits={2: (ExitStatus(-9), 2.0)}, returned={2: Returned(2, 3.0)})
     events: list[Event] = []
     for count in (1, 2):
         new, _ = others.update([heartbeat("b", count, summary=sent)], 101.0)
         events += new
-    assert events == [Finished(2, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
+    assert events == [Returned(2, 3.0), failed(3), Exited(2, 2.0, status=ExitStatus(-9))]
     assert others.must_stop
     assert others.failures.failed == {3: failed(3)}
     assert others.failures.labels[3] == "node 1 (host beta)"
@@ -115,7 +115,7 @@ def test_a_node_reports_on_its_own_ranks_alone() -> None:
     sent = summary(
         failed={0: failed(0), 9: failed(9)},
         exits={4: (ExitStatus(-9), 2.0)},
-        finished={-1: Finished(-1, 3.0)},
+        returned={-1: Returned(-1, 3.0)},
         stop=StopState(answers={2: (1, 0), 77: (1, 0)}),
     )
     assert others.update([heartbeat("b", 1, summary=sent)], 101.0) == ([], [])
@@ -144,9 +144,9 @@ def test_strangers_are_ignored() -> None:
 
 def test_samples_of_others_take_their_places_in_our_time() -> None:
     others = peers()
-    sample = Sample(rank=2, step=7, total=9, step_time_s=5000.0)
-    others.update([heartbeat("b", 1, summary=summary(samples=(sample,)), clock_s=5001.0)], 101.0)
-    own = [Sample(rank=rank, step=1) for rank in range(5)]
+    sample = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)
+    others.update([heartbeat("b", 1, summary=summary(readings=(sample,)), clock_s=5001.0)], 101.0)
+    own = [SlotReading(rank=rank, step=1) for rank in range(5)]
     merged = others.merged(own)
     assert [found.step for found in merged] == [1, 1, 7, 1, 1]
     assert merged[2].step_time_s == 100.0  # a second ago, as it was there

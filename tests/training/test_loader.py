@@ -29,14 +29,14 @@ from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.data.samplers import SeedableRandomSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.options import DataLoaderConfiguration
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 
 def _rows(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-def _board() -> Sample:
+def _board() -> SlotReading:
     return context.current().slot.read(0)
 
 

@@ -29,7 +29,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
         slot.add_own_time(0.25)
         os._exit(0)
     os.waitpid(pid, 0)
-    zero, one, two = board.sample()
+    zero, one, two = board.read()
     board.close()
     assert (zero.step, zero.total, zero.loss, zero.state) == (0, -1, None, WorkerState.STARTING)
     assert (one.step, one.total, one.epoch, one.samples) == (5, 10, 2, 32)
@@ -47,7 +47,7 @@ def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
     board = Board.create(2)
     other = Board(2, os.dup(board.fd))
     other.slot(1).advance_to(1, samples=0)
-    assert board.sample()[1].step == 1
+    assert board.read()[1].step == 1
     other.close()
     board.close()
 
@@ -56,7 +56,7 @@ def test_closing_leaves_no_descriptor_also_while_somebody_holds_the_board() -> N
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(8)
     held = [board, board.slot(3)]
-    board.sample()
+    board.read()
     board.close()
     assert set(os.listdir("/proc/self/fd")) == before
     assert held

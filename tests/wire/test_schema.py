@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Finished, FrameInfo, ValueLocation, WorkerState
+from nblaunch.events import ExceptionInfo, ExitStatus, Failed, FrameInfo, Returned, ValueLocation, WorkerState
 from nblaunch.nodes.messages import Heartbeat, Node, StopState, Summary
 from nblaunch.wire import schema
-from nblaunch.wire.board import Sample
+from nblaunch.wire.board import SlotReading
 
 NODE = Node("a-1", 0, "alpha", "10.0.0.1", 0, 2)
 
@@ -23,10 +23,10 @@ _HEARTBEAT = Heartbeat(
     "a-1", 7, 0, "alpha", "running", received={"b-2": 3}, clock_s=12.5,
     summary=Summary(
         -1, 1.5,
-        samples=(Sample(0, WorkerState.TRAINING, loss=0.25), Sample(1, loss=math.inf)),
+        readings=(SlotReading(0, WorkerState.TRAINING, loss=0.25), SlotReading(1, loss=math.inf)),
         failed={1: Failed(1, 2.0, ExceptionInfo("ValueError", "wrong", cause=_INFO, parts=(_INFO, _INFO)))},
         exits={0: (ExitStatus(-9), 3.0)},
-        finished={2: Finished(2, 4, ValueLocation(5, 6, ("result[0]",)), sends=(0, "model"))},
+        returned={2: Returned(2, 4, ValueLocation(5, 6, ("result[0]",)), sends=(0, "model"))},
         stop=StopState(True, 1, -1, {0: (5, 1)}),
     ),
 )  # fmt: skip
@@ -38,7 +38,7 @@ def test_what_is_written_comes_back() -> None:
 
 
 def test_a_loss_that_is_no_number_comes_back() -> None:
-    sample = schema.load(Sample, schema.dump(Sample(0, loss=math.nan)))
+    sample = schema.load(SlotReading, schema.dump(SlotReading(0, loss=math.nan)))
     assert sample.loss is not None
     assert math.isnan(sample.loss)
 
