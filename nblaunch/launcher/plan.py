@@ -271,18 +271,21 @@ def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
 
 
 # --- an Accelerator of Hugging Face Accelerate, made in the notebook -------------------------------------------------
-# It describes the kernel's own process. In a forked worker its state is gone, since that would be of no use there;
-# pickled into a fresh one it would train alone on each rank, unnoticed. (nblaunch's own notices by itself.)
+# Its states join the worker in which it is used (wire/accelerate_states.py), but what it has prepared in the notebook
+# is for one process: ranks would train without each other, unnoticed. (nblaunch's own notices by itself.)
 
-_NO_RANK = "which describes the notebook's own process and has no rank of the workers"
+_HAS_PREPARED = (
+    "an accelerate.Accelerator that has prepared objects in the notebook, for one process: ranks would train without "
+    "each other"
+)
 
 
 def _refuse_foreign_accelerators(spec: LaunchSpec) -> None:
     for position, arg in enumerate(spec.args):
-        if _is_foreign_accelerator(arg):
+        if _has_prepared(arg):
             raise ValueError(
-                f"args[{position}] is an accelerate.Accelerator, {_NO_RANK}; leave it out, and make one inside the "
-                "function: accelerator = Accelerator()"
+                f"args[{position}] is {_HAS_PREPARED}. Call prepare inside the function alone; free_memory() in the "
+                "notebook drops what was prepared"
             )
 
 
@@ -295,10 +298,10 @@ def _foreign_accelerator_warnings(spec: LaunchSpec) -> tuple[str, ...]:
     if _foreign_accelerator_type() is None or not inspect.isfunction(plain):
         return ()
     return tuple(
-        f"{spec.function_name} uses {name} of the notebook, an accelerate.Accelerator, {_NO_RANK}; make it inside the "
-        "function, before its first use: accelerator = Accelerator()"
+        f"{spec.function_name} uses {name} of the notebook, {_HAS_PREPARED}. Call prepare inside the function alone; "
+        "free_memory() in the notebook drops what was prepared"
         for name, value in captured_variables(plain)
-        if _is_foreign_accelerator(value)
+        if _has_prepared(value)
     )
 
 
@@ -308,6 +311,11 @@ def _foreign_accelerator_type() -> type | None:
     return getattr(module, "Accelerator", None)
 
 
-def _is_foreign_accelerator(value: Any) -> bool:
+def _has_prepared(value: Any) -> bool:
+    """Return whether ``value`` is an Accelerator of Hugging Face Accelerate with prepared objects."""
     kind = _foreign_accelerator_type()
-    return kind is not None and issubclass(type(value), kind)
+    if kind is None or not issubclass(type(value), kind):
+        return False
+    return any(
+        getattr(value, name, None) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    )

@@ -6,6 +6,7 @@ To a worker:
     payload.py          values in memory files, pickled
     modules.py          torch modules in the arguments, by argument path; shards of their weights
     pickle_errors.py    which part of a value can't be pickled
+    accelerate_states.py  states of Hugging Face Accelerate, which join the worker
 
 From a worker:
 

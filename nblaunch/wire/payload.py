@@ -30,6 +30,7 @@ from typing import Any
 
 import cloudpickle
 
+from nblaunch.wire import accelerate_states
 from nblaunch.wire.originals import Unchanged
 
 _HEADER = struct.Struct("<QQQ")
@@ -68,6 +69,9 @@ class NotebookPickler(cloudpickle.CloudPickler):
             return _same, (
                 obj.module,
             )  # the wrapper belongs to a process group, and can't be rebuilt without it
+        of_state = accelerate_states.reduction(obj)
+        if of_state is not None:
+            return of_state
         if not isinstance(obj, (type, types.FunctionType)) or not self._is_of_main(obj):
             return super().reducer_override(obj)
         if self._main_by_reference:

@@ -184,10 +184,9 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Explain what the notebook's process or the device has to do with ``error``; never hides the error itself."""
+        """Explain what the device has to do with ``error``; never hides the error itself."""
         try:
-            own = inherited.explain(error)
-            return own or backends.find(self.assignment.backend).explain_failure(error)
+            return backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(asking the device about this failed: {type(broken).__name__}: {broken})",)
 

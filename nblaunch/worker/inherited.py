@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from nblaunch import packages
 from nblaunch.backends import process_group
+from nblaunch.wire import accelerate_states
+from nblaunch.worker import trainers
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -40,7 +42,8 @@ def reset_after_fork(kernel_streams: Iterable[Any]) -> None:
     _detach_tqdm()
     _detach_rich()
     _disown_processes()
-    _reset_accelerate()
+    accelerate_states.reset_in_worker()
+    trainers.let_them_join()
     process_group.forget_inherited()
 
 
@@ -209,31 +212,3 @@ def _disown_forkserver(server: Any) -> None:
     preload = server._preload_modules
     server.__init__()
     server._preload_modules = preload
-
-
-def _reset_accelerate() -> None:
-    """Reset the state of ``accelerate``: an Accelerator made in a cell describes the kernel, not this worker."""
-    state: Any = sys.modules.get("accelerate.state")
-    if state is not None:
-        global _had_accelerator
-        _had_accelerator = state.is_initialized()
-        state.AcceleratorState._reset_state(True)
-        state.GradientState._reset_state()
-
-
-_had_accelerator = False
-
-
-def explain(error: BaseException) -> tuple[str, ...]:
-    """Explain what the kernel has to do with ``error``: a line for the user where an Accelerator was made there."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    is_of_state = tb is not None and tb.tb_frame.f_code.co_filename.endswith("/accelerate/state.py")
-    if not (_had_accelerator and is_of_state and isinstance(error, AttributeError)):
-        return ()
-    return (
-        "the accelerate.Accelerator that it used was made in the notebook, outside of the function that was launched, "
-        "and knows nothing of the workers; make it inside the function, before its first use: accelerator = "
-        "Accelerator()",
-    )

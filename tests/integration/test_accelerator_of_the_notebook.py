@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.kernels import Kernel
@@ -97,32 +99,106 @@ accelerator.backward(prepared(torch.ones(1, 2)).sum())
 THEIRS = """
 import accelerate, torch
 from nblaunch import notebook_launcher
+accelerate.state.AcceleratorState._reset_state(True)
+accelerate.state.GradientState._reset_state()
 theirs = accelerate.Accelerator(cpu=True)
 """
 
 
-def test_one_of_accelerate_is_told_with_what_to_do(shared: Kernel) -> None:
+THEIR_TRAIN = """
+accelerate.state.AcceleratorState._reset_state(True)
+accelerate.state.GradientState._reset_state()
+theirs = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+partial, state, gradients = accelerate.PartialState(), theirs.state, theirs.gradient_state
+model = torch.nn.Linear(2, 1)
+def train(*own):
+    seen = [partial.process_index, theirs.process_index, theirs.num_processes, state.mixed_precision]
+    seen += [gradients.num_steps, theirs.gradient_accumulation_steps, gradients.sync_gradients]
+    wrapped = theirs.prepare(model)
+    wrapped(torch.full((1, 2), float(theirs.process_index))).sum().backward()
+    return [*seen, model.weight.grad[0, 0].item(), *(one.process_index for one in own)]
+"""
+
+
+@pytest.mark.parametrize("how", ["2", "2, start_method='forkserver'", "2, start_method='spawn'"])
+def test_one_of_accelerate_and_its_states_take_their_place(shared: Kernel, how: str) -> None:
     cell = shared.run(
-        f"{THEIRS}\ndef train():\n    return theirs.prepare(torch.nn.Linear(1, 1))\nnotebook_launcher(train, (), 2)",
-        raises="AttributeError",
+        f"{THEIRS}{THEIR_TRAIN}\nprint(notebook_launcher(train, (theirs, partial), {how}, return_all=True))"
+        "\nprint(theirs.process_index, partial.num_processes, theirs.prepare(model) is model)"
     )
-    assert cell.error is not None
-    assert "theirs.prepare(" in cell.error.text
-    told = " ".join(cell.error.text.split())
-    assert "accelerate.Accelerator that it used was made in the notebook" in told, cell.describe()
-    assert "make it inside the function" in told
-    assert "train uses theirs of the notebook, an accelerate.Accelerator" in cell.stdout, cell.describe()
+    printed = [line for line in cell.stdout.splitlines() if not line.startswith("nblaunch")]
+    rows = [[rank, rank, 2, "bf16", 2, 2, True, 0.5, rank, rank] for rank in (0, 1)]
+    assert printed == [str(rows), "0 1 True"], cell.describe()
 
 
-def test_one_of_accelerate_among_the_arguments_is_refused(shared: Kernel) -> None:
+def test_one_of_accelerate_that_has_prepared_objects_is_reported(shared: Kernel) -> None:
+    cell = shared.run(
+        f"""{THEIRS}
+theirs.prepare(torch.nn.Linear(1, 1))
+def train():
+    return theirs.process_index
+print(notebook_launcher(train, (), 2, return_all=True))
+"""
+    )
+    assert "train uses theirs of the notebook, an accelerate.Accelerator that has prepared" in cell.stdout
     for method in ("fork", "spawn"):
         cell = shared.run(
-            f"{THEIRS}\nnotebook_launcher(print, (1, theirs), 2, start_method={method!r})",
-            raises="ValueError",
+            f"notebook_launcher(print, (1, theirs), 2, start_method={method!r})", raises="ValueError"
         )
         assert cell.error is not None
         assert "args[1] is an accelerate.Accelerator" in cell.error.value
         assert "inside the function" in cell.error.value
+    shared.run("theirs.free_memory(); notebook_launcher(train, (theirs,)[:0], 2)")
+
+
+TRAINER = """
+import os, tempfile, torch
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+import transformers
+from nblaunch import notebook_launcher
+transformers.utils.logging.set_verbosity_error()
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).pow(2).mean(), "logits": self.layer(x)}
+rows = [{"x": torch.tensor([float(n)]), "labels": torch.tensor([2.0 * n])} for n in range(8)]
+model = Model()
+torch.nn.init.zeros_(model.layer.weight)
+args = transformers.TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=2, num_train_epochs=1, learning_rate=0.1, report_to=[],
+    save_strategy="no", disable_tqdm=True, use_cpu=True, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0,
+)
+args._n_gpu = 2  # as on a machine with two GPUs, where one process would use both
+trainer = transformers.Trainer(model, args, train_dataset=rows, eval_dataset=rows)
+trainer._train_batch_size = 4
+"""
+
+
+@pytest.mark.parametrize("how", ["2", "2, start_method='forkserver'"])
+def test_a_trainer_and_its_arguments_take_their_place(shared: Kernel, how: str) -> None:
+    cell = shared.run(
+        f"""{TRAINER}
+def train():
+    seen = [args.process_index, args.world_size, args.n_gpu, args.train_batch_size]
+    seen.append(trainer.accelerator.num_processes)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    return [*seen, trainer.state.global_step, round(loss, 4), trainer.model.layer.weight.item()]
+for row in notebook_launcher(train, (), {how}, return_all=True):
+    print("row", row)
+print(args.world_size, args.process_index, trainer.accelerator.num_processes)
+"""
+    )
+    lines = [line[4:] for line in cell.stdout.splitlines() if line.startswith("row ")]
+    assert len(lines) == 2, cell.describe()
+    first, second = (ast.literal_eval(line) for line in lines)
+    # Two ranks with batches of two: two steps over eight rows, and the same weights.
+    assert first[:6] == [0, 2, 0, 2, 2, 2]
+    assert second[:6] == [1, 2, 0, 2, 2, 2]
+    assert first[6:] == second[6:]
+    assert cell.stdout.splitlines()[-1] == "1 0 1"
 
 
 def test_one_of_accelerate_that_is_made_in_the_function_is_no_matter(shared: Kernel) -> None:
