@@ -1,9 +1,14 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
+from nblaunch.training.data.adapter import (
+    DataLoaderAdapter as DataLoaderAdapter,
+    DataLoaderStateMixin as DataLoaderStateMixin,
+)
 from nblaunch.training.data.dispatcher import (
     DataLoaderDispatcher as DataLoaderDispatcher,
 )
 from nblaunch.training.data.loader import (
     DataLoaderShard as DataLoaderShard,
+    get_sampler as get_sampler,
 )
 from nblaunch.training.data.prepare import (
     prepare_data_loader as prepare_data_loader,

@@ -21,8 +21,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.utilities.memory": "init_empty_weights init_on_device",
     },
     "data_loader": {
+        "training.data.adapter": "DataLoaderAdapter DataLoaderStateMixin",
         "training.data.dispatcher": "DataLoaderDispatcher",
-        "training.data.loader": "DataLoaderShard",
+        "training.data.loader": "DataLoaderShard get_sampler",
         "training.data.prepare": "prepare_data_loader",
         "training.data.resuming": "SkipDataLoader skip_first_batches",
         "training.data.samplers": "SeedableRandomSampler SkipBatchSampler",

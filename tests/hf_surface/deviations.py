@@ -72,8 +72,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "utils.map_pytorch_optim_to_deepspeed",
     ],
     "what a part is made of is its own affair; the Accelerator has `scaler`, `gradient_state`, `split_batches`": [
-        "data_loader.DataLoaderShard.dl_state_dict", "data_loader.DataLoaderShard.gradient_state",
-        "data_loader.DataLoaderShard.synchronized_generator", "data_loader.DataLoaderShard.use_stateful_dataloader",
+        "data_loader.DataLoaderShard.dl_state_dict",
         "optimizer.AcceleratedOptimizer.accelerator_state", "optimizer.AcceleratedOptimizer.device_placement",
         "optimizer.AcceleratedOptimizer.gradient_state", "optimizer.AcceleratedOptimizer.scaler",
         "scheduler.AcceleratedScheduler.gradient_state", "scheduler.AcceleratedScheduler.split_batches",
@@ -90,10 +89,8 @@ DEVIATIONS: dict[str, list[str]] = {
     INTERNAL: [
         "*FullyShardedDataParallelPlugin.set_auto_wrap_policy",
         "*FullyShardedDataParallelPlugin.validate_mixed_precision_policy",
-        "data_loader.DataLoaderAdapter", "data_loader.DataLoaderStateMixin", "data_loader.get_sampler",
-        "data_loader.*.adjust_state_dict_for_prefetch", "data_loader.*.begin", "data_loader.*.end",
-        "data_loader.*.reset",
-        "data_loader.*.get_sampler", "optimizer.move_to_device", "optimizer.patch_optimizer_step", "state.do_nothing",
+        "data_loader.*.adjust_state_dict_for_prefetch",
+        "optimizer.move_to_device", "optimizer.patch_optimizer_step", "state.do_nothing",
         "state.ThreadLocalSharedDict", "state.GradientState.is_xla_gradients_synced",
         "tracking.filter_trackers", "tracking.get_available_trackers", "tracking.on_main_process", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
@@ -120,13 +117,9 @@ DEVIATIONS: dict[str, list[str]] = {
     ],
     CONSTRUCTED_BY_PREPARE: [
         "data_loader.DataLoaderShard(*)", "data_loader.DataLoaderDispatcher(*)",
-        "data_loader.SkipDataLoader(use_stateful_dataloader)", "optimizer.AcceleratedOptimizer(*)",
+        "optimizer.AcceleratedOptimizer(*)",
         "scheduler.AcceleratedScheduler(*)", "state.AcceleratorState(cpu)", "state.AcceleratorState(dynamo_plugin)",
         "state.AcceleratorState(_from_accelerator)", "state.AcceleratorState(deepspeed_plugin)",
-    ],
-    "an attribute of instances here": ["data_loader.*.end_of_dataloader", "data_loader.*.remainder"],
-    "a loader of its own kind for streams that are not prepared; prepared ones can do it": [
-        "data_loader.SkipDataLoader.*state_dict",
     ],
     "the port is chosen by the system, so that two notebooks never fight for one": ["*notebook_launcher(use_port)"],
     "the kind of the group follows from the device": ["*InitProcessGroupKwargs(backend)"],

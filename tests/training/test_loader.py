@@ -87,7 +87,8 @@ def test_it_is_a_data_loader_and_shows_what_it_was_made_from() -> None:
     given = DataLoader(dataset, batch_size=4, sampler=sampler, collate_fn=collate, drop_last=True)
     loader = Accelerator().prepare(given)
     assert isinstance(loader, DataLoader)
-    assert loader.base_dataloader is loader
+    assert type(loader.base_dataloader) is DataLoader
+    assert loader.gradient_state.num_steps == 1
     assert (loader.dataset, loader.sampler, loader.collate_fn) == (dataset, sampler, collate)
     assert (loader.batch_size, loader.total_batch_size, loader.total_dataset_length) == (4, 4, 20)
     assert loader.batch_sampler is given.batch_sampler

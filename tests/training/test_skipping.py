@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from nblaunch import Accelerator, context
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import prepare_data_loader
 from nblaunch.training.data.resuming import SkipDataLoader, skip_first_batches
 from nblaunch.training.data.samplers import SkipBatchSampler
 from nblaunch.training.data.sharding import BatchSamplerShard
@@ -152,17 +151,6 @@ def test_a_loader_goes_on_where_it_was(taken: int, num_workers: int) -> None:
     assert resumed.iteration == (2 if taken < 10 else 3)
     if taken < 10:
         assert _lists(resumed) == epochs[2]
-
-
-def test_what_reads_is_torchdata() -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    assert isinstance(_stateful().base_dataloader, StatefulDataLoader)
-    plain = prepare_data_loader(DataLoader(range(4)))
-    assert plain.base_dataloader is plain
-    assert not hasattr(plain, "state_dict")
-    with pytest.raises(AttributeError, match="state_dict needs DataLoaderConfiguration"):
-        _ = plain.load_state_dict
 
 
 def test_without_torchdata_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

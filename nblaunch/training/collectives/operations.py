@@ -170,7 +170,8 @@ def _may_be_completed(loader: Any) -> bool:
 
 
 def _drops_last(loader: Any) -> bool:
-    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+    batch_sampler = getattr(loader, "batch_sampler", None)  # a loader of the user's own may have neither
+    return bool(getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False))
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:

@@ -10,7 +10,7 @@ while it reads is sent to the others, which would wait for ever.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,35 +20,79 @@ from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.session import Session
+from nblaunch.training.session import Session, open_session
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """Rank 0 reads the data and hands every rank its part. Arguments as for :class:`PreparedLoader`.
+    """Rank 0 reads the data and hands every rank its part.
 
     A round is one batch per rank, joined; with ``split_batches`` one batch. The last one, if it can't be cut evenly,
-    is completed from the first. ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; by
-    default the slice ``rows`` of every tensor.
+    is completed from the first.
+
+    Args:
+        dataset: as for :class:`torch.utils.data.DataLoader`.
+        split_batches: a batch is one of all ranks together.
+        skip_batches, use_stateful_dataloader, _drop_last, _non_blocking: as for :class:`PreparedLoader`.
+        slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; None: the slice
+            ``rows`` of every tensor.
+        iteration: the epoch that is read first.
+        device: where batches go; None: to the device of this process.
+        num_processes: ranks that get a part; None: those of the job.
+        **options: as for :class:`PreparedLoader`.
 
     Raises:
         RuntimeError: while it is read: batches of a round can't be joined or cut evenly. On all ranks.
     """
 
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        iteration: int = 0,
+        *,
+        device: torch.device | None = None,
+        num_processes: int | None = None,
+        **options: Any,
+    ) -> None:
+        process = open_session().process
+        super().__init__(
+            dataset,
+            device=process.device if device is None else device,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            iteration=iteration,
+            num_processes=process.topology.world_size if num_processes is None else num_processes,
+            **options,
+        )
+        self.split_batches = split_batches
+        self.slice_fn = slice_fn
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the arguments that make another loader hand out its batches as this one does."""
+        return {
+            **super().own_options(),
+            "split_batches": self.split_batches,
+            "slice_fn": self.slice_fn,
+        }
+
     @property
     def batches_per_round(self) -> int:  # type: ignore[override]
         """Batches of the underlying order that make one of this rank's."""
-        return 1 if self.config.split_batches else self.num_processes
+        return 1 if self.split_batches else self.num_processes
 
     def __len__(self) -> int:
         batches = super().__len__()
         whole, rest = divmod(batches, self.batches_per_round)
         return whole + (1 if rest and not self._drops_last else 0)
-
-    @property
-    def _drops_last(self) -> bool:
-        return bool(self.drop_last or getattr(self.batch_sampler, "drop_last", False))
 
     def _agree_on_order(self) -> None:
         if self._is_reader:  # the others don't read: there is nothing to agree on

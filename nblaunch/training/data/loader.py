@@ -12,9 +12,8 @@ The loader whose rank 0 reads for all is in ``dispatcher.py``; which samples bel
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,6 +24,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
+from nblaunch.training.data.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
@@ -34,70 +34,87 @@ from nblaunch.training.data.samplers import (
     sampler_of,
 )
 from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
-from nblaunch.training.options import DataLoaderConfiguration
 from nblaunch.training.session import Session, open_session
+from nblaunch.training.state import GradientState
 
 
-class PreparedLoader(DataLoader):
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A data loader for one rank of the job. Final classes implement how batches come to this rank.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
         device: where batches go; None: they stay where they are.
-        config: how data is shared.
-        num_processes: ranks that share the data.
-        rng_types: generators that are made equal at the start of every epoch.
-        shard: what knows how many rows of the last global batch are real; None where nothing is ever added.
+        rng_types: generators that are made equal at the start of every epoch; None: none.
+        synchronized_generator: one more of them, beside those of the samplers.
         skip_batches: of this rank, left out of the first epoch that is read.
-        slice_fn: cuts a rank's part out of a global batch, see :class:`DataLoaderDispatcher`.
+        use_stateful_dataloader: read with torchdata.
+        _drop_last: what reads below leaves an incomplete last batch out.
+        _non_blocking: copy batches to the device asynchronously.
+        iteration: the epoch that is read first.
+        num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
 
-    ``end_of_dataloader`` is True while the last batch is in the user's hands; ``remainder`` is the number of real rows
-    in the last global batch (0 = all of them, -1 = not known); ``iteration`` the number of completed epochs;
-    ``epoch_start`` has the states, at the start of the epoch, of the generators that decide its order.
+    ``iteration`` is the number of completed epochs; ``epoch_start`` has the states, at the start of the epoch, of the
+    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one.
     """
 
     def __init__(
         self,
         dataset: Any,
-        *,
         device: torch.device | None = None,
-        config: DataLoaderConfiguration | None = None,
-        num_processes: int = 1,
-        rng_types: Sequence[str] = ("generator",),
-        shard: BatchSamplerShard | IterableDatasetShard | None = None,
+        rng_types: Sequence[str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
-        slice_fn: Callable[..., Any] | None = None,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        iteration: int = 0,
+        *,
+        num_processes: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(dataset, **options)
+        super().__init__(dataset, use_stateful_dataloader, **options)
         if options.get("batch_sampler") is not None:
             # torch leaves these at "None" and "sequential" where it is given a batch sampler; users read them.
-            self.__dict__["batch_size"] = getattr(self.batch_sampler, "batch_size", None)
-            self.__dict__["sampler"] = sampler_of(self.batch_sampler)
+            vars(self).update(
+                batch_size=getattr(self.batch_sampler, "batch_size", None),
+                sampler=sampler_of(self.batch_sampler),
+            )
+        shards = (BatchSamplerShard, IterableDatasetShard)
+        self.shard = next(
+            (part for part in [*layers(order_of(self)), dataset] if isinstance(part, shards)), None
+        )
+        self.split_batches = self.shard is not None and self.shard.split_batches
+        self.num_processes: int = num_processes or (self.shard.num_processes if self.shard is not None else 1)
         self.device = device
-        self.config = config or DataLoaderConfiguration()
-        self.num_processes = num_processes
-        self.rng_types = tuple(rng_types)
-        self.shard = shard
+        self.rng_types = tuple(rng_types or ())
+        self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
-        self.slice_fn = slice_fn
-        self.iteration = 0
-        self.end_of_dataloader = False
-        self.remainder = -1
+        self.iteration = iteration
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
         self._follower: PreparedLoader | None = None
-        self._stateful: Any = (
-            _stateful_twin(dataset, options) if self.config.use_stateful_dataloader else None
-        )
-        self._position: dict[str, Any] | None = None
         self.epoch_start: list[torch.Tensor] = []
         self._resumed_start: list[torch.Tensor] = []
+
+    def own_options(self) -> dict[str, Any]:
+        """Return the arguments that make another loader hand out its batches as this one does."""
+        return {
+            "device": self.device,
+            "rng_types": self.rng_types,
+            "synchronized_generator": self.synchronized_generator,
+            "use_stateful_dataloader": self.use_stateful_dataloader,
+            "iteration": self.iteration,
+            "num_processes": self.num_processes,
+            "_drop_last": self._drop_last,
+            "_non_blocking": self._non_blocking,
+        }
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         session = open_session()
-        self._start_epoch(session)
+        self._start_epoch()
         loop = self._begin_loop(session)
         try:
             yield from self._hand_out(session, loop)
@@ -106,7 +123,7 @@ class PreparedLoader(DataLoader):
             if self._follower is not None:
                 self._follower.iteration = self.iteration
         finally:
-            session.accumulation.leave(self)
+            self.end()
             session.losses.flush()
             session.own_time.pause()
             session.loops.end(loop)
@@ -118,7 +135,7 @@ class PreparedLoader(DataLoader):
     def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
         """Yield batches as they are read here, behind those that are skipped."""
         with rng.untouched(session.take_resuming()):  # making an iterator draws a number; it was drawn before
-            batches = super().__iter__() if self._stateful is None else iter(self._stateful)
+            batches: Iterator[Any] = iter(self.base_dataloader)
         if num_skipped and not self._skips_indices:
             batches = islice(batches, num_skipped, None)
         return batches
@@ -134,14 +151,12 @@ class PreparedLoader(DataLoader):
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
         if self.device is None or self.device.type == "cpu":
             return batch
-        return nested.to_device(batch, self.device, self.config.non_blocking)
+        return nested.to_device(batch, self.device, self._non_blocking)
 
-    def _start_epoch(self, session: Session) -> None:
+    def _start_epoch(self) -> None:
         self._hand_epoch(self.iteration)
         self._agree_on_order()
-        self.end_of_dataloader = False
-        self.remainder = self._expected_remainder()
-        session.accumulation.enter(self)
+        self.begin()
 
     def _agree_on_order(self) -> None:
         """Make the generators that decide the order those of rank 0, or those that a saved state speaks of."""
@@ -184,11 +199,14 @@ class PreparedLoader(DataLoader):
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
-        """Return the real rows of the last global batch by arithmetic, before the epoch is read."""
-        if self.drop_last or getattr(self.batch_sampler, "drop_last", False):
+        if self._drops_last:
             return -1
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
 
     def _num_samples(self) -> int | None:
         for counted in (self.sampler, self.dataset):
@@ -210,68 +228,35 @@ class PreparedLoader(DataLoader):
         owners = layers(order_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
-        found = [getattr(owner, "generator", None) for owner in owners]
+        found = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
         unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         return list(unique.values())
 
     # --- saving where it is --------------------------------------------------------------------------------------
 
-    def _note_position(self, is_end: bool = False) -> None:
-        """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
-        if self._stateful is not None:
-            starts = [g.get_state() for g in self._generators()] if is_end else self.epoch_start
-            self._position = {
-                # Without one, the next epoch starts afresh; torchdata would draw its order twice to find that out.
-                "loader": None if is_end else self._stateful.state_dict(),
-                "iteration": self.iteration + is_end,
-                "generators": starts,
-            }
+    def _order_state(self, is_end: bool) -> dict[str, Any]:
+        """Return the epoch and its generators; empty in a first epoch that draws nothing, where it lacks nothing."""
+        is_inside = self.epoch_start and not is_end
+        generators = self.epoch_start if is_inside else [one.get_state() for one in self._generators()]
+        iteration = self.iteration + is_end
+        return {"iteration": iteration, "generators": generators} if iteration or generators else {}
 
-    @property
-    def state_dict(self) -> Callable[[], dict[str, Any]]:
-        """Where in its epoch the loader is; a batch that was read ahead does not count.
-
-        Raises:
-            AttributeError: the loader was prepared without ``use_stateful_dataloader=True``.
-        """
-        self._check_stateful("state_dict")
-        return self._get_state
-
-    @property
-    def load_state_dict(self) -> Callable[[dict[str, Any]], None]:
-        """Go on, in the next iteration, behind the batch at which :attr:`state_dict` was taken."""
-        self._check_stateful("load_state_dict")
-        return self._set_state
-
-    def _check_stateful(self, name: str) -> None:
-        if self._stateful is None:
-            raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
-
-    def _get_state(self) -> dict[str, Any]:
-        if self._position is None:
-            starts = [generator.get_state() for generator in self._generators()]
-            return {"loader": None, "iteration": self.iteration, "generators": starts}
-        return self._position
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        if state["loader"] is not None:
-            self._stateful.load_state_dict(state["loader"])
-        self.iteration = state["iteration"]
-        self._resumed_start = state["generators"]
-        self._position = state
+    def _resume_order_state(self, state: dict[str, Any]) -> None:
+        self.iteration = state.get("iteration", 0)
+        self._resumed_start = state.get("generators", [])
 
     # --- for users -----------------------------------------------------------------------------------
 
     @property
-    def base_dataloader(self) -> DataLoader:
-        """What reads: torchdata's stateful loader, or this loader itself."""
-        return self if self._stateful is None else self._stateful
+    def gradient_state(self) -> GradientState:
+        """A view of gradient accumulation in this process."""
+        return GradientState()
 
     @property
     def total_batch_size(self) -> int:
         """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't know."""
         size = getattr(self.shard, "batch_size", None) or self.batch_size or 0
-        return size if self.config.split_batches else size * self.num_processes
+        return size if self.split_batches else size * self.num_processes
 
     @property
     def total_dataset_length(self) -> int:
@@ -298,25 +283,25 @@ class PreparedLoader(DataLoader):
     batches_per_round = 1
     """Batches of the underlying order that make one of this rank's."""
 
+    def get_sampler(self) -> Any:
+        """Return the sampler of indices below the batch samplers; None where there is none."""
+        return get_sampler(self)
+
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of indices below the batch samplers."""
-        batch_sampler = innermost(self.batch_sampler)
+        batch_sampler = innermost(order_of(self))
         if not hasattr(batch_sampler, "sampler"):
             raise TypeError(
                 f"the loader's {type(batch_sampler).__name__} has no sampler that could be replaced"
             )
         batch_sampler.sampler = sampler
-        self.__dict__["sampler"] = sampler
+        if self.batch_sampler is not None:
+            vars(self)["sampler"] = sampler
 
 
-def _stateful_twin(dataset: Any, options: dict[str, Any]) -> Any:
-    """Return torchdata's loader with the same arguments: it is the one that reads."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    with warnings.catch_warnings():
-        # torchdata 0.11 is the last one and calls functions that torch 2.13 deprecates; users can't help it.
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
-        return StatefulDataLoader(dataset, **options)
+def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
+    """Return the sampler of indices below a loader's batch samplers; None where there is none."""
+    return sampler_of(order_of(dataloader))
 
 
 class DataLoaderShard(PreparedLoader):
@@ -334,7 +319,7 @@ class DataLoaderShard(PreparedLoader):
             return
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
         advance, rows = session.loops.advance, nested.count_rows(current)
-        is_plain = is_placed and self._stateful is None and self._has_equal_batches
+        is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
         is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
             current = self._receive(current, is_placed)

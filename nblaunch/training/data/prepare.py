@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,8 @@ def reading_options(loader: DataLoader) -> dict[str, Any]:
         for name in _READING_OPTIONS
         if name in _ACCEPTED and hasattr(loader, name)
     }
+    if is_stateful(loader):
+        options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]
     if not options["num_workers"]:
         # torch refuses these two without reading workers, even at their defaults.
         options.pop("prefetch_factor", None)
@@ -151,7 +154,11 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     _check_plain(loader)
     common = reading_options(loader)
     common.update(
-        device=target.device, config=config, num_processes=target.world_size, rng_types=target.rng_types
+        device=target.device,
+        num_processes=target.world_size,
+        rng_types=target.rng_types,
+        use_stateful_dataloader=config.use_stateful_dataloader or is_stateful(loader),
+        _non_blocking=config.non_blocking,
     )
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if target.world_size > 1 and _is_dispatched(config, target, is_iterable):
@@ -161,9 +168,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     order = order_of(loader)
     _make_order_shareable(order, config)
     shard = _share_order(loader, order, target, config)
-    return DataLoaderShard(
-        loader.dataset, shard=shard, **reading_order(loader, order if shard is None else shard), **common
-    )
+    order = order if shard is None else shard
+    return DataLoaderShard(loader.dataset, **reading_order(loader, order), **common)
 
 
 def _share_order(
@@ -180,6 +186,14 @@ def _share_order(
 
 def _has_single_samples(loader: DataLoader) -> bool:
     return loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler)
+
+
+def is_stateful(loader: DataLoader) -> bool:
+    """Return whether torchdata reads it."""
+    torchdata = sys.modules.get(
+        "torchdata.stateful_dataloader"
+    )  # where it was not imported, nothing can be one
+    return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)
 
 
 def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_iterable: bool) -> bool:
@@ -202,7 +216,7 @@ def _check_plain(loader: DataLoader) -> None:
                 "would share it once more. Give the loader to prepare without a DistributedSampler (with shuffle=True "
                 "if it shuffles)."
             )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         warn(
             f"{type(loader).__name__} has an __iter__ of its own, which the prepared loader does not use: it reads the "
             "dataset and the sampler itself. Put what it does into the collate_fn."
@@ -225,7 +239,8 @@ def _dispatch(
         order = order_of(loader)
         _make_order_shareable(order, config)
         sampling = reading_order(loader, order)
-    return DataLoaderDispatcher(loader.dataset, slice_fn=target.slice_fn, **sampling, **common)
+    common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
+    return DataLoaderDispatcher(loader.dataset, **sampling, **common)
 
 
 def _shard_iterable(
@@ -244,7 +259,7 @@ def _shard_iterable(
     is_split = config.split_batches and batch_size is not None
     shard = IterableDatasetShard(dataset, unit, drop_last, world_size, target.rank, is_split)
     own_size = unit // world_size if shard.split_batches else batch_size
-    return DataLoaderShard(shard, shard=shard, batch_size=own_size, drop_last=drop_last, **common)
+    return DataLoaderShard(shard, batch_size=own_size, drop_last=drop_last, **common)
 
 
 def _num_shards(dataset: Any) -> int:

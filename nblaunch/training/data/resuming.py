@@ -15,8 +15,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from nblaunch.training.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, stateful_loader
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.prepare import reading_options, reading_order
+from nblaunch.training.data.prepare import is_stateful, reading_options, reading_order
 from nblaunch.training.data.samplers import SeedableRandomSampler, SkipBatchSampler, order_of, sampler_of
 from nblaunch.training.session import Session
 
@@ -61,21 +62,31 @@ def _being_read(loader: PreparedLoader, session: Session) -> PreparedLoader | No
     return None
 
 
-class SkipDataLoader(DataLoader):
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A plain data loader without its first batches, once: they are read and dropped.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
         skip_batches: how many.
+        use_stateful_dataloader: read with torchdata.
     """
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, **options: Any) -> None:
-        super().__init__(dataset, **options)
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **options: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader, **options)
         self.skip_batches = skip_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skipped, self.skip_batches = self.skip_batches, 0
-        return islice(super().__iter__(), skipped, None)
+        self.begin()
+        try:
+            for batch in islice(iter(self.base_dataloader), skipped, None):
+                self._note_position()
+                yield batch
+            self._note_position(is_end=True)
+        finally:
+            self.end()
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skip_batches)
@@ -95,27 +106,23 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches} is negative")
     options = reading_options(dataloader)
+    kind: Any = type(dataloader)
     per_batch = 1
     if isinstance(dataloader, PreparedLoader):
-        options.update(
-            device=dataloader.device,
-            config=dataloader.config,
-            num_processes=dataloader.num_processes,
-            rng_types=dataloader.rng_types,
-            shard=dataloader.shard,
-            slice_fn=dataloader.slice_fn,
-            skip_batches=num_batches,
-        )
+        options.update(dataloader.own_options(), skip_batches=num_batches)
         per_batch = dataloader.batches_per_round
     if isinstance(dataloader.dataset, IterableDataset):
+        if not isinstance(dataloader, PreparedLoader):
+            kind = SkipDataLoader
+            options.update(use_stateful_dataloader=is_stateful(dataloader))
         options.update(
             batch_size=dataloader.batch_size, drop_last=dataloader.drop_last, skip_batches=num_batches
         )
-        kind: Any = type(dataloader) if isinstance(dataloader, PreparedLoader) else SkipDataLoader
     else:
+        if not isinstance(dataloader, PreparedLoader):
+            kind = stateful_loader if is_stateful(dataloader) else DataLoader
         order = SkipBatchSampler(order_of(dataloader), num_batches * per_batch)
         options.update(reading_order(dataloader, order))
-        kind = type(dataloader) if isinstance(dataloader, PreparedLoader) else DataLoader
     skipping: DataLoader = kind(dataloader.dataset, **options)
     if isinstance(skipping, PreparedLoader):
         skipping.follow(dataloader)

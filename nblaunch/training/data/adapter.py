@@ -1,0 +1,180 @@
+"""What prepared loaders are made of: the loader that reads, and the state of the epoch that is being read.
+
+    DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
+
+An adapter passes for an instance of the class of its base, whose attributes it shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from nblaunch.packages import is_installed
+from nblaunch.training.session import open_session
+
+_FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
+_ORDER = "_order"  # ours, beside those of torchdata
+
+
+class DataLoaderStateMixin:
+    """The state of the epoch that a loader reads, which gradient accumulation and ``gather_for_metrics`` look at.
+
+    ``end_of_dataloader`` is True while the last batch is in the user's hands; ``remainder`` is the number of real rows
+    in the last global batch (0 = all of them, -1 = not known). A loader of one's own calls :meth:`begin` where an epoch
+    begins and :meth:`end` where it ends.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    shard: Any = None
+    """What knows how many rows of the last global batch are real; None where nothing is ever added."""
+
+    def reset(self) -> None:
+        """Forget the state of the last epoch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Make this loader the active one, at the start of its epoch."""
+        self.reset()
+        self.remainder = self._expected_remainder()
+        open_session().accumulation.enter(self)
+
+    def end(self) -> None:
+        """Give way to the loader around this one, if any: its epoch is over, or was left."""
+        open_session().accumulation.leave(self)
+
+    def _expected_remainder(self) -> int:
+        """Return the real rows of the last global batch by arithmetic, before the epoch is read."""
+        return -1
+
+
+if TYPE_CHECKING:
+    Base = DataLoader  # it has what its base has
+else:
+    Base = object
+
+
+class DataLoaderAdapter(Base):
+    """A loader around another one, which reads.
+
+    Args:
+        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``batch_sampler`` and other ``options``.
+        use_stateful_dataloader: read with torchdata, so that :attr:`state_dict` says where in an epoch it is.
+
+    Raises:
+        ImportError: ``use_stateful_dataloader`` without torchdata.
+    """
+
+    base_dataloader: DataLoader
+    """What reads."""
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **options: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self._position: dict[str, Any] | None = None
+        make = stateful_loader if use_stateful_dataloader else DataLoader
+        self.base_dataloader = make(dataset, batch_sampler=batch_sampler, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
+        if "base_dataloader" not in self.__dict__:  # while it is being made, or unpickled
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = self.__dict__.get("base_dataloader")
+        if base is not None and name in vars(base) and name not in vars(self):
+            setattr(base, name, value)  # it is the base that reads by it, or refuses the change
+        else:
+            object.__setattr__(self, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """That of the loader which reads: ``isinstance`` finds both."""
+        base = self.__dict__.get("base_dataloader")
+        return type(self) if base is None else type(base)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), dict(self.__dict__))
+
+    # --- saving where it is --------------------------------------------------------------------------------------
+
+    @property
+    def state_dict(self) -> Any:
+        """A function: where in its epoch the loader is. A batch that was read ahead does not count.
+
+        The state is torchdata's, and either's loader takes the other's; one entry more says of epoch and order what
+        torchdata does not know.
+
+        Raises:
+            AttributeError: the loader was made without ``use_stateful_dataloader=True``.
+        """
+        self._check_stateful()
+        return self._get_state
+
+    @property
+    def load_state_dict(self) -> Any:
+        """A function: go on, in the next iteration, behind the batch at which :attr:`state_dict` was taken."""
+        self._check_stateful()
+        return self._set_state
+
+    def _check_stateful(self) -> None:
+        if not self.use_stateful_dataloader:
+            raise AttributeError  # worded by __getattr__, which Python calls then
+
+    def _get_state(self) -> dict[str, Any]:
+        return self._with_order({}, False) if self._position is None else self._position
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        base: Any = self.base_dataloader
+        # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
+        is_fresh = state.get(_FINISHED, True)
+        base.load_state_dict({} if is_fresh else {key: state[key] for key in state if key != _ORDER})
+        self._resume_order_state(state.get(_ORDER, {}))
+        self._position = state
+
+    def _note_position(self, is_end: bool = False) -> None:
+        """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
+        if self.use_stateful_dataloader:
+            base: Any = self.base_dataloader
+            self._position = self._with_order({**base.state_dict(), _FINISHED: is_end}, is_end)
+
+    def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
+        order = self._order_state(is_end)
+        return {**state, _ORDER: order} if order else state
+
+    def _order_state(self, is_end: bool) -> dict[str, Any]:
+        """Return what torchdata's state lacks; empty where it lacks nothing."""
+        return {}
+
+    def _resume_order_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`_order_state` has returned."""
+
+
+def _rebuild(cls: type[DataLoaderAdapter], state: dict[str, Any]) -> DataLoaderAdapter:
+    adapter = cls.__new__(cls)
+    adapter.__dict__.update(state)
+    return adapter
+
+
+def stateful_loader(dataset: Any, **options: Any) -> Any:
+    """Return torchdata's loader. ImportError without torchdata."""
+    if not is_installed("torchdata"):
+        raise ImportError(
+            "use_stateful_dataloader=True reads with torchdata, which is not installed: pip install torchdata"
+        )
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        # torchdata 0.11 is the last one and calls functions that torch 2.13 deprecates; users can't help it.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
+        return StatefulDataLoader(dataset, **options)
