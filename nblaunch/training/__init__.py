@@ -18,6 +18,7 @@ The :class:`Accelerator`, and what it is built of:
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     precision.py     number formats: around the forward, and for backward, clipping and step
+    loss_scaling.py  fp16: one gradient scaler for several optimizers
     strategies/      how a model is spread over ranks
     gradients.py     backward, accumulation, clipping
     collectives/     values of all ranks; random states

@@ -84,8 +84,8 @@ class Accelerator(PreparationProperties, Rejoining):
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: what ``notebook_launcher`` was given, else the
-            variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: that of the Accelerator before; of the first one, what
+            ``notebook_launcher`` was given, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
         cpu: compute on the CPU even where there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
@@ -113,8 +113,8 @@ class Accelerator(PreparationProperties, Rejoining):
         deepspeed_plugins: several of them by name; ``state.select_deepspeed_plugin(name)`` says which ``prepare`` uses.
 
     Raises:
-        ValueError: an argument has an invalid value, contradicts another one, or asks for another precision or device
-            than an earlier Accelerator of this process.
+        ValueError: an argument has an invalid value, contradicts another one, or asks for another device than an
+            earlier Accelerator of this process.
         TypeError: an unknown argument.
         NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
     """
@@ -455,9 +455,9 @@ class Accelerator(PreparationProperties, Rejoining):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
         """
-        averaged = self._gradients.reduce_where_due(parameters)
-        self.unscale_gradients()
-        return self._strategy.clip_grad_norm(averaged, max_norm, norm_type)
+        return self._strategy.clip_grad_norm(
+            self._gradients.bring_to_true_size(parameters), max_norm, norm_type
+        )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip gradients elementwise to [-clip_value, clip_value], in true size. Call it where gradients sync.
@@ -466,9 +466,7 @@ class Accelerator(PreparationProperties, Rejoining):
             parameters: a parameter or an iterable of them.
             clip_value: the largest absolute value of an element.
         """
-        averaged = self._gradients.reduce_where_due(parameters)
-        self.unscale_gradients()
-        self._strategy.clip_grad_value(averaged, clip_value)
+        self._strategy.clip_grad_value(self._gradients.bring_to_true_size(parameters), clip_value)
 
     @property
     def sync_gradients(self) -> bool:

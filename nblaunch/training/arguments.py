@@ -199,27 +199,20 @@ def default_plugin(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) ->
 def resolve_precision(
     asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
 ) -> precision.Precision:
-    """Return the precision of an Accelerator: the first one of a process decides, later ones agree or don't care.
+    """Return the precision of an Accelerator: its own, in the format of the one before where none is asked for.
 
     Args:
-        asked: its name, by argument or plugin; None: as launched or in the environment.
-        existing: that of the earlier Accelerators; None: this is the first one.
+        asked: its name, by argument or plugin; None: that of the existing one, or as launched or in the environment.
+        existing: that of the Accelerator before; None: this is the first one.
         backend: the device family.
         handlers: may have settings of the gradient scaler and of autocast.
 
     Raises:
-        ValueError: the name is unknown, the device can't compute in it, or it is another than the existing one.
+        ValueError: the name is unknown, or the device can't compute in it.
     """
-    scaling, autocast = handlers.get(GradScalerKwargs), handlers.get(AutocastKwargs)
-    if existing is not None and asked is None:
-        asked = existing.name
     default = context.current().accelerator_defaults.get("mixed_precision")
-    name = precision.resolve(asked or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend)
-    if existing is not None and existing.name != name:
-        raise ValueError(
-            f"mixed_precision={name!r}, but an earlier Accelerator of this process uses {existing.name!r}. Use one "
-            "precision per process, or AcceleratorState._reset_state() in between."
-        )
-    if existing is not None and not (autocast or scaling):
-        return existing
-    return precision.make(name, backend, autocast, scaling)
+    before = None if existing is None else existing.name
+    name = precision.resolve(
+        asked or before or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend
+    )
+    return precision.make(name, backend, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs))

@@ -81,20 +81,23 @@ class Gradients:
         for one in self._preparer.optimizers if optimizer is None else nested.leaves(optimizer):
             self._precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
-    def reduce_where_due(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Reduce gradients over ranks where that is due and backward has not done it.
+    def bring_to_true_size(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Bring gradients to their true size: averaged over ranks, where backward has not done it, and unscaled.
 
         Args:
-            parameters: those whose gradients are needed.
+            parameters: those whose gradients are needed. The optimizers that have none of them are left alone: they
+                may have no gradients yet.
 
         Returns:
             The parameters as a list.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        wanted = {id(parameter) for parameter in listed}
         if self._session.accumulation.sync_gradients:
-            wanted = {id(parameter) for parameter in listed}
             for optimizer in self._preparer.optimizers:
                 optimizer.reduce_gradients(wanted)
+        owners = [optimizer for optimizer in self._preparer.optimizers if optimizer.has_any(wanted)]
+        self.unscale(owners or None)
         return listed
 
 

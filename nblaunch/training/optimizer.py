@@ -44,6 +44,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = False
         self._is_reduced = False
         self._is_accelerate_prepared = True
+        precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
 
@@ -104,6 +105,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear gradients; nothing in the middle of an accumulation window."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._precision.forget_gradients(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window."""
@@ -119,12 +121,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             wanted: ids of parameters; nothing is done where this optimizer has none of them. None: for certain.
         """
-        if self._is_reduced or (wanted is not None and not self._has_any(wanted)):
+        if self._is_reduced or (wanted is not None and not self.has_any(wanted)):
             return
         self._backend.reduce_gradients(self.optimizer)
         self._is_reduced = True
 
-    def _has_any(self, wanted: Container[int]) -> bool:
+    def has_any(self, wanted: Container[int]) -> bool:
         return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
 
     @property

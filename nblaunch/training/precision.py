@@ -19,6 +19,7 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.collectives import nested
+from nblaunch.training.loss_scaling import LossScaling
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
 
 
@@ -27,11 +28,18 @@ class Precision:
 
     name = "no"
     dtype: torch.dtype | None = None
-    scaler: torch.amp.GradScaler | None = None
 
     def __init__(self, backend: Backend, autocast: AutocastKwargs | None = None) -> None:
         self._backend = backend
         self._options = autocast or AutocastKwargs()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler; None where losses are not scaled."""
+        return None
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take notice of an optimizer that was prepared."""
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Run the block, outside a prepared model's forward, in this precision. ``options`` beat the constructor's."""
@@ -56,6 +64,9 @@ class Precision:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the gradients of ``optimizer`` to their true size, before they are clipped or looked at."""
+
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take notice that the gradients of ``optimizer`` were cleared."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
         """Step ``optimizer``. Returns whether the step was skipped because gradients overflowed."""
@@ -92,36 +103,26 @@ class Fp16Precision(Precision):
         scaling: GradScalerKwargs | None = None,
     ) -> None:
         super().__init__(backend, autocast)
-        self.scaler: torch.amp.GradScaler = backend.grad_scaler(**(scaling or GradScalerKwargs()).to_kwargs())
-        self._unscaled: set[int] = set()
-        self._steps_taken = 0
+        self._scaling = LossScaling(backend.grad_scaler(**(scaling or GradScalerKwargs()).to_kwargs()))
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        return self._scaling.scaler
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scaling.register(optimizer)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self.scaler.scale(loss).backward(**kwargs)
+        self._scaling.backward(loss, **kwargs)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        # The scaler refuses to unscale twice; clipping by norm and then by value is a fair thing to do.
-        if id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+        self._scaling.unscale(optimizer)
+
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scaling.forget(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        before = self._steps_taken
-        handle = optimizer.register_step_pre_hook(self._count_step)
-        try:
-            if closure is None:
-                self.scaler.step(optimizer)
-            else:
-                self.scaler.step(optimizer, closure)
-        finally:
-            handle.remove()
-        self.scaler.update()
-        self._unscaled.discard(id(optimizer))
-        # The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway.
-        return self._steps_taken == before
-
-    def _count_step(self, *args: Any) -> None:
-        self._steps_taken += 1
+        return self._scaling.step(optimizer, closure)
 
 
 class AutocastForward:

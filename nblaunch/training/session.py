@@ -32,7 +32,7 @@ class Session:
         losses: reports the last loss there.
         own_time: reports time per step spent without waiting for other ranks.
         models: prepared models, by whose mode training and evaluating differ.
-        precision: of the first Accelerator; None before there is one.
+        precision: of the latest Accelerator; None before there is one.
         plugin: how the latest Accelerator spreads models; None before there is one.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
         strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
@@ -75,7 +75,7 @@ class Session:
             )
 
     def adopt(self, strategy: Strategy, asked: Precision) -> Precision:
-        """Keep the strategy of a new Accelerator, and the precision of the first one.
+        """Keep the strategy and the precision of a new Accelerator.
 
         Args:
             strategy: just built.
@@ -84,11 +84,9 @@ class Session:
         Returns:
             The precision in which that Accelerator computes: the strategy has a say in it.
         """
-        resolved = strategy.adapt_precision(asked)
+        self.precision = resolved = strategy.adapt_precision(asked)
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
-        if self.precision is None or self.precision is asked:
-            self.precision = resolved
         return resolved
 
     def take_resuming(self) -> bool:

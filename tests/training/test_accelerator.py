@@ -133,11 +133,20 @@ def test_accelerators_of_one_process_share_their_place() -> None:
     assert second.mixed_precision == "bf16"
     assert second.native_amp
     assert first.gradient_accumulation_steps == 3
-    with pytest.raises(ValueError, match=r"earlier Accelerator .*'bf16'"):
-        Accelerator(mixed_precision="no")
     assert copy.deepcopy(first) is first
-    AcceleratorState._reset_state()
-    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_a_later_accelerator_may_compute_in_another_precision() -> None:
+    first = Accelerator(mixed_precision="bf16")
+    early = first.prepare(nn.Linear(2, 2))
+    second = Accelerator(mixed_precision="no")
+    late = second.prepare(nn.Linear(2, 2))
+    assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
+    assert AcceleratorState().mixed_precision == Accelerator().mixed_precision == "no"
+    inputs = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
+    for model, is_rounded in ((early, True), (late, False)):
+        exact = nn.functional.linear(inputs, model.weight, model.bias)
+        assert torch.equal(model(inputs), exact) is not is_rounded
 
 
 def test_wrong_arguments_are_refused_before_the_process_joins(tmp_path: Path) -> None:

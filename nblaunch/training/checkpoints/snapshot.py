@@ -74,7 +74,7 @@ class TrainingState:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """Of fp16; None otherwise."""
-        return self.session.precision.scaler if self.session.precision is not None else None
+        return self.preparer.precision.scaler
 
 
 def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:

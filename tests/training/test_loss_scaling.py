@@ -1,0 +1,154 @@
+"""fp16 with several optimizers, clipping and accumulation: as without scaling, which a power of two does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch import Accelerator, context
+from nblaunch.training.options import AutocastKwargs, GradScalerKwargs
+from nblaunch.training.precision import Fp16Precision
+
+Loop = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def scaler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(context.current().backend), "precision_refusal", lambda self, precision: None)
+
+
+def _accelerator(precision: str, **scaling: Any) -> Accelerator:
+    """Only the scaling of fp16, not its rounding, so that results are those of full precision."""
+    handlers = [AutocastKwargs(enabled=False), GradScalerKwargs(**scaling)]
+    return Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
+
+
+def _layer(seed: int) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(3, 3)
+
+
+def _batches() -> torch.Tensor:
+    return torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(3))
+
+
+def _adversaries(accelerator: Any, norms: list[float], clear_first: bool) -> list[nn.Linear]:
+    """A discriminator, then a generator through it: each is clipped and steps by itself."""
+    first, second = _layer(0), _layer(1)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (first, second)]
+    prepared = accelerator.prepare(first, second, *optimizers)
+    for batch in _batches():
+        for module, optimizer in ((prepared[0], prepared[2]), (prepared[1], prepared[3])):
+            if clear_first:
+                optimizer.zero_grad()
+            loss = (prepared[0](prepared[1](batch)) - batch).pow(2).mean()
+            accelerator.backward(loss if module is prepared[0] else -loss)
+            norms.append(float(accelerator.clip_grad_norm_(module.parameters(), 0.5)))
+            optimizer.step()
+            if not clear_first:
+                prepared[2].zero_grad()
+                prepared[3].zero_grad()
+    return [first, second]
+
+
+def _two_of_one_model(accelerator: Any, norms: list[float], clip_all: bool) -> list[nn.Linear]:
+    """Matrices by one optimizer, the rest by another, as with Muon and AdamW: one backward, two steps."""
+    module = _layer(0)
+    optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in (module.weight, module.bias)]
+    model, *optimizers = accelerator.prepare(module, *optimizers)
+    for batch in _batches():
+        accelerator.backward((model(batch) - batch).pow(2).mean())
+        if clip_all:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [module]
+
+
+def _losses_before_steps(accelerator: Any, norms: list[float], clear_first: bool) -> list[nn.Linear]:
+    """Two models, each with its backward and clipping, and only then the steps."""
+    modules = [_layer(0), _layer(1)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
+    models, optimizers = accelerator.prepare(*modules), accelerator.prepare(*optimizers)
+    for batch in _batches():
+        for model in models:
+            accelerator.backward((model(batch) - batch).pow(2).mean())
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=clear_first)
+    return modules
+
+
+@pytest.mark.parametrize("loop", [_adversaries, _two_of_one_model, _losses_before_steps])
+@pytest.mark.parametrize("variant", [True, False])
+def test_several_optimizers_step_as_without_scaling(loop: Loop, variant: bool) -> None:
+    expected_norms: list[float] = []
+    expected = loop(_accelerator("no"), expected_norms, variant)
+    norms: list[float] = []
+    # The scale grows after every step: it differs between the optimizers of one round where it is not kept for it.
+    accelerator = _accelerator("fp16", init_scale=1024.0, growth_interval=1)
+    modules = loop(accelerator, norms, variant)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    for module, plain in zip(modules, expected, strict=True):
+        torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() > 1024
+
+
+def test_the_scale_is_that_of_the_next_round_once_all_have_stepped() -> None:
+    accelerator = _accelerator("fp16", init_scale=8.0, growth_interval=1)
+    _two_of_one_model(accelerator, [], True)
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 8.0 * 2 ** len(_batches())
+
+
+def test_a_step_that_is_left_out_by_hand_is_no_mixture() -> None:
+    accelerator = _accelerator("fp16", init_scale=8.0)
+    module = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    norms = []
+    for factor in (1e6, 2.0, 3.0):
+        accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+        if norms[-1] < 1e3:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert norms == [1e6, 2, 3]
+
+
+def test_clipping_at_each_micro_step_is_refused_where_it_would_mix_gradients() -> None:
+    accelerator = _accelerator("fp16")
+    accelerator.gradient_accumulation_steps = 2
+    module = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+
+    def micro_step() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    micro_step()
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called .*sync_gradients"):
+        micro_step()
+
+
+def test_an_optimizer_that_was_unscaled_and_not_stepped_is_named() -> None:
+    precision = Fp16Precision(context.current().backend, None, GradScalerKwargs(init_scale=8.0))
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
+    precision.backward((weights[0] + weights[1]).sum())
+    precision.unscale(first)
+    precision.unscale(second)
+    precision.step(first)
+    with pytest.raises(RuntimeError, match="has not stepped since"):
+        precision.backward(weights[0].sum())
