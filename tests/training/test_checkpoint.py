@@ -30,6 +30,8 @@ from nblaunch import (
 )
 from nblaunch.training.checkpoints import files, model_files, safe_save
 from nblaunch.training.checkpoints.snapshot import Snapshot
+from nblaunch.training.options import GradScalerKwargs
+from nblaunch.training.precision import Fp16Precision
 from tests.training import ranks
 
 ROWS = 44
@@ -204,12 +206,14 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def test_a_scaler_is_saved(tmp_path: Path) -> None:
     accelerator = Accelerator()
+    backend = context.current().backend
     # fp16 needs a GPU; its scaler does not.
-    accelerator._session.precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    accelerator._preparer.precision = Fp16Precision(backend, None, GradScalerKwargs(init_scale=8.0))
     accelerator.save_state(tmp_path / "state")
-    accelerator._session.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    accelerator._preparer.precision = Fp16Precision(backend, None, GradScalerKwargs(init_scale=2.0))
     accelerator.load_state(tmp_path / "state")
-    assert accelerator._session.precision.scaler.state_dict()["scale"] == 8.0
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.state_dict()["scale"] == 8.0
     assert (tmp_path / "state" / "scaler.pt").is_file()
 
 

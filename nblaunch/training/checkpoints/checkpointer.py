@@ -61,7 +61,7 @@ class Checkpointer:
     def register(self, objects: Sequence[Any]) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
         unfit = [
-            f"argument {position} ({type(obj).__name__})"
+            f"Item at index {position}, a {type(obj).__name__}"
             for position, obj in enumerate(objects)
             if not (
                 callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
@@ -69,7 +69,7 @@ class Checkpointer:
         ]
         if unfit:
             raise ValueError(
-                f"objects to register need state_dict and load_state_dict; not so {', '.join(unfit)}"
+                f"objects to register need state_dict and load_state_dict, which these lack: {'; '.join(unfit)}"
             )
         self.state.custom.extend(objects)
 

@@ -44,7 +44,8 @@ class Restorer:
         """Load a checkpoint; see ``Accelerator.load_state``."""
         if map_location not in _MAP_LOCATIONS:
             raise TypeError(
-                f"map_location={map_location!r} is unknown; valid are None, 'cpu' and 'on_device'"
+                f"Unsupported optimizer map location passed: map_location={map_location!r}; valid are None, 'cpu' "
+                "and 'on_device'"
             )
         device = self._state.session.process.device if map_location == "on_device" else "cpu"
         reading = {"map_location": device, **(load_kwargs or {})}
