@@ -84,8 +84,8 @@ class Accelerator(PreparationProperties, Rejoining):
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: that of the Accelerator before; of the first one, what
-            ``notebook_launcher`` was given, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: that of the Accelerator before; for the first one,
+            what ``notebook_launcher`` was given, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
         cpu: compute on the CPU even where there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.

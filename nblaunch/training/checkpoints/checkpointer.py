@@ -61,7 +61,7 @@ class Checkpointer:
     def register(self, objects: Sequence[Any]) -> None:
         """Include ``objects`` in checkpoints; see ``Accelerator.register_for_checkpointing``."""
         unfit = [
-            f"Item at index {position}, a {type(obj).__name__}"
+            f"Item at index {position} ({type(obj).__name__})"
             for position, obj in enumerate(objects)
             if not (
                 callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
