@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What was made or found once is not looked at again until its recipe changes.
 DEMO_STAMP := $(VENV)/.demo
+DOCS_STAMP := $(VENV)/.docs
 BROWSER_STAMP := $(VENV)/.browser
 COLAB_STAMP := .venv-colab-kernel/.complete
 XLA_STAMP := $(XLA_VENV)/.complete
@@ -33,7 +34,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs golden bench picture clean
+.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -58,7 +59,23 @@ demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP))  ## run the quickstart note
 
 # Of the tests' needs, the few that the notebook has.
 $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
-	$(call install,'.[notebooks]' scikit-learn)
+	$(call install,'.[demo]')
+
+wheel:  ## build dist/nblaunch-*.whl, to install elsewhere
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+docs: $(if $(wildcard $(STAMP)),setup,$(DOCS_STAMP))  ## build the documentation; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+notebooks: setup xla-env  ## execute the notebooks and store their outputs; ARGS='01_quickstart 03_tpu' for some of them
+	$(BIN)/python -m tests.tools.notebooks $(ARGS)
+
+$(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
+	$(call install,'.[docs]')
 
 ifeq ($(strip $(ARGS)),)
 # Everything is run, whatever failed before it; the last lines tell what did.
@@ -137,5 +154,5 @@ picture: setup browser  ## take the README's picture of the dashboard again, in 
 	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) $(XLA_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

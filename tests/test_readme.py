@@ -1,10 +1,11 @@
-"""The README says nothing that is not so: its code runs, its commands exist, its links lead somewhere."""
+"""README and CONTRIBUTING.md say nothing that is not so: code runs, commands and files exist, the map is the tree."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,65 +15,83 @@ from tests.kernels import Kernel
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-PYTHON = [code for language, code in BLOCKS if language == "python"]
-COMMANDS = [
-    line.partition("#")[0].strip()
-    for language, text in BLOCKS
-    if language in ("", "bash", "sh")
-    for line in text.splitlines()
-]
-LINKS = [link for link in re.findall(r"\]\(([^)\s]+)\)", README) if "://" not in link and link[0] != "#"]
-
-# What a reader of the README has at hand before its first block.
-GIVEN = """
-import torch
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
-
-model = torch.nn.Linear(4, 3)
-dataset = TensorDataset(torch.randn(48, 4), torch.randint(0, 3, (48,)))
-before = model.weight.clone()
-"""
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+TEXTS = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING}
 
 
-def test_its_code_runs_in_a_notebook(kernel: Kernel) -> None:
-    assert len(PYTHON) >= 2
-    kernel.run(GIVEN)
-    for code in PYTHON:
-        kernel.run(code, timeout_s=60)
-    kernel.run("assert not torch.equal(before, model.weight), 'the trained weights are back in model'")
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Language and text of each block of code."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_it_names_make_targets_that_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):.*  ## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, flags=re.MULTILINE))
-    assert {"demo", "test"} <= named
-    assert named <= targets
-
-
-def test_its_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [shlex.split(command)[1:] for command in COMMANDS if command.startswith("nblaunch ")]
-    assert lines
-    for command, *words in lines:
+def check_commands(lines: Iterable[str], capsys: pytest.CaptureFixture[str]) -> int:
+    """Fail for an ``nblaunch`` command without that option; return how many commands there are."""
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("nblaunch ")]
+    for command, *words in commands:
         with pytest.raises(SystemExit) as leaving:
             cli.main([command, "--help"])
         assert leaving.value.code == 0
         shown = capsys.readouterr().out
-        of_ours = itertools.takewhile(
-            lambda word: not word.endswith(".py"), words
-        )  # the rest is the script's
+        # What follows the script is the script's.
+        of_ours = itertools.takewhile(lambda word: not word.endswith(".py"), words)
         for option in (word.partition("=")[0] for word in of_ours if word.startswith("--")):
             assert option in shown, f"{option} of `nblaunch {command}`"
+    return len(commands)
 
 
-@pytest.mark.parametrize("link", LINKS)
-def test_its_links_lead_to_files(link: str) -> None:
+PYTHON = [code for language, code in blocks(README) if language == "python"]
+LINKS = [
+    (name, link)
+    for name, text in TEXTS.items()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text)
+    if "://" not in link and link[0] != "#"
+]
+
+
+def test_the_example_runs_when_it_is_pasted_into_a_fresh_notebook(kernel: Kernel) -> None:
+    example, *others = PYTHON
+    shown = kernel.run(example, timeout_s=90).stdout
+    loss = re.search(r"^loss (\d\.\d+)$", shown, re.MULTILINE)
+    assert loss is not None
+    assert float(loss[1]) < 0.6  # of a coin toss: 0.69
+    kernel.run(
+        "trained = cross_entropy(model(inputs), dataset.tensors[1]).item(); print(f'trained {trained:.3f}')"
+    )
+    kernel.run("assert trained < 0.6, 'the trained weights are in model'")
+    for code in others:
+        kernel.run(code, timeout_s=60)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*  ## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for text in TEXTS.values():
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE))
+        assert named <= targets
+    assert {"demo", "test", "wheel", "docs"} <= set(
+        re.findall(r"(?:^|`)make ([a-z-]+)", README, flags=re.MULTILINE)
+    )
+
+
+def test_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    spans = re.findall(r"`(nblaunch [^`]+)`", README)
+    assert check_commands(spans, capsys) >= 2
+
+
+@pytest.mark.parametrize(("name", "link"), LINKS)
+def test_links_lead_to_files(name: str, link: str) -> None:
     assert (ROOT / link.partition("#")[0]).exists()
 
 
-def test_its_map_shows_every_folder_and_module() -> None:
-    (shown,) = [text for _, text in BLOCKS if text.startswith("nblaunch/\n")]
+def test_no_address_is_a_placeholder() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    assert len(pages) > 20
+    for path in pages:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"REPOSITORY_OWNER|<address|your-?name|example\.com", text), path
+
+
+def test_the_map_shows_every_folder_and_module() -> None:
+    (shown,) = [text for _, text in blocks(CONTRIBUTING) if text.startswith("nblaunch/\n")]
     package = ROOT / "nblaunch"
     folders = re.findall(r"^  ([a-z_]+)/ ", shown, flags=re.MULTILINE)
     assert sorted(folders) == sorted(file.parent.name for file in package.glob("*/__init__.py"))
@@ -81,11 +100,12 @@ def test_its_map_shows_every_folder_and_module() -> None:
     parts = re.findall(r"([a-z]+)/[,;]? ?", re.search(r"^  training/ (.*)$", shown, flags=re.MULTILINE)[1])  # type: ignore[index]
     assert sorted(parts) == sorted(file.parent.name for file in (package / "training").glob("*/__init__.py"))
     others = re.findall(r"^([a-z]+)/", shown, flags=re.MULTILINE)
-    assert {"nblaunch", "tests"} <= set(others)
+    assert {"nblaunch", "tests", "docs"} <= set(others)
     assert all((ROOT / name).is_dir() for name in others), others
 
 
 def test_the_files_that_it_names_exist() -> None:
-    named = re.findall(r"`([a-z_/]+/(?:[a-zA-Z_]+\.(?:py|md|toml))?)`", README)
+    page = (ROOT / "docs" / "how-a-launch-works.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z_/]+/(?:[a-zA-Z_]+\.(?:py|md|toml))?)`", CONTRIBUTING + page)
     assert {"launcher/runner.py", "tests/architecture/test_words.py"} <= set(named)
     assert all((ROOT / name).exists() or (ROOT / "nblaunch" / name).exists() for name in named), named

@@ -58,7 +58,9 @@ def test_words_that_are_not_used() -> None:
 def _files() -> Iterator[Path]:
     yield from sorted(PACKAGE.rglob("*.py"))
     yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
-    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md")
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+    yield from sorted((ROOT / "docs" / "_extensions").glob("*.py"))
+    yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
 
 
 def _text(path: Path) -> str:

@@ -12,12 +12,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-BADGES = {
-    "colab-badge.svg": "https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}",
-    "open-in-kaggle.svg": "https://kaggle.com/kernels/welcome?src=https://github.com/{repository}/blob/main/notebooks/{name}",
-    "badge_logo.svg": "https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks%2F{name}",
-}
-
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -32,17 +26,12 @@ def code_of(cell: Any) -> ast.Module:
     return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE))
 
 
-def test_it_begins_with_a_promise_and_opens_anywhere(path: Path) -> None:
+def test_it_begins_with_a_promise(path: Path) -> None:
     first = read(path).cells[0]
     assert first.cell_type == "markdown"
-    title, promise, badges = first.source.split("\n\n", 2)
+    title, promise = first.source.split("\n\n", 1)
     assert title.startswith("# ")
     assert 80 < len(promise) < 400
-    repository = re.search(r"github/([\w.-]+/nblaunch)/blob", badges)
-    assert repository is not None
-    for image, address in BADGES.items():
-        assert image in badges
-        assert f"({address.format(repository=repository[1], name=path.name)})" in badges
 
 
 def test_it_installs_only_what_is_missing(path: Path) -> None:

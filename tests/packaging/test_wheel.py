@@ -116,9 +116,9 @@ def test_the_wheel_is_pure_and_has_every_file_of_the_package(built: Built) -> No
 def test_the_source_archive_has_what_its_tests_need(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("pyproject.toml", "Makefile", "LICENSE", "README.md", "constraints.txt"):
+    for name in ("pyproject.toml", "Makefile", "LICENSE", "README.md", "CONTRIBUTING.md", "constraints.txt"):
         assert name in names
-    for folder in ("nblaunch", "notebooks", "tests"):
+    for folder in ("docs", "nblaunch", "notebooks", "tests"):
         assert any(name.startswith(f"{folder}/") for name in names)
     assert not [name for name in names if ".venv" in name or "__pycache__" in name]
 
@@ -153,12 +153,12 @@ def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Buil
     }
     assert plain == wanted
     extras = {extra: of_extra(built, extra) for extra in built.metadata.get_all("Provides-Extra", [])}
-    assert {"tpu", "deepspeed", "stateful", "notebooks", "lint", "test"} <= extras.keys()
+    assert {"tpu", "deepspeed", "stateful", "notebooks", "demo", "docs", "lint", "test"} <= extras.keys()
     assert "nblaunch" not in {name for names in extras.values() for name in names}, (
         "an extra was not resolved"
     )
     assert {"torch", "torch-xla"} == extras["tpu"]
-    assert extras["lint"] | extras["notebooks"] <= extras["test"]
+    assert extras["lint"] | extras["docs"] | extras["demo"] | extras["notebooks"] <= extras["test"]
     pinned = {
         canonicalize_name(one.name): str(one.specifier)
         for one in built.requirements

@@ -117,8 +117,8 @@ def prepare_data_loader(
         put_on_device: move batches to ``device``.
         rng_types: generators made equal over ranks at the start of every epoch; None: none.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
-        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking,
-            use_stateful_dataloader: see :class:`DataLoaderConfiguration`.
+        split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
+        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader: likewise.
 
     Raises:
         ValueError: the data can't be shared like that, with the reason.

@@ -101,6 +101,8 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorate ``function(batch_size, ...)`` to be called again with smaller sizes until memory suffices.
 
+    Example::
+
         @find_executable_batch_size(starting_batch_size=256)
         def train(batch_size, model):
             ...

@@ -81,8 +81,8 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
         param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
             module that has such weights of its own, in CPU memory. None: its ``reset_parameters``.
         limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
-        backward_prefetch, forward_prefetch, state_dict_config, optim_state_dict_config, use_orig_params,
-            sync_module_states: of version 1. They have no effect, and a warning says why.
+        backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says why.
+        optim_state_dict_config, use_orig_params, sync_module_states: likewise.
 
     Raises:
         ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.

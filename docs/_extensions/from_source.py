@@ -1,0 +1,98 @@
+"""Directives that write parts of the reference from the package itself, so that none can be forgotten.
+
+.. public-names:: nblaunch.utils    an entry for each public name of a module
+.. command-help:: launch            what ``nblaunch launch --help`` prints
+.. environment-variables::          the table of the variables that are read
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import nblaunch
+from nblaunch import cli, env
+from nblaunch.compat import names
+
+
+def public_names(module: str) -> list[str]:
+    """Return the public names of a module that has them in the table of Accelerate's modules, or in ``__all__``."""
+    if module in names.HOMES:
+        return sorted(names.HOMES[module])
+    return sorted(importlib.import_module(module).__all__)
+
+
+class PublicNames(SphinxDirective):
+    """An entry for each public name of a module; of one that ``nblaunch`` has as well, a reference to that."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        module = self.arguments[0]
+        lines = [line for name in public_names(module) for line in entry(module, name)]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def entry(module: str, name: str) -> Iterator[str]:
+    """Yield the lines of reStructuredText that describe one name."""
+    value = getattr(importlib.import_module(module), name)
+    if name in nblaunch.__all__:
+        yield f".. py:attribute:: {module}.{name}"
+        yield ""
+        yield f"   The same as :py:obj:`nblaunch.{name}`."
+    else:
+        yield f".. auto{kind_of(value)}:: {module}.{name}"
+        if inspect.isclass(value):
+            yield "   :members:"
+    yield ""
+
+
+def kind_of(value: Any) -> str:
+    """Return which of autodoc's directives describes a value."""
+    if inspect.isclass(value):
+        return "exception" if issubclass(value, BaseException) else "class"
+    return "function" if callable(value) else "data"
+
+
+class CommandHelp(SphinxDirective):
+    """What a command prints with ``--help``."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return [nodes.literal_block(language="text", text=help_of(self.arguments[0]))]
+
+
+class EnvironmentVariables(SphinxDirective):
+    """The table of environment variables."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [(f"``{row.name}``", row.meaning) for row in env.TABLE.values()]
+        lines = [".. list-table::", "   :header-rows: 1", "", "   * - variable", "     - meaning"]
+        for name, meaning in rows:
+            lines += [f"   * - {name}", f"     - {meaning}"]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def help_of(command: str) -> str:
+    """Return what ``nblaunch <command> --help`` prints, 100 columns wide."""
+    shown = io.StringIO()
+    with env.patched({"COLUMNS": "100"}), redirect_stdout(shown), suppress(SystemExit):
+        cli.main([command, "--help"])
+    return shown.getvalue()
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directives."""
+    app.add_directive("public-names", PublicNames)
+    app.add_directive("command-help", CommandHelp)
+    app.add_directive("environment-variables", EnvironmentVariables)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,57 @@
+"""The pages under ``docs/``: their code runs or at least parses, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from nblaunch import cli
+from tests.architecture.source import ROOT
+from tests.kernels import Kernel
+from tests.test_readme import check_commands
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """Language and text of each block of code."""
+    text = path.read_text(encoding="utf-8")
+    found = re.findall(r"^( *)```([\w{}.-]*)[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [
+        (language, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)) for indent, language, code in found
+    ]
+
+
+def test_the_tutorial_runs_as_it_stands(kernel: Kernel) -> None:
+    shown = ""
+    for language, code in blocks(ROOT / "docs" / "tutorial.md"):
+        assert language == "python"
+        shown += kernel.run(code, timeout_s=90).stdout
+    assert re.search(r"^accuracy 9\d\.\d%$", shown, re.MULTILINE)
+    assert "caught: label -7 is not a class" in shown
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_code_parses_and_imports_what_exists(path: Path) -> None:
+    for language, code in blocks(path):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nblaunch"):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for language, code in blocks(path) if language == "" for line in code.splitlines()]
+    check_commands(lines, capsys)
+
+
+def test_the_page_of_commands_has_all_of_them() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.rst").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\.\. command-help:: (\S+)$", page, re.MULTILINE)) == set(cli.COMMANDS)

@@ -1,0 +1,123 @@
+"""The documentation's site: builds without a warning, has every public name, and leads nowhere that is not there."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import nblaunch
+from nblaunch.compat import names
+from tests.architecture.source import ROOT, listing
+
+MODULES = [*names.FILES, "nblaunch.errors", "nblaunch.training.strategies"]
+
+pytestmark = pytest.mark.timeout(400)  # on a busy machine
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as ``make docs`` builds it."""
+    target = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs", ".", target],
+        cwd=ROOT, capture_output=True, text=True, timeout=380,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    return target
+
+
+class _Page(HTMLParser):
+    """The addresses that a page names, and its anchors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attributes if value}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if "src" in values or tag == "link":
+            self.loaded.add(values.get("src") or values["href"])
+        elif "href" in values:
+            self.links.add(values["href"])
+
+
+@cache
+def _page(path: Path) -> _Page:
+    page = _Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def _is_elsewhere(address: str) -> bool:
+    return address.startswith(("http:", "https:", "//", "mailto:", "data:"))
+
+
+def test_every_public_name_is_in_the_index(site: Path) -> None:
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    described = {name for kind in inventory.data for name in inventory.data[kind]}
+    wanted = {f"nblaunch.{name}" for name in nblaunch.__all__}
+    wanted |= {f"{module}.{name}" for module in names.FILES for name in names.HOMES[module]}
+    missing = sorted(name for name in wanted if name not in described)
+    assert len(wanted) > 200
+    assert not missing, f"not in docs/reference:{listing(missing)}"
+
+
+def test_every_exception_is_described(site: Path) -> None:
+    module = importlib.import_module("nblaunch.errors")
+    text = (site / "docs" / "reference" / "errors.html").read_text(encoding="utf-8")
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    assert "JobHung" in own
+    assert [name for name in own if f'id="nblaunch.{name}"' not in text] == []
+
+
+def test_links_within_the_site_lead_somewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    broken = defaultdict(set)
+    for path in pages:
+        for address in _page(path).links | _page(path).loaded:
+            if _is_elsewhere(address):
+                continue
+            file, anchor = urldefrag(address.partition("?")[0] if "#" not in address else address)
+            target = (path.parent / unquote(file)).resolve() if file else path
+            is_there = target.is_file() and (
+                not anchor or target.suffix != ".html" or anchor in _page(target).anchors
+            )
+            if not is_there:
+                broken[address].add(path.relative_to(site).as_posix())
+    assert not broken, listing(
+        [f"{address} in {sorted(where)[:3]}" for address, where in sorted(broken.items())]
+    )
+
+
+def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+    """So that it works, and is searched, without a network."""
+    loaded = {
+        address for path in site.rglob("*.html") for address in _page(path).loaded if _is_elsewhere(address)
+    }
+    assert {address for address in loaded if not address.startswith("data:")} == set()
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    assert "notebook_launcher" in index
+    assert "kaggl" in index  # a word of a page, as the search stems it
+
+
+def test_the_notebooks_are_pages(site: Path) -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (site / "notebooks" / f"{path.stem}.html").is_file()
