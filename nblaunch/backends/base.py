@@ -25,7 +25,7 @@ registers it itself. Nothing else of nblaunch names a device family where this i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -280,8 +280,17 @@ class Backend(ABC):
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 
+    def end_step(self) -> None:
+        """Handle the end of the step that began last. Called where :attr:`is_lazy`, before the next one begins."""
+
+    def mark_step(self, kind: Hashable) -> None:
+        """Handle that the current step is of another kind than those without ``kind``: lazy devices compile it anew."""
+
     def end_loop(self) -> None:
         """Handle the end of a loader."""
+
+    def leave_loop(self) -> None:
+        """Handle that a loader's loop is left before its end, as by ``break``."""
 
     def step_boundary(self) -> None:
         """Handle the end of a training step: lazy devices cut and run their graph here."""

@@ -12,8 +12,8 @@ on the CPU has no collectives across processes, so there gradients go by gloo to
 Two modes change this scheme: one process drives all devices of a host (SPMD), with batches cut over them by the
 compiler; and wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
 
-Beside it are ``xla_runtime.py`` (torch_xla, found and imported; what is compiled and why), ``first_use.py`` (whether a
-fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
+Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``compile_watch.py`` (what is compiled and why),
+``first_use.py`` (whether a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
 will have to answer: how chips are counted without ``import torch_tpu`` (which aborts the process where
@@ -29,15 +29,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
 from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import Backend, tensors
+from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
-from nblaunch.backends.xla_runtime import CompileWatch
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
@@ -115,20 +115,19 @@ class Representation:
         # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without a
         # successor of the same meaning; the test below fails when they are gone.
         env.apply({self.variable: "1", other: None})
-        single, double = _round_trip()
+        single, double = _computed()
         is_active = single == _THIRD_IN_BF16 and (double != _THIRD_IN_BF16) == self.has_fp32_doubles
         if not is_active:
             env.apply({self.variable: None})
         return is_active
 
 
-def _round_trip() -> tuple[float, float]:
-    """Return 1/3 as float and as double, to the device and back."""
+def _computed() -> tuple[float, float]:
+    """Return 1/3 as float and as double, as the device computes it: what was only sent, SPMD gives back unchanged."""
     import torch
 
-    single, double = (
-        torch.tensor([_THIRD], dtype=dtype).to("xla").cpu().item() for dtype in (torch.float32, torch.float64)
-    )
+    sent = [torch.tensor([_THIRD], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]
+    single, double = ((tensor * 2 / 2).cpu().item() for tensor in sent)
     return single, double
 
 
@@ -352,6 +351,8 @@ class XlaBackend(Backend):
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         import torch.distributed as dist
 
+        num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        self.mark_step(OptimizerStep(id(optimizer), num_parameters, len(optimizer.state)))
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if xla_runtime.kind() == "TPU":
@@ -359,20 +360,33 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.mark_step(COLLECTIVE)
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        self.step_boundary()
         if self._device is not None:
             self._cutter.cut(batch)
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
 
+    def end_step(self) -> None:
+        self.step_boundary()
+        if self._watch is not None:
+            self._watch.end_step()
+
+    def mark_step(self, kind: Hashable) -> None:
+        if self._watch is not None:
+            self._watch.mark(kind)
+
     def end_loop(self) -> None:
         self.step_boundary()
         if self._watch is not None:
             self._watch.end_loop()
+
+    def leave_loop(self) -> None:
+        if self._watch is not None:
+            self._watch.leave()
 
     def step_boundary(self) -> None:
         if self._device is not None:

@@ -56,6 +56,10 @@ class Gradients:
         """Run the block as one micro-step; see ``Accelerator.accumulate``."""
         accumulation = self._session.accumulation
         accumulation.advance()
+        if accumulation.num_steps > 1:
+            is_first = accumulation.step % accumulation.num_steps == 1
+            window = (is_first, accumulation.sync_gradients, accumulation.rescale)
+            self._session.process.backend.mark_step(window)
         if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
                 self._strategy.multiply_gradients(model, accumulation.rescale)

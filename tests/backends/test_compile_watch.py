@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
-from nblaunch.backends.xla_runtime import CompileWatch, Counters, describe
+from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, Counters, OptimizerStep, describe
 
 
 class Device:
@@ -20,13 +22,36 @@ class Device:
         )
 
     def step(
-        self, phase: str, shape: tuple[int, ...], graphs: int = 0, s: float = 0.0, **fallbacks: int
+        self,
+        phase: str,
+        shape: tuple[int, ...],
+        graphs: int = 0,
+        s: float = 0.0,
+        *,
+        reads: int = 0,
+        scalars: int = 0,
+        marks: tuple[Hashable, ...] = (),
+        **fallbacks: int,
     ) -> None:
         self.watch.begin_step(phase, torch.zeros(shape))
-        counts = dict(self.now.fallbacks)
+        for mark in marks:
+            self.watch.mark(mark)
+        self.count(graphs, s, reads, scalars, **fallbacks)
+
+    def count(
+        self, graphs: int = 0, s: float = 0.0, reads: int = 0, scalars: int = 0, **fallbacks: int
+    ) -> None:
+        """Counts, in the current step or between two."""
+        now, counts = self.now, dict(self.now.fallbacks)
         for name, count in fallbacks.items():
             counts[f"aten::{name}"] = counts.get(f"aten::{name}", 0) + count
-        self.now = Counters(self.now.num_graphs + graphs, self.now.compile_s + s, counts)
+        self.now = Counters(
+            now.num_graphs + graphs,
+            now.compile_s + s,
+            counts,
+            now.num_reads + reads + scalars,
+            now.num_scalars + scalars,
+        )
 
 
 def test_the_first_two_steps_are_told_in_one_line_once() -> None:
@@ -107,11 +132,97 @@ def test_the_head_of_the_table_has_all_compilations() -> None:
 def test_operations_on_the_cpu_are_named_once() -> None:
     device = Device()
     for _ in range(3):
-        device.step("training", (4,), linalg_eig=2, _local_scalar_dense=1)
+        device.step("training", (4,), linalg_eig=2)
     device.watch.end_loop()
+    (note,) = device.notes
+    assert note.startswith("aten::linalg_eig runs on the CPU")
+
+
+def test_a_value_that_is_read_in_every_step_is_named_once() -> None:
+    device = Device()
+    for _ in range(5):
+        device.step("training", (4,), scalars=1)
+    device.watch.end_loop()
+    (note,) = device.notes
+    assert note.startswith("a value is read from the device in every step")
+
+
+def test_what_is_read_now_and_then_or_between_loops_is_nothing_to_report() -> None:
+    device = Device()
+    for epoch in range(3):
+        for number in range(6):
+            device.step("training", (4,), 1 if epoch == 0 and number < 2 else 0, reads=int(number == 3))
+        device.watch.end_loop()
+        device.count(graphs=1, s=1.0, scalars=4)
+    (note,) = device.notes
+    assert note == "training: 2 graphs compiled in 0.0 s, for batches of 4"
+
+
+def test_what_is_read_after_a_break_is_no_steps() -> None:
+    device = Device()
+    for epoch in range(4):
+        for number in range(4):
+            device.step("evaluating", (4,), 1 if epoch == 0 and number < 2 else 0)
+        device.watch.leave()
+        device.count(graphs=1, s=1.0, scalars=1)
+    assert [note for note in device.notes if "new graph" in note or "read" in note] == []
+
+
+def test_a_read_that_cuts_a_graph_is_named() -> None:
+    device = Device()
+    for number in range(6):
+        device.step("training", (4,), 2 if number == 5 else 0, 1.0, reads=int(number == 5))
+    device.watch.end_loop()
+    (note,) = device.notes
+    assert note.startswith(
+        "training step 6 compiled 2 new graphs in 1.0 s: a value is read from the device in it"
+    )
+
+
+def test_reads_of_collectives_are_not_the_users() -> None:
+    device = Device()
+    for _ in range(6):
+        device.step("evaluating", (4,), reads=3, marks=(COLLECTIVE,))
+    device.watch.end_loop()
+    assert device.notes == []
+
+
+def test_steps_of_another_kind_have_graphs_of_their_own() -> None:
+    """Four micro-steps to a window: the first, those after it, and the last; the optimizer's state appears late."""
+    device = Device()
+    for window in range(4):
+        for micro in range(4):
+            marks: tuple[Hashable, ...] = ((micro == 0, micro == 3),)
+            if micro == 3:
+                marks += (OptimizerStep(1, 2, 0 if window == 0 else 2),)
+            is_new = (window == 0 and micro != 2) or (window == 1 and micro == 3)
+            device.step("training", (4,), int(is_new), 1.0, marks=marks)
+    device.watch.end_loop()
+    assert [note for note in device.notes if "new graph" in note] == []
+    assert device.facts == {"compilations": "4 graphs compiled in 8.0 s"}
+
+
+def test_the_last_batch_that_is_cut_is_no_cause() -> None:
+    device = Device()
+    for _ in range(2):
+        for number in range(5):
+            device.step(
+                "evaluating", (4,), int(number == 4), 0.1, marks=(("real rows", 2),) if number == 4 else ()
+            )
+        device.watch.end_loop()
+    assert [note for note in device.notes if "new graph" in note] == []
+
+
+def test_new_state_of_an_optimizer_is_named() -> None:
+    device = Device()
+    for number in range(8):
+        num_states = (0, 2, 2, 2, 2, 4, 4, 4)[number]
+        device.step("training", (4,), int(number in (0, 1, 5)), 1.0, marks=(OptimizerStep(1, 4, num_states),))
+    device.watch.end_loop()
+    assert device.notes[1].startswith(
+        "training step 6 compiled a new graph in 1.0 s: an optimizer is new, or has"
+    )
     assert len(device.notes) == 2
-    assert device.notes[0].startswith("a value is read from the device in the middle of a step")
-    assert device.notes[1].startswith("aten::linalg_eig runs on the CPU")
 
 
 def test_what_was_counted_before_the_watch_began_is_not_told() -> None:

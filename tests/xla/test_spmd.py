@@ -84,3 +84,23 @@ notebook_launcher(late, (build(),), num_processes=1)
     )
     assert cell.error is not None
     assert "before the device is first used" in cell.error.value
+
+
+def test_bf16_is_what_is_said(start_xla: StartKernel) -> None:
+    """What was only sent comes back unchanged there; the program's own types count."""
+    kernel = start_xla(CPU_NUM_DEVICES="2")
+    kernel.run(
+        """
+def types():
+    import torch_xla
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = accelerator.prepare(nn.Linear(8, 4))
+    output = model(torch.ones(4, 8).to(accelerator.device))
+    return torch_xla._XLAC._get_xla_tensors_hlo([output]), type(accelerator._precision).__name__
+"""
+    )
+    cell = kernel.run("notebook_launcher(types, strategy='spmd', dashboard='text')", timeout_s=70)
+    program, precision = cell.value
+    assert "bf16[4,8]" in program
+    assert precision == "DeviceBf16Precision"
+    assert "bf16: on the device float and double are bfloat16" in cell.stdout

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import context, env
+from nblaunch.backends.compile_watch import COLLECTIVE
 from nblaunch.errors import DistributedOperationException, warn
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.collectives import nested
@@ -161,6 +162,7 @@ def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: Accumul
         return gathered
     if is_object:
         return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
+    context.current().backend.mark_step(("real rows", remainder))
     return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
 
 
@@ -195,6 +197,7 @@ def broadcast_alike(tensor: torch.Tensor, from_process: int = 0) -> torch.Tensor
 
 
 def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    context.current().backend.mark_step(COLLECTIVE)
     if compares_shapes():
         _compare(operation, data)
 

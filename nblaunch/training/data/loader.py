@@ -122,6 +122,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
+        except GeneratorExit:
+            session.process.backend.leave_loop()
+            raise
         finally:
             self.end()
             session.losses.flush()
@@ -143,9 +146,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @staticmethod
     def _begin_step(session: Session, loop: Loop, batch: Any) -> None:
         backend = session.process.backend
-        backend.begin_step(loop.phase, batch)
         if backend.is_lazy:
+            # Between the steps: what is read here is of neither.
+            backend.end_step()
             session.losses.show_due()
+        backend.begin_step(loop.phase, batch)
 
     def _place(self, batch: Any) -> Any:
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
