@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from nblaunch import context
 from nblaunch.events import WorkerState
 from nblaunch.training import arguments, gradients, joining
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
@@ -167,6 +168,7 @@ class Accelerator(PreparationProperties, Rejoining):
             session,
             self._precision,
             self._strategy,
+            session.accumulation,
             data,
             generators,
             device_placement,
@@ -190,10 +192,10 @@ class Accelerator(PreparationProperties, Rejoining):
         plugin = session.plugin = given or arguments.default_plugin(session.plugin, self._handlers)
         name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, session.precision, backend, self._handlers)
-        session.accumulation.configure(plugin.accumulation(accumulation))
-        setup = TrainingSetup(session.process, asked, session.accumulation, splits_batches)
+        window = AccumulationState(session.loaders, plugin.accumulation(accumulation))
+        setup = TrainingSetup(session.process, asked, window, splits_batches)
         self._strategy = plugin.build(setup)
-        self._precision = session.adopt(self._strategy, asked)
+        self._precision = session.adopt(self._strategy, window, asked)
 
     @property
     def _process(self) -> JoinedProcess:
@@ -222,8 +224,7 @@ class Accelerator(PreparationProperties, Rejoining):
     @property
     def gradient_state(self) -> GradientState:
         """Gradient accumulation and the loader being read, as a ``GradientState``."""
-        self._parts()
-        return GradientState()
+        return GradientState._of(self._preparer.accumulation)
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
@@ -471,29 +472,29 @@ class Accelerator(PreparationProperties, Rejoining):
     @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-step ends in an optimizer step; may be set."""
-        return self._session.accumulation.sync_gradients
+        return self._preparer.accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._session.accumulation.sync_gradients = value
+        self._preparer.accumulation.sync_gradients = value
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps per optimizer step; may be set, for the windows that follow."""
-        return self._session.accumulation.num_steps
+        return self._preparer.accumulation.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._session.accumulation.set_num_steps(num_steps)
+        self._preparer.accumulation.set_num_steps(num_steps)
 
     @property
     def step(self) -> int:
         """Micro-steps since the last window that a loader's end closed; may be set."""
-        return self._session.accumulation.step
+        return self._preparer.accumulation.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._session.accumulation.step = step
+        self._preparer.accumulation.step = step
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -535,7 +536,7 @@ class Accelerator(PreparationProperties, Rejoining):
                 predictions, labels = accelerator.gather_for_metrics((predictions, labels))
                 num_correct += (predictions == labels).sum()
         """
-        return operations.gather_for_metrics(input_data, use_gather_object, self._session.accumulation)
+        return operations.gather_for_metrics(input_data, use_gather_object, self._preparer.accumulation)
 
     def gather_object(self, items: Any) -> Any:
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.

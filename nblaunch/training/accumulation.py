@@ -1,7 +1,8 @@
 """Gradient accumulation: when gradients are synchronised and the optimizer steps, by :class:`AccumulationState`.
 
-It counts micro-steps and knows the loader that is being read. It neither touches gradients nor communicates: the
-strategy's ``no_sync`` and the optimizer wrapper act on what it decides.
+Every Accelerator has its own. It counts micro-steps and knows the loader that is being read, from the stack of those of
+the process (:class:`LoaderStack`). It neither touches gradients nor communicates: the strategy's ``no_sync`` and the
+optimizer wrapper act on what it decides.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
@@ -18,26 +19,70 @@ from nblaunch import context
 from nblaunch.training.options import GradientAccumulationPlugin
 
 
+class LoaderStack:
+    """The prepared loaders that a process is reading, outermost first.
+
+    ``num_entered`` counts the epochs that were begun: a loader that an interrupt left here is older than what follows.
+    """
+
+    def __init__(self) -> None:
+        self.num_entered = 0
+        # Weak: a loader that the user drops in the middle of an epoch must go, with the data it holds.
+        self._entries: list[tuple[int, weakref.ref[Any]]] = []
+
+    def enter(self, loader: Any) -> None:
+        """Make ``loader`` the active one: it begins an epoch, until it ends or another one begins inside."""
+        self.num_entered += 1
+        self._entries.append((self.num_entered, weakref.ref(loader)))
+
+    def leave(self, loader: Any) -> None:
+        """Forget ``loader``, whose epoch ended or was abandoned; the one around it, if any, is active again."""
+        for position in range(len(self._entries) - 1, -1, -1):
+            if self._entries[position][1]() is loader:
+                del self._entries[position]
+                return
+
+    def innermost(self, since: int = 0) -> Any:
+        """Return the innermost loader that was entered after the first ``since`` ones; None outside of any."""
+        while self._entries:
+            number, reference = self._entries[-1]
+            loader = reference()
+            if loader is not None:
+                return loader if number > since else None
+            self._entries.pop()
+        return None
+
+    def entered(self, since: int = 0) -> list[Any]:
+        """Return all of them that were entered after the first ``since`` ones, outermost first."""
+        found = (reference() for number, reference in self._entries if number > since)
+        return [loader for loader in found if loader is not None]
+
+
 class AccumulationState:
-    """The accumulation window of one process, and the stack of prepared loaders that it is reading.
+    """The accumulation window of an Accelerator, and the prepared loaders that are being read since it exists.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
     since the last window that the end of a loader closed. ``rescale`` is what gradients that are there already are to
     be multiplied by before the current micro-step adds its own.
+
+    Args:
+        loaders: those of the process; None: a lone window, that knows no loader.
+        plugin: the settings.
     """
 
-    def __init__(self) -> None:
-        self.plugin = GradientAccumulationPlugin()
-        self.num_steps = 1
+    def __init__(
+        self, loaders: LoaderStack | None = None, plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
+        self.configure(plugin or GradientAccumulationPlugin())
         self.step = 0
         self.sync_gradients = True
         self.rescale = 1.0
         self._tail: int | None = None
-        # Weak: a loader that the user drops in the middle of an epoch must go, with the data it holds.
-        self._loaders: list[weakref.ref[Any]] = []
+        self._stack = loaders or LoaderStack()
+        self._since = self._stack.num_entered
 
     def configure(self, plugin: GradientAccumulationPlugin) -> None:
-        """Use these settings from now on; the latest Accelerator wins."""
+        """Use these settings from now on."""
         self.plugin = plugin
         self.num_steps = plugin.num_steps
 
@@ -74,33 +119,15 @@ class AccumulationState:
         # What is pickled with an optimizer finds the window of the process that it arrives in.
         return _of_this_process, ()
 
-    # --- loaders being read --------------------------------------------------------------------------------------
-
-    def enter(self, loader: Any) -> None:
-        """Make ``loader`` the active one: it begins an epoch, until it ends or another one begins inside."""
-        self._loaders.append(weakref.ref(loader))
-
-    def leave(self, loader: Any) -> None:
-        """Forget ``loader``, whose epoch ended or was abandoned; the one around it, if any, is active again."""
-        for position in range(len(self._loaders) - 1, -1, -1):
-            if self._loaders[position]() is loader:
-                del self._loaders[position]
-                return
-
     @property
     def active_loader(self) -> Any:
         """The loader that is being read, the innermost of several; None outside of any."""
-        while self._loaders:
-            loader = self._loaders[-1]()
-            if loader is not None:
-                return loader
-            self._loaders.pop()
-        return None
+        return self._stack.innermost(self._since)
 
     @property
     def loaders(self) -> list[Any]:
         """All loaders that are being read, outermost first."""
-        return [loader for reference in self._loaders if (loader := reference()) is not None]
+        return self._stack.entered(self._since)
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -26,10 +26,10 @@ class Gradients:
     """Computes and accumulates the gradients of this process.
 
     Args:
-        session: what all Accelerators of this process share, the accumulation window among it.
+        session: what all Accelerators of this process share.
         precision: scales losses and gradients.
         strategy: averages gradients over ranks.
-        preparer: has the prepared models, optimizers and loaders.
+        preparer: has the prepared models, optimizers and loaders, and the accumulation window.
     """
 
     def __init__(
@@ -39,13 +39,14 @@ class Gradients:
         self._precision = precision
         self._strategy = strategy
         self._preparer = preparer
+        self._accumulation = preparer.accumulation
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
         session = self._session
         if not session.has_checked_models:
             session.check_models()
-        divisor = session.accumulation.divisor
+        divisor = self._accumulation.divisor
         session.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
         session.own_time.end_backward()
@@ -54,7 +55,7 @@ class Gradients:
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-        accumulation = self._session.accumulation
+        accumulation = self._session.accumulation = self._accumulation
         accumulation.advance()
         if accumulation.num_steps > 1:
             is_first = accumulation.step % accumulation.num_steps == 1
@@ -97,7 +98,7 @@ class Gradients:
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in listed}
-        if self._session.accumulation.sync_gradients:
+        if self._accumulation.sync_gradients:
             for optimizer in self._preparer.optimizers:
                 optimizer.reduce_gradients(wanted)
         owners = [optimizer for optimizer in self._preparer.optimizers if optimizer.has_any(wanted)]

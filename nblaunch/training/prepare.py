@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from nblaunch import context
 from nblaunch.events import Note
 from nblaunch.training import models, precision
+from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 from nblaunch.training.host_memory import describe_host_memory, gather_host_memory
@@ -43,6 +44,7 @@ class Preparer:
         session: what all Accelerators of this process share.
         precision: put around the forward of models.
         strategy: spreads models.
+        accumulation: says when optimizers step.
         data: how loaders share their data.
         rng_types: generators that loaders make equal at the start of every epoch.
         device_placement: whether models and batches go to the device.
@@ -55,6 +57,7 @@ class Preparer:
         session: Session,
         precision: Precision,
         strategy: Strategy,
+        accumulation: AccumulationState,
         data: DataLoaderConfiguration,
         rng_types: Sequence[str],
         device_placement: bool,
@@ -64,6 +67,7 @@ class Preparer:
         self.session = session
         self.precision = precision
         self.strategy = strategy
+        self.accumulation = accumulation
         self.data = data
         self.rng_types = rng_types
         self.device_placement = device_placement
@@ -167,7 +171,7 @@ class Preparer:
         self._replacements.hand_to(optimizer)
         return AcceleratedOptimizer(
             optimizer,
-            self.session.accumulation,
+            self.accumulation,
             self.precision,
             self.session.process.backend,
             self._places(placement),
@@ -192,7 +196,7 @@ class Preparer:
         return AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
-            self.session.accumulation,
+            self.accumulation,
             1 if self.data.split_batches else world_size,
             self.step_scheduler_with_optimizer,
         )

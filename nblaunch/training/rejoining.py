@@ -118,7 +118,7 @@ class Rejoining:
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the constructor for what was assigned to an Accelerator since, in place of the first ones."""
-    preparer, accumulation = parts["_preparer"], parts["_session"].accumulation
+    preparer, accumulation = parts["_preparer"], parts["_preparer"].accumulation
     return {
         "device_placement": preparer.device_placement,
         "split_batches": None,

@@ -11,7 +11,7 @@ import torch
 from nblaunch import context
 from nblaunch.errors import warn
 from nblaunch.training import joining
-from nblaunch.training.accumulation import AccumulationState
+from nblaunch.training.accumulation import AccumulationState, LoaderStack
 from nblaunch.training.board_reports import DeviceMemoryReport, LoopStack, LossReport, OwnTime
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
@@ -27,7 +27,8 @@ class Session:
 
     Args:
         process: itself, once it has joined the job: its ranks, device and board slot.
-        accumulation: its accumulation window, and the loaders that it is reading.
+        loaders: the prepared loaders that it is reading.
+        accumulation: the accumulation window that was entered last, or else that of the latest Accelerator.
         loops: the running loops over loaders and iterables, shown on the board.
         losses: reports the last loss there.
         own_time: reports time per step spent without waiting for other ranks.
@@ -43,6 +44,7 @@ class Session:
     """
 
     process: JoinedProcess
+    loaders: LoaderStack
     accumulation: AccumulationState
     loops: LoopStack
     losses: LossReport
@@ -74,16 +76,18 @@ class Session:
                 "DistributedDataParallel by hand is in no need of it.)"
             )
 
-    def adopt(self, strategy: Strategy, asked: Precision) -> Precision:
-        """Keep the strategy and the precision of a new Accelerator.
+    def adopt(self, strategy: Strategy, accumulation: AccumulationState, asked: Precision) -> Precision:
+        """Keep the strategy, the accumulation window and the precision of a new Accelerator.
 
         Args:
             strategy: just built.
+            accumulation: the window that it was built for.
             asked: the precision that it was built for.
 
         Returns:
             The precision in which that Accelerator computes: the strategy has a say in it.
         """
+        self.accumulation = accumulation
         self.precision = resolved = strategy.adapt_precision(asked)
         self.label = strategy.label if strategy.holds_shards else ""
         self.strategies[id(strategy)] = strategy
@@ -114,9 +118,11 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
     if worker.training is None:
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
+        loaders = LoaderStack()
         worker.training = Session(
             process,
-            AccumulationState(),
+            loaders,
+            AccumulationState(loaders),
             LoopStack(process.slot),
             losses,
             OwnTime(process.slot),

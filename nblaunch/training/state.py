@@ -292,9 +292,14 @@ class AcceleratorState(View, ProcessMethods):
 class GradientState(View):
     """Gradient accumulation and the loader being read, as users look at them.
 
+    ``accelerator.gradient_state`` shows the window of that Accelerator; ``GradientState()`` the one that was entered
+    last, or else that of the latest Accelerator.
+
     Args:
         gradient_accumulation_plugin: new settings for gradient accumulation; None: they stay as they are.
     """
+
+    _window: AccumulationState | None = None
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         session = open_session()
@@ -302,9 +307,17 @@ class GradientState(View):
         if gradient_accumulation_plugin is not None:
             session.accumulation.configure(gradient_accumulation_plugin)
 
+    @classmethod
+    def _of(cls, window: AccumulationState) -> GradientState:
+        """Return the state of one Accelerator's window."""
+        state = cls()
+        object.__setattr__(state, "_window", window)
+        return state
+
     @property
     def _accumulation(self) -> AccumulationState:
-        return self._session.accumulation
+        session = self._session
+        return self._window or session.accumulation
 
     @property
     def sync_gradients(self) -> bool:
@@ -375,7 +388,7 @@ class GradientState(View):
     def _reset_state() -> None:
         session: Session | None = context.current().training
         if session is not None:
-            session.accumulation = AccumulationState()
+            session.accumulation = AccumulationState(session.loaders)
             session.attributes.pop(GradientState, None)
 
     def __repr__(self) -> str:

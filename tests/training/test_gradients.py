@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nblaunch import Accelerator, context
+from nblaunch import Accelerator, GradientState, context
 from nblaunch.config.converters import COMPILERS
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.options import (
@@ -89,6 +89,77 @@ def test_a_tail_averages_over_the_micro_steps_that_it_has(
 def test_a_tail_divides_by_the_whole_window_by_default() -> None:
     weights = ranks.run(_train_tail, 2, 2, 10, False)[0]
     assert not torch.allclose(weights[0], _train_whole(2, 10, 4)[0])
+
+
+# --- several Accelerators --------------------------------------------------------------------------------------------
+
+
+def _learner(num_steps: int) -> tuple[Accelerator, nn.Module, Any]:
+    accelerator = Accelerator(gradient_accumulation_steps=num_steps)
+    module = _model()
+    return accelerator, *accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+def _micro_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> bool:
+    """One micro-step; whether the weights moved."""
+    before = model[0].weight.clone()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return not torch.equal(before, model[0].weight)
+
+
+def test_each_accelerator_has_a_window_of_its_own() -> None:
+    first, second = _learner(2), _learner(3)
+    moved = [(_micro_step(*first), _micro_step(*second)) for _ in range(6)]
+    assert [step for step, _ in moved] == [False, True] * 3
+    assert [step for _, step in moved] == [False, False, True] * 2
+    assert first[0].gradient_state.num_steps == 2
+    assert GradientState().num_steps == second[0].gradient_state.num_steps == 3
+
+
+def test_what_a_trainer_sets_on_the_state_of_its_accelerator_counts_there() -> None:
+    first, second = _learner(2), _learner(2)
+    first[0].gradient_state._set_sync_gradients(False)
+    second[0].gradient_state.sync_gradients = True
+    assert (first[0].sync_gradients, second[0].sync_gradients) == (False, True)
+
+
+def test_the_end_of_a_loader_closes_the_windows_of_all_accelerators_in_its_loop() -> None:
+    first, second = _learner(4), _learner(4)
+    loader = first[0].prepare(DataLoader(_data(3), batch_size=1))
+    moved = [(_micro_step(*first), _micro_step(*second)) for _ in loader]
+    assert moved == [(False, False), (False, False), (True, True)]
+
+
+def test_training_begins_anew_after_an_interrupt_within_a_window() -> None:
+    accelerator, model, optimizer = _learner(4)
+    batches = iter(accelerator.prepare(DataLoader(_data(1), batch_size=1)))
+    next(batches)  # as a traceback keeps it: the loader stays in its loop, at its last batch
+
+    def interrupted() -> None:
+        with accelerator.accumulate(model):
+            raise KeyboardInterrupt
+
+    accelerator.gradient_state.sync_gradients = False
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    accelerator.gradient_state.sync_gradients = False
+
+    module = _model()
+    later = Accelerator()
+    model, optimizer = later.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    before = module[0].weight.clone()
+    later.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    assert not torch.equal(before, module[0].weight), "a plain loop steps"
+    assert not later.gradient_state.in_dataloader
+    rows = torch.ones(5)
+    assert later.gather_for_metrics(rows) is rows, "nothing is cut to the rows of a loop that is over"
+    windowed = _learner(3)
+    assert [_micro_step(*windowed) for _ in range(6)] == [False, False, True] * 2
+    del batches
 
 
 # --- uneven data -----------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class Restorer:
                     f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0"
                 )
         state = files.read_object(path, **{**reading, "map_location": "cpu"})
-        self._state.session.accumulation.step = state.get("step", 0)
+        self._state.preparer.accumulation.step = state.get("step", 0)
         if is_same_size and path.name == files.random_states(self._state.rank):
             restore_random_states(state, self._state.session.process.backend)
 

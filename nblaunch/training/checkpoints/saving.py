@@ -277,7 +277,7 @@ class Saver:
             safe_save.remove_folder(path)
 
     def _warn_of_open_window(self) -> None:
-        accumulation = self._state.session.accumulation
+        accumulation = self._state.preparer.accumulation
         micro_steps = accumulation.step % accumulation.num_steps
         if not accumulation.sync_gradients and micro_steps:
             warn(

@@ -200,7 +200,7 @@ def _run_hooks(
 
 def _random_states(state: TrainingState) -> bytes:
     generators = capture_random_states(state.session.process.backend)
-    return _as_bytes({**generators, "step": state.session.accumulation.step})
+    return _as_bytes({**generators, "step": state.preparer.accumulation.step})
 
 
 def _as_bytes(state: Any) -> bytes:

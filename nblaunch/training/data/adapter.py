@@ -41,11 +41,11 @@ class DataLoaderStateMixin:
         """Make this loader the active one, at the start of its epoch."""
         self.reset()
         self.remainder = self._expected_remainder()
-        open_session().accumulation.enter(self)
+        open_session().loaders.enter(self)
 
     def end(self) -> None:
         """Give way to the loader around this one, if any: its epoch is over, or was left."""
-        open_session().accumulation.leave(self)
+        open_session().loaders.leave(self)
 
     def _expected_remainder(self) -> int:
         """Return the real rows of the last global batch by arithmetic, before the epoch is read."""

@@ -26,9 +26,9 @@ def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:
     """Return where ``loader`` is."""
     found = _being_read(loader, session)
     reading = loader if found is None else found  # not ``or``: a loader may have no length, and so no truth
-    is_mid_epoch = reading in session.accumulation.loaders and not reading.end_of_dataloader
+    is_mid_epoch = reading in session.loaders.entered() and not reading.end_of_dataloader
     # With its last batch returned, an epoch counts as done: what follows is the next one.
-    is_done = reading in session.accumulation.loaders and reading.end_of_dataloader
+    is_done = reading in session.loaders.entered() and reading.end_of_dataloader
     generators = reading.epoch_start if is_mid_epoch else [one.get_state() for one in reading._generators()]
     state = {
         "iteration": reading.iteration + (1 if is_done else 0),
@@ -56,7 +56,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], session: Session) -> 
 def _being_read(loader: PreparedLoader, session: Session) -> PreparedLoader | None:
     """Return the loader that reads what ``loader`` would: itself, or one made of it that skips its first batches."""
     sampler = sampler_of(loader.batch_sampler)
-    for other in session.accumulation.loaders:
+    for other in session.loaders.entered():
         if other is loader or (sampler is not None and sampler_of(other.batch_sampler) is sampler):
             return other
     return None
