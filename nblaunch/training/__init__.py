@@ -31,7 +31,8 @@ The way of objects through ``prepare``:
 
     prepare.py: Preparer     loaders and models first, then optimizers, then schedulers
       loaders                data/prepare.py ──> data/sharding.py ──> data/loader.py or data/dispatcher.py
-      models                 models.py (without_parallel_wrappers) ──> precision.py (forward)
+      models                 models.py (without_parallel_wrappers) ──> placement.py (does it stay where it is?)
+                             ──> precision.py (forward)
                              ──> strategies/ (before_move: a look at it on the host)
                              ──> models.py (to the device; FSDP2 and DeepSpeed move it themselves: moves_models),
                                  host_memory.py (a note of what that takes)

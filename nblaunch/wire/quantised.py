@@ -4,7 +4,7 @@ bitsandbytes   a subclass of ``Parameter`` that its scales hang on; they are ent
                4-bit module can't load, and an 8-bit module can't after its first forward
 torchao        a ``Parameter`` whose tensor is of a subclass
 
-No optimizer changes them, so they need no way back: whoever loads trained weights has the quantised model already.
+No optimizer changes them, so they need no way back: where trained weights are loaded, the quantised model is already.
 GPTQ, AWQ and the like keep integers in ordinary buffers, and need nothing of this.
 """
 

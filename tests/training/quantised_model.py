@@ -17,6 +17,11 @@ class Params4bit(torch.nn.Parameter):
         self.quant_state = quant_state
         return self
 
+    @property
+    def absmax(self) -> torch.Tensor | None:
+        """What torch.distributed.checkpoint looks up by the names in the state dict."""
+        return self.quant_state
+
     def __deepcopy__(self, memo: Any) -> Params4bit:
         return type(self)(self.data.clone(), self.quant_state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
 from nblaunch.training.utilities.local_sgd import LocalSGD
 from tests.training import ranks
+from tests.training.quantised_model import Adapted, Params4bit, train_one_step
 
 ROWS, GLOBAL_BATCH = 64, 16
 
@@ -363,6 +365,97 @@ def _sync_late(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
 def test_gradients_are_reduced_when_asked() -> None:
     (alone,) = ranks.run(_sync_late, 1, None)
     torch.testing.assert_close(ranks.run(_sync_late, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
+
+
+def _gradients_after_a_late_sync() -> int:
+    accelerator, model, _, _ = prepared({}, network())
+    inputs = data().tensors[0]
+    with accelerator.no_sync(model):
+        loss = model(inputs).pow(2).mean()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    for parameter in model.parameters():
+        parameter.grad = None
+    accelerator.backward(model(inputs).pow(2).mean())
+    return sum(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_later_gradients_are_reduced_too_when_one_was_asked_for() -> None:
+    count = len(list(network().parameters()))
+    assert ranks.run(_gradients_after_a_late_sync, 2) == [count, count]
+
+
+def _train_loaded_in(dtype: torch.dtype, precision: str) -> tuple[set[torch.dtype], Any]:
+    accelerator, model, optimizer, loader = prepared({}, network().to(dtype), mixed_precision=precision)
+    for inputs, targets in loader:
+        loss = (model(inputs.to(next(model.parameters()).dtype)) - targets).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = [parameter.dtype for parameter in model.parameters()]
+    held += [state["exp_avg"].dtype for state in optimizer.state.values()]
+    return set(held), accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_was_loaded_in_fewer_bits_is_trained_in_fp32_with_mixed_precision(dtype: torch.dtype) -> None:
+    assert ranks.run(_train_loaded_in, 2, dtype, "bf16")[0][0] == {torch.float32}
+
+
+def test_without_mixed_precision_a_model_is_trained_in_the_dtype_that_it_has() -> None:
+    assert ranks.run(_train_loaded_in, 2, torch.bfloat16, "no")[0][0] == {torch.bfloat16}
+
+
+class MixedBlock(Block):
+    """A layer in bf16 whose norm is in fp32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.linear.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(self.norm(x).to(self.linear.weight.dtype))).float()
+
+
+def _train_mixed(settings: dict[str, Any] | None, precision: str) -> dict[str, torch.Tensor]:
+    model = network()
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model.blocks = nn.ModuleList(MixedBlock(17) for _ in range(2))
+    accelerator, *rest = prepared(settings, model, mixed_precision=precision)
+    epoch(accelerator, *rest)
+    return {name: value.float() for name, value in accelerator.get_state_dict(rest[0]).items()}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_unit_may_have_weights_of_several_dtypes(precision: str) -> None:
+    (alone,) = ranks.run(_train_mixed, 1, None, "no")
+    found = ranks.run(_train_mixed, 2, {}, precision)[0]
+    assert found.keys() == alone.keys()
+    # Weights have moved by up to 0.2; Adam makes much of rounding errors of single ones.
+    assert max(float((found[name] - alone[name]).abs().mean()) for name in alone) < 0.02
+
+
+def _train_adapters(folder: str) -> tuple[list[torch.dtype], bool]:
+    torch.manual_seed(0)
+    model = Adapted()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), mixed_precision="bf16")
+    prepared_model: Any = train_one_step(accelerator, model)
+    sharded = {name for name, one in prepared_model.named_parameters() if dtensor.is_sharded(one)}
+    assert sharded == {"lora_A.weight", "lora_B.weight", "base_layer.bias"}
+    trained = prepared_model.lora_B.weight.to_local().clone()
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        prepared_model.lora_B.weight.zero_()
+    accelerator.load_state(folder)
+    assert torch.equal(prepared_model.lora_B.weight.to_local(), trained)
+    return [prepared_model.lora_B.weight.dtype, prepared_model.base_layer.weight.dtype], isinstance(
+        prepared_model.base_layer.weight, Params4bit
+    )
+
+
+def test_quantised_weights_stay_whole_beside_sharded_adapters(tmp_path: Path) -> None:
+    assert ranks.run(_train_adapters, 2, str(tmp_path)) == [([torch.float32, torch.uint8], True)] * 2
 
 
 def _stepped_before(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:

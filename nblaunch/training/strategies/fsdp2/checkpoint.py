@@ -20,6 +20,7 @@ from torch import nn
 from nblaunch.errors import CheckpointError
 from nblaunch.training.joining import waiting
 from nblaunch.training.models import bare_module
+from nblaunch.wire import quantised
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
@@ -57,8 +58,12 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     for index, model in enumerate(models):
         module = bare_module(model)
         state: dict[str, Any] = {"model": states.get_model_state_dict(module)}
+        frozen = quantised.entries(module, state["model"])
+        for name in frozen:  # their modules can't load them, and training has not changed them
+            del state["model"][name]
         _read(state, folder / _MODEL.format(index), is_alone)
-        states.set_model_state_dict(module, state["model"])
+        options = states.StateDictOptions(strict=not frozen)
+        states.set_model_state_dict(module, state["model"], options=options)
     for index, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
         state = {"optimizer": states.get_optimizer_state_dict(owner, _torchs(optimizer))}

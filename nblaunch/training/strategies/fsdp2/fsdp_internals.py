@@ -35,6 +35,16 @@ def register_new_parameters(module: nn.Module) -> None:
             parameter._setattr_on_modules(parameter.sharded_param)
 
 
+def is_reducing(module: nn.Module) -> bool:
+    """Return whether ``backward`` through a unit, and those inside it, reduces gradients: see ``no_sync``."""
+    return all(
+        group.reduce_grads
+        for unit in module.modules()
+        if hasattr(unit, "_get_fsdp_state")
+        for group in _groups(unit)
+    )
+
+
 def unsharded_gradients(module: nn.Module) -> Iterator[Any]:
     """Yield gradients that a unit has accumulated unreduced: of whole parameters, on this rank alone."""
     for group in _groups(module):

@@ -30,6 +30,7 @@ from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.activation_checkpointing import checkpoint_activations
 from nblaunch.training.strategies.fsdp2.views import return_no_views
 from nblaunch.training.strategies.fsdp2.weights import WholeWeights
+from nblaunch.wire import quantised
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -78,7 +79,7 @@ class Fsdp2Strategy(Strategy):
         inner = bare_module(model)
         if is_fsdp_module(inner):
             return model  # by the user
-        units = fsdp2_units.choose(inner, self.plugin)
+        units = fsdp2_units.choose(inner, self.plugin, self._dtype is not None)
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
                 checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
@@ -96,7 +97,9 @@ class Fsdp2Strategy(Strategy):
         units = [*units, ("", model)]
         device = self._process.device
         may_be_sent = self.plugin.cpu_ram_efficient_loading is not False
-        weights = WholeWeights(model, ignored, device, may_be_sent)
+        # What computes in fewer bits is trained in fp32, however the model was loaded: small steps would be lost.
+        master = torch.float32 if self._dtype is not None else None
+        weights = WholeWeights(model, ignored, device, may_be_sent, master)
         weights.move_to_meta()
         self._apply_fully_shard([module for _, module in units], ignored)
         weights.materialize_shards(torch.device("cpu") if self.plugin.cpu_offload else device)
@@ -110,7 +113,8 @@ class Fsdp2Strategy(Strategy):
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        return ignored
+        # A shard would be a plain tensor, without what its library keeps with it.
+        return ignored | {one for one in model.parameters() if quantised.is_quantised(one)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -152,28 +156,24 @@ class Fsdp2Strategy(Strategy):
     # --- gradients -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _unreduced(self, model: nn.Module) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)  # type: ignore[operator]
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)  # type: ignore[operator]
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        own = models.uncompiled(model)
-        return self._unreduced(own) if is_fsdp_module(own) else nullcontext()
-
-    @contextmanager
-    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def _reducing(self, model: nn.Module, reduces: bool) -> Iterator[None]:
+        """Say in the block whether ``backward`` reduces gradients; then what held before holds again."""
         own: Any = models.uncompiled(model)
         if not is_fsdp_module(own):
             yield
             return
-        own.set_requires_gradient_sync(True)
+        before = fsdp_internals.is_reducing(own)
+        own.set_requires_gradient_sync(reduces)
         try:
             yield
         finally:
-            own.set_requires_gradient_sync(False)
+            own.set_requires_gradient_sync(before)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._reducing(model, False)
+
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._reducing(model, True)
 
     def multiply_gradients(self, model: nn.Module, factor: float) -> None:
         for parameter in model.parameters():

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from nblaunch.training.models import repeated_blocks
@@ -25,8 +27,16 @@ MIN_NUM_PARAMS = 100_000_000
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def choose(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[tuple[str, nn.Module]]:
+def choose(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_trained_in_fp32: bool = False
+) -> list[tuple[str, nn.Module]]:
     """Return the units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
+
+    Args:
+        model: as the user built it.
+        plugin: says which modules.
+        is_trained_in_fp32: all shards that are trained will be in fp32. Otherwise modules of another dtype than the
+            rest of their unit get units of their own, because those of one unit must be alike.
 
     Raises:
         ValueError: a class name is not in the model; lists those that are.
@@ -38,7 +48,30 @@ def choose(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[tup
         if module is not model and not isinstance(module, _NEVER_CALLED) and is_unit(module)
     ]
     chosen = _without_split_ties(model, chosen)
+    if not is_trained_in_fp32:
+        chosen += _without_split_ties(model, _of_other_dtypes(model, dict(chosen)))
     return sorted(chosen, key=lambda unit: -unit[0].count("."))
+
+
+def _of_other_dtypes(model: nn.Module, units: dict[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside units whose weights are of another dtype than most of the unit's are."""
+    unit_names = {id(unit): name for name, unit in units.items()} | {id(model): ""}
+    counts: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    owners: list[tuple[str, nn.Module, str]] = []
+    unit_of = {"": ""}
+    for name, module in model.named_modules():
+        unit_of[name] = unit = unit_names.get(id(module), unit_of[name.rpartition(".")[0]])
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        for parameter in trained:
+            counts[unit][parameter.dtype] += parameter.numel()
+        if trained and name not in units and name:
+            owners.append((name, module, unit))
+    most = {unit: counter.most_common(1)[0][0] for unit, counter in counts.items()}
+    return [
+        (name, module)
+        for name, module, unit in owners
+        if any(p.requires_grad and p.dtype != most[unit] for p in module.parameters(recurse=False))
+    ]
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:

@@ -21,6 +21,7 @@ from nblaunch.host import memory
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.reduce_at_step import checksum
+from nblaunch.wire import quantised
 
 _META = "meta"
 _UNKNOWN = "unknown"
@@ -34,17 +35,24 @@ class WholeWeights:
         ignored: parameters that stay whole; those that get their memory anew are exchanged in it.
         device: where shards go.
         may_be_sent: whether weights that only rank 0 has may be sent to the others.
+        master: dtype of the shards of what is trained; None: as the model has it.
 
     Raises:
         ValueError: ranks have different models, or only ranks other than 0 have weights.
     """
 
     def __init__(
-        self, model: nn.Module, ignored: set[nn.Parameter], device: torch.device, may_be_sent: bool
+        self,
+        model: nn.Module,
+        ignored: set[nn.Parameter],
+        device: torch.device,
+        may_be_sent: bool,
+        master: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._ignored = ignored
+        self._master = master
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
         self._others: dict[str, torch.Tensor] = dict(model.named_buffers())
@@ -63,7 +71,11 @@ class WholeWeights:
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
             if id(old) not in empty:
-                data = torch.empty_like(old, device="meta", memory_format=torch.contiguous_format)
+                is_master = old.requires_grad and old.is_floating_point()
+                dtype = self._master if is_master and self._master is not None else old.dtype
+                data = torch.empty_like(
+                    old, device="meta", dtype=dtype, memory_format=torch.contiguous_format
+                )
                 empty[id(old)] = nn.Parameter(data, requires_grad=old.requires_grad)
             _owner(self._model, name)[_own_name(name)] = empty[id(old)]
         for name, tensor in self._others.items():
@@ -72,6 +84,10 @@ class WholeWeights:
 
     def _place_whole(self, name: str, tensor: torch.Tensor) -> None:
         """Move a tensor that every rank holds whole to the device, and make it equal to that of rank 0."""
+        if isinstance(tensor, nn.Parameter) and quantised.is_quantised(tensor):
+            if tensor.device != self._device:  # by its own method, which takes along what it keeps beside
+                self._exchange(tensor, tensor.to(self._device))  # type: ignore[arg-type]
+            return
         # Where only rank 0 has it, the others make room for what it sends.
         moved = tensor.detach().to(self._device) if not tensor.is_meta else _room_for(tensor, self._device)
         if self._origins[name] == "rank 0":
@@ -79,11 +95,15 @@ class WholeWeights:
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
         elif isinstance(tensor, nn.Parameter):  # which can't be given memory: another one takes its place
-            self._ignored.remove(tensor)
-            self._put(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
-            self._ignored.add(_owner(self._model, name)[_own_name(name)])  # type: ignore[arg-type]
+            self._exchange(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
         else:
             self._put(tensor, moved)
+
+    def _exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Put ``new`` in the place of an ignored parameter."""
+        self._put(old, new)
+        self._ignored.remove(old)
+        self._ignored.add(new)
 
     def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Put ``new`` wherever the model has ``old``, which may have several names."""
@@ -115,7 +135,7 @@ class WholeWeights:
 
     def _shared(self, name: str, source: torch.Tensor, shard: Any) -> torch.Tensor | None:
         """Return the shard as a view of memory that is shared with other processes; None where it is not shared."""
-        if self._origins[name] != "own" or not source.is_contiguous():
+        if self._origins[name] != "own" or not source.is_contiguous() or source.dtype != shard.dtype:
             return None
         if source.is_shared():  # by share_memory(): what is written to it is written for all
             return None
