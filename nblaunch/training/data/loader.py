@@ -164,7 +164,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
 
     def _agree_on_order(self) -> None:
-        """Make the generators that decide the order those of rank 0, or those that a saved state speaks of."""
+        """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
         generators = self._generators()
         for rng_type in self.rng_types:
             for generator in generators if rng_type == "generator" else [None]:
@@ -172,7 +172,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._resume_order(generators)
 
     def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
-        """Begin an epoch in the order that a saved state speaks of, and note it for the next state."""
+        """Begin an epoch in the order that a loaded state contains, and note it for the next state."""
         for generator, state in zip(generators, self._resumed_start, strict=False):
             generator.set_state(state)
         self._resumed_start = []
@@ -200,7 +200,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _is_shard_read_here(self) -> bool:
-        """Batch samplers run in this process; iterable datasets in the reading workers, where there are any."""
+        """Whether this process reads the shard, rather than worker processes of the DataLoader."""
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
@@ -327,7 +327,7 @@ class DataLoaderShard(PreparedLoader):
         is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
         is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
-            current = self._receive(current, is_placed)
+            current = self._take_in(current, is_placed)
         for upcoming in batches:
             advance(loop, rows)
             if is_watched:
@@ -335,7 +335,7 @@ class DataLoaderShard(PreparedLoader):
             yield current
             current = upcoming
             if not is_plain:
-                current = self._receive(current, is_placed)
+                current = self._take_in(current, is_placed)
                 rows = nested.count_rows(current)
         rows = nested.count_rows(current)
         self._finish_epoch(rows)
@@ -343,8 +343,8 @@ class DataLoaderShard(PreparedLoader):
         self._begin_step(session, loop, current)
         yield current
 
-    def _receive(self, batch: Any, is_placed: bool) -> Any:
-        """Bring a batch that was just read where it is to be, before the next one is read."""
+    def _take_in(self, batch: Any, is_placed: bool) -> Any:
+        """Place a batch that was just read, and note the position behind it, before the next one is read."""
         batch = batch if is_placed else self._place(batch)
         self._note_position()
         return batch

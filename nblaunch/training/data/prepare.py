@@ -55,7 +55,7 @@ def reading_options(loader: DataLoader) -> dict[str, Any]:
     if is_stateful(loader):
         options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]
     if not options["num_workers"]:
-        # torch refuses these two without reading workers, even at their defaults.
+        # torch refuses these two without worker processes of the DataLoader, even at their defaults.
         options.pop("prefetch_factor", None)
         options.pop("multiprocessing_context", None)
     return options
