@@ -294,6 +294,16 @@ def _capacity(text: str) -> int:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "device", "host")
+_MEANINGS = {
+    "parameters": "weights that a device holds all the time, and the model's own buffers, such as running means",
+    "gradients": "of the trained parameters",
+    "optimizer": "states such as Adam's two moments; with ZeRO (zero1 to zero3) also the weights in fp32",
+    "buffers": "temporary: what a collective sends, weights gathered for a while, the optimizer's working copy on GPUs",
+    "device": "the sum of these four: needed on each device, before activations",
+    "host": "the kernel's model and the trained weights that return to it; with --device cpu also what the ranks hold",
+    "fits": "whether the column device is within --fits",
+}
+"""Column -> what it counts, as shown below the table."""
 
 
 def _render(
@@ -316,6 +326,8 @@ def _render(
         chosen = [row for row in rows if row["purpose"] == purpose]
         if chosen:
             lines += ["", *_table(purpose, label, chosen, capacity)]
+    shown = [name for name in _MEANINGS if name != "fits" or capacity is not None]
+    lines += ["", *(f"{name:<10}  {_MEANINGS[name]}" for name in shown)]
     return "\n".join(lines)
 
 

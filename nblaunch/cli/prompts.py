@@ -47,7 +47,7 @@ def asker() -> Asker:
 class LineAsker(Asker):
     """Asks for one line per answer: a number or the first word of a choice, empty for the default.
 
-    In a terminal a question is repeated after an invalid answer; from a pipe that is an error.
+    A question is repeated after an invalid answer. Where the lines of a pipe end before a valid one, that is an error.
     """
 
     def __init__(self, source: TextIO, target: TextIO) -> None:
@@ -58,7 +58,7 @@ class LineAsker(Asker):
         listed = "\n".join(f"  {number}) {label}" for number, label in enumerate(labels, 1))
 
         def convert(text: str) -> int:
-            names = [label.partition(" ")[0].lower() for label in labels]
+            names = [label.partition(" ")[0].rstrip(":").lower() for label in labels]
             if text.lower() in names:
                 return names.index(text.lower())
             if text.isdecimal() and 1 <= int(text) <= len(labels):
@@ -71,6 +71,7 @@ class LineAsker(Asker):
         return self._ask(question, default, convert)
 
     def _ask(self, question: str, default: str, convert: Convert) -> Any:
+        refusal = ""
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", file=self._target, flush=True)
             line = self._source.readline()
@@ -78,15 +79,12 @@ class LineAsker(Asker):
                 print(line.strip(), file=self._target)  # as a terminal would show it
             if not line:
                 raise UsageError(
-                    f"the answers ended before this question, and nothing was written: {_first(question)}"
+                    f"the answers ended before this question, and nothing was written: {_first(question)}{refusal}"
                 )
             try:
                 return convert(_filled(line.strip(), default))
             except ValueError as error:
-                if not self._source.isatty():
-                    raise UsageError(
-                        f"{_first(question)} {line.strip()!r} {error}; nothing was written"
-                    ) from None
+                refusal = f" ({line.strip()!r} {error})"
                 print(f"  {line.strip()!r} {error}", file=self._target)
 
 

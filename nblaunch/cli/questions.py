@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nblaunch import backends
@@ -14,7 +15,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.cli.prompts import Asker
 from nblaunch.config.resolving import ConfigError, convert
 from nblaunch.config.settings import SETTINGS
-from nblaunch.spec import DEFAULT_PORTS
+from nblaunch.spec import DEFAULT_PORTS, parse_endpoint
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,9 @@ def _ask(
 
     def read(text: str) -> Any:
         try:
-            return _in_range(question.setting, convert(question.setting, text), answers)
+            value = _in_range(question.setting, convert(question.setting, text), answers)
+            _CHECKS.get(question.setting, _accept)(value)
+            return value
         except ConfigError as error:
             raise ValueError(str(error).removeprefix(f"{question.setting}: {text!r} ")) from None
 
@@ -153,6 +156,44 @@ def _in_range(setting: str, value: Any, answers: Answers) -> Any:
     if setting == "num_processes" and value % num_machines:
         raise ValueError(f"must be shared equally by {num_machines} machines")
     return value
+
+
+def _accept(value: Any) -> None:
+    """Check nothing."""
+
+
+def _check_endpoint(value: str) -> None:
+    try:
+        host, _ = parse_endpoint(value)
+    except ValueError:
+        host = ""
+    if not host:
+        raise ValueError("must be a host and a port, as 10.0.0.1:29400")
+
+
+def _check_host(value: str) -> None:
+    if any(character.isspace() for character in value.strip()):
+        raise ValueError("must be a host name or an address, as 10.0.0.1")
+
+
+def _check_gpus(value: str) -> None:
+    ids = [part.strip() for part in value.split(",")]
+    if value != "all" and not all(part.isdecimal() or part.startswith(("GPU-", "MIG-")) for part in ids):
+        raise ValueError("must be all, or numbers or UUIDs with commas, as 0,2")
+
+
+def _check_file(value: str) -> None:
+    if not Path(value).expanduser().is_file():
+        raise ValueError("must be the path of a file; there is none here")
+
+
+_CHECKS: dict[str, Callable[[str], None]] = {
+    "rdzv_endpoint": _check_endpoint,
+    "main_process_ip": _check_host,
+    "gpu_ids": _check_gpus,
+    "deepspeed_config_file": _check_file,
+}
+"""Setting -> a further check of a typed answer, which raises ValueError; files are not checked like that."""
 
 
 def _num_machines(answers: Mapping[str, Any]) -> int:

@@ -71,11 +71,15 @@ class Enter(Asker):
     ],
     ids=["cpu", "cuda", "tpu"],
 )
-def test_every_path_gives_a_file_that_launches(machine: Machine, tmp_path: Path) -> None:
+def test_every_path_gives_a_file_that_launches(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that makes a launch, that is: whether its devices are here is another matter."""
     taken: set[tuple[str, int]] = set()
     offered: set[tuple[str, int]] = set()
     path = tmp_path / "config.yaml"
+    monkeypatch.chdir(tmp_path)
+    Path(TYPED["deepspeed_config_file"]).touch()
     for seed in itertools.count():
         values = ask_all(Walker(seed, taken, offered), machine, {})
         files.write(path, values)
@@ -181,6 +185,11 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
         ("several\n1:2\n2\n", ["'2'", "below 2"]),
         ("several\n2\n2\n", ["'2'", "below 2"]),
         ("several\n2\n1\nstatic\n\n", ["Address", "empty"]),
+        ("several\n2\n1\nstatic\n10.0 0.1\n", ["'10.0 0.1'", "host name or an address"]),
+        ("several\n2\n1\nc10d\nhost:port\n", ["'host:port'", "10.0.0.1:29400"]),
+        ("several\n2\n1\nc10d\n:29400\n", ["':29400'", "10.0.0.1:29400"]),
+        ("here\ngpus\n0;2\n", ["'0;2'", "0,2"]),
+        ("here\ncpu\n2\nno\ndeepspeed\nfile\nnowhere.json\n", ["'nowhere.json'", "none here"]),
     ],
 )
 def test_a_pipe_with_a_wrong_answer_writes_nothing(
@@ -192,6 +201,17 @@ def test_a_pipe_with_a_wrong_answer_writes_nothing(
     (line,) = ended.err.splitlines()
     assert all(word in line for word in words), line
     assert not files.default_path().exists()
+
+
+def test_a_question_is_asked_again_after_a_wrong_answer(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("here\nabacus\ncpu\nmany\n0\n2\nno\nddp\n1\nno\n"))
+    ended = command("config")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("What should compute?") == 2
+    assert ended.out.count("How many processes") == 3
+    assert files.read(files.default_path()).values["num_processes"] == 2
 
 
 def test_the_default_file_is_written_once(command: Command) -> None:

@@ -166,6 +166,15 @@ def test_the_table_says_what_fits(capfd: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate-memory", "--parameters", "7B", "--fits", "80GB"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (header,) = (line for line in lines if line.startswith("training"))
+    columns = header.removeprefix("training  mixed precision").split()
+    assert columns == [line.split()[0] for line in lines[-len(columns) :]]
+    assert "fits" in columns
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
