@@ -254,6 +254,7 @@ class AttemptStarted(Event):
         is_spmd: one worker drives all devices.
         mixed_precision: default of accelerators in the workers.
         first_rank: lowest rank of this machine.
+        hang_timeout_s: seconds without progress that are a hang; None = never.
     """
 
     function_name: str = ""
@@ -268,6 +269,7 @@ class AttemptStarted(Event):
     is_spmd: bool = False
     mixed_precision: str = ""
     first_rank: int = 0
+    hang_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,23 @@ class StatusLine(Event):
     r"""The text after a rank's last ``\r``: a progress bar, or an incomplete line."""
 
     text: str = ""
+
+
+@dataclass(frozen=True)
+class Stalled(Event):
+    """A rank has made no progress for some time, and where it is.
+
+    Args:
+        where: its line, as ``cell 5, line 14``.
+        waiting_in: the collective that it waits in, as ``all_reduce``; empty if it does not.
+        for_s: seconds since its last progress.
+        is_certain: it waits or hangs; False where it may work without steps.
+    """
+
+    where: str = ""
+    waiting_in: str = ""
+    for_s: float = 0.0
+    is_certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -321,9 +340,11 @@ class JobEnded(Event):
         failed_rank: rank of the root cause; None if there is none.
         message: one line about the failure.
         is_early: it was done before its last step because that was requested.
+        has_hung: it failed because a hang was stopped.
     """
 
     outcome: str = "done"
     failed_rank: int | None = None
     message: str = ""
     is_early: bool = False
+    has_hung: bool = False

@@ -6,6 +6,7 @@ base.py            Dashboard: what the launcher calls with events and readings o
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
 table.py           the view as rows and columns
+stall.py           ranks without progress, and rates that fall to 0
 notices.py         slow and stuck ranks, losses that are not finite
 text.py            the table on terminals, and the progress line
 html.py            the table as HTML
@@ -79,7 +80,11 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     if background:
         return [GuardedDashboard(table)]
     lines = LinesPrinter(
-        publish=publish_in_shell(shell), first_s=_FIRST_LINES_S, defers_lines=is_live, merges_equal=True
+        publish=publish_in_shell(shell),
+        first_s=_FIRST_LINES_S,
+        defers_lines=is_live,
+        omits_hangs=True,
+        merges_equal=True,
     )
     return [GuardedDashboard(table), GuardedDashboard(lines)]
 

@@ -76,6 +76,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         losses=rank.losses if reading.losses is last.losses else reading.losses.points(),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
+        stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
         state_s=now_s if has_new_state else rank.state_s,
         waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
         num_waits=rank.num_waits + (has_new_state and reading.state is WorkerState.WAITING),
@@ -184,6 +185,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         is_spmd=event.is_spmd,
         mixed_precision="" if event.mixed_precision == "no" else single_line(event.mixed_precision),
         log_dir=event.log_dir,
+        hang_timeout_s=event.hang_timeout_s,
         attempt=event.attempt,
         # After a restart it is still the same job for its user.
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
@@ -203,6 +205,7 @@ def _job_ended(view: JobView, event: events.JobEnded) -> JobView:
         view,
         outcome=event.outcome,
         is_early=event.is_early,
+        has_hung=event.has_hung,
         failed_rank=event.failed_rank,
         message=event.message,
         now_s=max(event.time_s, view.started_s),
@@ -231,9 +234,14 @@ def _with_training_numbers(rank: RankView) -> RankView:
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
     """Return a rank in its final state by the outcome of the job: ranks that the launcher stopped did not fail."""
     if view.outcome == "failed" and rank.rank == view.failed_rank:
-        return replace(rank, state=WorkerState.FAILED, failure=rank.failure or _first_line(view.message))
+        message = _first_line(view.message)
+        failure = message if view.has_hung else rank.failure or message
+        return replace(rank, state=WorkerState.FAILED, failure=failure)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
-    if rank.state is WorkerState.FAILED and was_stopped and not rank.is_consequence:
+    was_ended = was_stopped and not rank.is_consequence
+    # What ranks that waited have raised when their peers were stopped explains nothing.
+    was_waiting = view.has_hung and rank.is_consequence
+    if rank.state is WorkerState.FAILED and (was_ended or was_waiting):
         return replace(rank, state=WorkerState.STOPPED, failure="")
     if rank.state.is_final:
         return rank
@@ -329,6 +337,10 @@ def _device_use(view: JobView, rank: RankView, event: events.DeviceUse) -> RankV
     return replace(rank, device_use=event.share)
 
 
+def _stalled(view: JobView, rank: RankView, event: events.Stalled) -> RankView:
+    return replace(rank, stall=replace(event, where=single_line(event.where)))
+
+
 def _returned(view: JobView, rank: RankView, event: events.Returned) -> RankView:
     state = rank.state if rank.state.is_final else WorkerState.FINISHING
     return replace(rank, state=state, has_returned=True)
@@ -389,6 +401,7 @@ _RANK_FOLDS: dict[type[Event], Callable[[JobView, RankView, Any], RankView]] = {
     events.Started: _started,
     events.StatusLine: _status_line,
     events.DeviceUse: _device_use,
+    events.Stalled: _stalled,
     events.Returned: _returned,
     events.Failed: _failed,
     events.Exited: _exited,

@@ -137,6 +137,7 @@ class LinesPrinter(Dashboard):
         line_length: characters after which a line is cut.
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because widgets show them meanwhile; displays are shown at once.
+        omits_hangs: leave out reports of hangs, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
         live: the line of the same terminal that is redrawn in place, to be kept below.
         clock: monotonic seconds.
@@ -154,6 +155,7 @@ class LinesPrinter(Dashboard):
         line_length: int = _LINE_LENGTH,
         first_s: float = 0.0,
         defers_lines: bool = False,
+        omits_hangs: bool = False,
         merges_equal: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -167,6 +169,7 @@ class LinesPrinter(Dashboard):
         self._line_length = line_length
         self._pace = Pace(first_s=first_s, clock=clock)
         self._defers_lines = defers_lines
+        self._omits_hangs = omits_hangs
         self._merges_equal = merges_equal
         self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: dict[int, int] = {}
@@ -183,7 +186,7 @@ class LinesPrinter(Dashboard):
             self._add_lines(event)
         elif isinstance(event, Displayed):
             self._add_display(event)
-        elif isinstance(event, Note):
+        elif isinstance(event, Note) and not (event.kind == "hang" and self._omits_hangs):
             self._pending.append(
                 f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
             )

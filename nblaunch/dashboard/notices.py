@@ -11,6 +11,7 @@ from math import isfinite
 from statistics import median
 
 from nblaunch import formatting
+from nblaunch.dashboard.stall import is_still
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
@@ -18,16 +19,10 @@ from nblaunch.formatting import percent, rate, whole_duration
 SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as those of the others."""
 
-STUCK_S = 20.0
-"""Seconds without steps, changes of state or output after which a rank is stuck; more if its steps take long."""
-
-_STUCK_STEPS = 20  # a rank is stuck after the time of this many of its usual steps
-_OUTSIDE_FACTOR = 3  # outside of loaders the usual duration is unknown
 _MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 _MIN_WAITING = 0.25  # fraction of the time
 _MIN_WAITS = 3  # a single long wait, as for a download, does not mean that a rank is slow
-_QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
 
 
 @dataclass(frozen=True)
@@ -153,27 +148,27 @@ def _awaited_rank(view: JobView) -> list[Notice]:
 def _stuck(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
-        return [Notice("stuck", (), view.hang[0], view.hang[1:])] if view.hang else []
+        # The exception of a job that was stopped for a hang has the positions.
+        is_shown = view.hang and not view.has_hung
+        return [Notice("stuck", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
-    still = [rank for rank in live if _is_still(view, rank)]
+    named = tuple(rank.rank for rank in live if rank.stall is not None)
+    if view.hang and named:
+        return [Notice("stuck", named, view.hang[0], view.hang[1:])]
+    still = [rank for rank in live if is_still(view, rank)]
     if not still:
         return []
-    waiting = [rank for rank in still if rank.state is WorkerState.WAITING]
-    stuck = [rank for rank in still if rank.state is not WorkerState.WAITING]
+    waiting = [rank for rank in still if _is_waiting(rank)]
+    stuck = [rank for rank in still if not _is_waiting(rank)]
     for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stuck or waiting))
     if not stuck and len(waiting) < len(live):
         return []  # they wait for ranks that make progress
     text = _where_stuck(live, stuck, waiting, for_s)
-    return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text, view.hang[1:])]
+    return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text)]
 
 
-def _is_still(view: JobView, rank: RankView) -> bool:
-    if rank.state in _QUIET or not rank.moved_s:
-        return False
-    limit_s = max(STUCK_S, _STUCK_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
-    if rank.state is WorkerState.RUNNING:
-        limit_s *= _OUTSIDE_FACTOR
-    return view.now_s - rank.moved_s >= limit_s
+def _is_waiting(rank: RankView) -> bool:
+    return rank.state is WorkerState.WAITING or bool(rank.stall and rank.stall.waiting_in)
 
 
 def _where_stuck(

@@ -12,6 +12,7 @@ from math import isfinite
 
 from nblaunch import formatting
 from nblaunch.dashboard.notices import Notice, notices
+from nblaunch.dashboard.stall import as_of_now, stall_text
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, percent, rate, single_line, whole_duration
@@ -84,16 +85,17 @@ def columns_of(view: JobView) -> tuple[str, ...]:
 
 def row_of(view: JobView, rank: RankView) -> Row:
     """Return the row of one rank."""
+    stalled = stall_text(view, rank)
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
-        state=rank.state,
-        state_text=state_text(rank),
+        state=WorkerState.WAITING if stalled else rank.state,
+        state_text=stalled or state_text(rank),
         cells=(
             epoch_of(rank),
             _steps(rank),
-            rate(rank.steps_per_s) if rank.steps_per_s else "",
-            rate(rank.samples_per_s) if rank.samples_per_s else "",
+            _rate(rank.steps_per_s),
+            _rate(rank.samples_per_s),
             "" if rank.left_s is None else whole_duration(rank.left_s),
             "" if rank.loss is None else loss(rank.loss),
             _size(_host_bytes(view, rank)),
@@ -110,6 +112,10 @@ def _fraction(rank: RankView) -> float | None:
     if rank.fraction is None and not rank.has_progress and rank.bar is not None:
         return rank.bar.fraction
     return rank.fraction
+
+
+def _rate(per_s: float | None) -> str:
+    return "" if per_s is None else rate(per_s) if per_s else "0"
 
 
 def _host_bytes(view: JobView, rank: RankView) -> int | None:
@@ -281,6 +287,8 @@ class Table:
 
 def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
+    found = notices(view)
+    view = as_of_now(view)
     shown, others = select_ranks(view)
     rows = [row_of(view, rank) for rank in shown]
     if others:
@@ -297,7 +305,7 @@ def tabulate(view: JobView) -> Table:
         rows=tuple(narrowed(row, used) for row in rows),
         grid=tuple(grid_cell(rank) for rank in others),
         failures=_failures(view),
-        notices=notices(view),
+        notices=found,
         metrics=_metrics(view),
         memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),

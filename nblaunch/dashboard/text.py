@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 from typing import TextIO, final
 from unicodedata import east_asian_width
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
@@ -125,6 +127,7 @@ def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
         width: columns of the terminal.
         has_blocks: draw the bar with block characters; else with ``#``.
     """
+    view = as_of_now(view)
     behind = _furthest_behind(view)
     name = view.function_name or "job"
     parts = [_times(view)]
@@ -174,7 +177,7 @@ def _furthest_behind(view: JobView) -> RankView:
 def progress_line(view: JobView) -> str:
     """Return the progress of the rank that is furthest behind, in one line."""
     behind = _furthest_behind(view)
-    table = tabulate(JobView(num_processes=1, ranks=(behind,)))
+    table = tabulate(replace(view, num_processes=1, ranks=(behind,)))
     row = table.rows[0]
     parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
     about = f"rank {behind.rank} " if len(view.ranks) > 1 else ""
@@ -304,7 +307,8 @@ class TextDashboard(ViewingDashboard):
         if self._live is not None:
             self._live.clear()
         if view.is_started:
-            self._write(render_text(view) + "\n")
+            # A hang was reported in lines when it was seen.
+            self._write(render_text(replace(view, hang=())) + "\n")
 
     def _write(self, text: str) -> None:
         stream = sys.stderr if self._stream is None else self._stream

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nblaunch.events import ExitStatus, WorkerState
+from nblaunch.events import ExitStatus, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
 
 # With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
@@ -177,6 +177,7 @@ class RankView:
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
         moved_s: time of the last change of step or state, or of the last output; 0.0 before.
+        stall: what the launcher knows of a rank without progress; None where it moves.
         state_s: ``now_s`` of the first reading with the current state.
         waited_s: seconds of completed waits for other ranks.
         num_waits: number of readings that found the worker waiting after another state.
@@ -218,6 +219,7 @@ class RankView:
     has_returned: bool = False
     stepped_s: float = 0.0
     moved_s: float = 0.0
+    stall: Stalled | None = None
     state_s: float = 0.0
     waited_s: float = 0.0
     num_waits: int = 0
@@ -280,11 +282,13 @@ class JobView:
         mixed_precision: ``"fp16"`` or ``"bf16"``; empty if unknown or full precision.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
         log_dir: folder of complete logs.
+        hang_timeout_s: seconds without progress that are a hang; None = never.
         attempt: number of restarts so far.
         started_s: start of the job; 0.0 before.
         now_s: time of the last reading.
         outcome: as in :class:`nblaunch.events.JobEnded`; empty while the job runs.
         is_early: the job ended before its last step because that was requested.
+        has_hung: the job failed because a hang was stopped.
         failed_rank: the rank with the root cause of a failure.
         message: one line about the failure.
         notes: ``(rank, text)`` of the last notes; rank -1 is the launcher.
@@ -308,11 +312,13 @@ class JobView:
     mixed_precision: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
     log_dir: str = ""
+    hang_timeout_s: float | None = None
     attempt: int = 0
     started_s: float = 0.0
     now_s: float = 0.0
     outcome: str = ""
     is_early: bool = False
+    has_hung: bool = False
     failed_rank: int | None = None
     message: str = ""
     notes: tuple[tuple[int, str], ...] = ()

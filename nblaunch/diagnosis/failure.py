@@ -12,7 +12,7 @@ from typing import Protocol
 from nblaunch.diagnosis import memory, stacks
 from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import annotate
-from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
+from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
     SAME_COLLECTIVES,
     RootCause,
@@ -86,7 +86,7 @@ def failure_of(
         past: one line for each attempt that failed before.
     """
     if report.hang:
-        return _hung(report, logs.attempt_path(attempt))
+        return _hung(report, report.hang, logs.attempt_path(attempt))
     remote = _remote_explanation(report, [f"logs of this node: {logs.attempt_path(attempt)}", *past])
     if remote is not None:
         return Failure(*remote)
@@ -173,11 +173,10 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> E
     return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline
 
 
-def _hung(report: AttemptReport, folder: Path) -> Failure:
-    rank = min(rank for rank in report.exits if rank not in report.returned)
-    lines = ["no rank made progress, so the job was stopped:", *report.hang]
+def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
+    lines = ["no rank made progress, so the job was stopped:", *hang.lines]
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
-    return Failure(JobHung("\n".join(lines)), rank, lines[0])
+    return Failure(JobHung("\n".join(lines)), hang.rank, hang.headline)
 
 
 def _device_evidence(root: RootCause) -> list[str]:

@@ -148,6 +148,11 @@ class Watchdog:
         self._is_checking = bool(due)
         return self._is_checking
 
+    def still_for(self, now_s: float) -> dict[int, float]:
+        """Return rank -> seconds without progress, of running ranks for which that is long enough to be checked."""
+        still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
+        return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
+
     def judge(self, now_s: float, checks: Mapping[int, Check]) -> Finding | None:
         """Record a check of the running ranks; return a finding if there is a new one."""
         self._is_checking = False
@@ -245,6 +250,10 @@ class Inspector:
         }
         return self._watchdog.observe(now_s, progress, list(pids))
 
+    def still_for(self, now_s: float) -> dict[int, float]:
+        """Return rank -> seconds without progress, of ranks that are checked for a hang."""
+        return {} if self._watchdog is None else self._watchdog.still_for(now_s)
+
     def judge(
         self, now_s: float, pids: Mapping[int, int], positions: Mapping[int, Position]
     ) -> Finding | None:
@@ -297,6 +306,24 @@ def describe_hang(
     lines = [f"{formatting.ranks(ranks)}: {text}" for text, ranks in merged.items()]
     interpretation = _interpret(positions, steps, gone)
     return [*lines, interpretation] if interpretation else lines
+
+
+def cause(
+    positions: Mapping[int, Position], steps: Mapping[int, int], candidates: Sequence[int]
+) -> tuple[int, str]:
+    """Return the rank that the others wait for, and what it did, as the end of a sentence.
+
+    Args:
+        positions: of running ranks.
+        steps: rank -> number of batches so far.
+        candidates: ranks whose function runs, at least one.
+    """
+    waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]
+    absent = [rank for rank in candidates if rank not in waiting]
+    if waiting and absent:
+        wait = "wait" if len(waiting) > 1 else "waits"
+        return min(absent), f"did not enter the collective that {formatting.ranks(waiting)} {wait} in"
+    return min(candidates, key=lambda rank: (steps.get(rank, 0), rank)), "made no progress"
 
 
 def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone: Sequence[int]) -> str:

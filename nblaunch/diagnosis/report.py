@@ -37,6 +37,21 @@ class RemoteFailures:
         return bool(self.failed or self.exits or self.lost)
 
 
+@dataclass(frozen=True)
+class Hang:
+    """A hang for which a job was stopped.
+
+    Args:
+        rank: the one that the others wait for, as far as that is known.
+        headline: of that rank, as the end of a sentence.
+        lines: positions of all ranks.
+    """
+
+    rank: int
+    headline: str
+    lines: tuple[str, ...]
+
+
 @dataclass
 class AttemptReport:
     """The facts about one attempt, by rank. Times are wall clock seconds.
@@ -53,7 +68,7 @@ class AttemptReport:
         last_readings: last readings of the board.
         memory: of host and workers during the attempt.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
-        hang: positions of the ranks when a hang was stopped; empty otherwise.
+        hang: the hang for which the job was stopped; None otherwise.
         remote: failures of ranks on other nodes.
     """
 
@@ -68,7 +83,7 @@ class AttemptReport:
     last_readings: list[SlotReading] = field(default_factory=list)
     memory: MemoryRecord | None = None
     unkillable: dict[int, str] = field(default_factory=dict)
-    hang: tuple[str, ...] = ()
+    hang: Hang | None = None
     remote: RemoteFailures = field(default_factory=RemoteFailures)
 
     @property

@@ -21,7 +21,7 @@ from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
-from nblaunch.errors import LaunchError
+from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import AttemptStarted, Event, JobEnded, Metric, Note, Started
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog
@@ -217,6 +217,7 @@ class JobRunner:
                 failed_rank=outcome.failed_rank,
                 message=outcome.message,
                 is_early=outcome.is_early,
+                has_hung=isinstance(outcome.error, JobHung),
             )
         )
         for listener in self._listeners:
@@ -389,6 +390,7 @@ class JobRunner:
                 is_spmd=self.spec.is_spmd,
                 mixed_precision=self.spec.mixed_precision,
                 first_rank=self.topology.rank,
+                hang_timeout_s=self.spec.hang_timeout_s,
             )
         )
 

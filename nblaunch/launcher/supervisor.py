@@ -20,11 +20,22 @@ from concurrent.futures import Future
 from functools import partial
 
 from nblaunch import formatting
-from nblaunch.diagnosis.hang import Finding, Inspector, describe_hang
-from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.hang import Finding, Inspector, cause, describe_hang
+from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.engines.base import KILL_PATIENCE_S
-from nblaunch.events import Event, Exited, ExitStatus, Failed, Metric, Note, Returned, Started, WeightsSent
+from nblaunch.events import (
+    Event,
+    Exited,
+    ExitStatus,
+    Failed,
+    Metric,
+    Note,
+    Returned,
+    Stalled,
+    Started,
+    WeightsSent,
+)
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
@@ -352,7 +363,15 @@ class Supervisor:
     def _judge(self, dump: StackDump) -> None:
         """Report what the watchdog finds in the stacks that it wanted; stop the job if it hangs for certain."""
         positions = dump.positions()
-        finding = self._inspector.judge(time.monotonic(), self._active_pids(), positions)
+        now = time.monotonic()
+        finding = self._inspector.judge(now, self._active_pids(), positions)
+        for rank, for_s in self._inspector.still_for(now).items():
+            at = positions.get(rank)
+            is_named = finding is not None and rank in (*finding.hung, *finding.suspected)
+            if at is not None and (at.waits_for_ranks or is_named):
+                is_certain = at.waits_for_ranks or (finding is not None and rank in finding.hung)
+                waiting_in = at.waiting_in if at.waits_for_ranks else ""
+                self._emit(Stalled(rank, time.time(), at.place, waiting_in, for_s, is_certain))
         if finding is None:
             return
         lines = self._describe(positions, finding.busy)
@@ -360,7 +379,9 @@ class Supervisor:
         self._note(text, "hang")
         if finding.hung and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             # Where every function has returned there is a result, and weights alone are late.
-            self._report.hang = tuple(lines) if self._alive - self._report.returned.keys() else ()
+            if running := sorted(self._alive - self._report.returned.keys()):
+                steps = {reading.rank: reading.step for reading in self._board.read()}
+                self._report.hang = Hang(*cause(positions, steps, running), tuple(lines))
             self._begin_stop_after_failure()
 
     def _headline(self, finding: Finding) -> str:

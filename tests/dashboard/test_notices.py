@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 
 from nblaunch.dashboard.fold import fold_readings
-from nblaunch.dashboard.notices import STUCK_S, notices, waiting_share
-from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.notices import notices, waiting_share
+from nblaunch.dashboard.stall import STUCK_S
+from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.text import live_line, render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import LogLines, Note, WorkerState
-from tests.dashboard.scenes import START_S, ended, sample, started, trained, view_of
+from nblaunch.events import JobEnded, LogLines, Note, Stalled, WorkerState
+from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 
 
 def at_rates(rates: Sequence[float], seconds: float = 10.0, total: int = 1000) -> JobView:
@@ -154,9 +156,12 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
     report = Note(
         -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
     )
-    view = fold_readings(view_of([report], trained(2)), [], START_S + 71)
+    stall = Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0)
+    view = fold_readings(view_of([report, stall], trained(2)), [], START_S + 71)
     assert notices(view)[0].lines == ("    rank 1 is at cell 5, line 9",)
     assert "rank 1 is at cell 5, line 9" in render_text(view)
+    moved = fold_readings(view, [sample(1, 101)], START_S + 72)
+    assert not any(notice.lines for notice in notices(moved))
     over = view_of(ended(2), view)
     assert [notice.text for notice in notices(over)] == ["no progress for 60 s:"]
 
@@ -165,3 +170,63 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
 def test_a_loss_that_is_lost_is_told(value: float) -> None:
     view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
     assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
+
+
+def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stuck() -> None:
+    view = view_of(started(2, hang_timeout_s=6.0))
+    for step in range(0, 101, 5):
+        view = fold_readings(view, [sample(rank, step) for rank in range(2)], START_S + step / 10)
+    assert texts(fold_readings(view, [], START_S + 15)) == []
+    assert texts(fold_readings(view, [], START_S + 16)) == ["no rank has moved for 6 s, at step 100"]
+
+
+def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None:
+    view = view_of(
+        [
+            Stalled(0, START_S + 13, "cell 5, line 14", "all_reduce", 3.0),
+            Stalled(1, START_S + 13, "cell 5, line 9", "", 3.0),
+        ],
+        trained(3),
+    )
+    view = fold_readings(view, [], START_S + 22)
+    states = [row.state_text for row in tabulate(view).rows]
+    assert states == [
+        "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", "training"
+    ]  # fmt: skip
+    assert "waits for it in a collective" in texts(view)[0]
+    view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 22.1)
+    assert [row.state_text for row in tabulate(view).rows] == ["training"] * 3
+
+
+def test_a_rank_without_progress_has_no_rate_and_no_time_left() -> None:
+    view = trained(2)
+    moving = tabulate(fold_readings(view, [], START_S + 11))
+    assert [row.cells for row in moving.rows] == [row.cells for row in tabulate(view).rows]
+    half = tabulate(fold_readings(view, [], START_S + 13))
+    assert half.rows[0].cells[moving.columns.index("steps/s")] == "5.00"
+    still = tabulate(fold_readings(view, [], START_S + 43))
+    cells = dict(zip(still.columns, still.rows[0].cells, strict=True))
+    assert (cells["steps/s"], cells["samples/s"], cells.get("ETA", "")) == ("0", "0", "")
+    assert "ETA" not in still.setting
+    assert "samples/s" not in still.setting
+    assert still.rows[0].state_text == "no progress for 33 s"
+    assert "0.0 steps/s" not in live_line(fold_readings(view, [], START_S + 43), 200)
+
+
+def test_a_job_that_is_done_keeps_its_rates() -> None:
+    view = fold_readings(view_of(ended(2, 60), trained(2)), [], START_S + 90)
+    assert "10.0" in tabulate(view).rows[0].cells
+
+
+def test_of_a_hang_that_was_stopped_only_the_culprit_failed() -> None:
+    hang = Note(-1, START_S + 70, text="no progress for 60 s:\n    rank 1: cell 5, line 9", kind="hang")
+    over = [
+        hang,
+        raised(0, "connection closed", is_consequence=True),
+        killed(1, -9),
+        JobEnded(-1, START_S + 75, "failed", 1, "did not enter the collective", has_hung=True),
+    ]
+    view = view_of(over, trained(2))
+    assert [rank.state.name for rank in view.ranks] == ["STOPPED", "FAILED"]
+    assert tabulate(view).failures == (("rank 1", "did not enter the collective"),)
+    assert notices(view) == ()  # the exception has it

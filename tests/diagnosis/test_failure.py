@@ -10,7 +10,7 @@ import pytest
 
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.memory import MemoryRecord
-from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 from nblaunch.launcher.joblog import JobLog
@@ -163,10 +163,12 @@ def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -
 def test_a_hang_that_was_stopped(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
-    report.hang = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
+    lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
+    report.hang = Hang(1, "did not enter the collective that rank 0 waits in", lines)
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
-    assert str(failure.error).splitlines()[1:] == [*report.hang, f"complete logs: {log.attempt_path(0)}"]
+    assert failure.sentence == "rank 1 did not enter the collective that rank 0 waits in"
+    assert str(failure.error).splitlines()[1:] == [*lines, f"complete logs: {log.attempt_path(0)}"]
 
 
 def test_a_rank_that_we_had_to_end_is_told_too(log: JobLog) -> None:

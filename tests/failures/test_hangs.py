@@ -111,6 +111,14 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
     assert len(cell.error.lines) <= 25, cell.describe()
     assert f"complete logs: {value_of(shared, 'str(nblaunch.last_job().log_dir)')}" in cell.error.value
     shared.run("job = nblaunch.last_job()")
+    if shape is SHAPES[0]:
+        # The rank that the others waited for has failed, and its diagnosis is shown once: in the exception.
+        table = cell.displays[0].data["text/plain"]
+        assert [line.split()[1] for line in table.splitlines()[1:4]] == ["stopped", "failed", "stopped"], (
+            table
+        )
+        assert "rank 1: did not enter the collective that ranks 0, 2 wait in" in table
+        assert shape.lines[-1] not in table + cell.stdout
     status, log = value_of(shared, "(job.status, job.logs(2))")
     assert status == "failed"
     assert "it begins" in log
@@ -125,6 +133,8 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
         + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
     )
     cell.wait_for(lambda cell: shape.lines[-1] in _shown(cell), 30, "the report")
+    cell.wait_for(lambda cell: "waiting in all_reduce (cell " in _shown(cell), 30, "the state of a rank")
+    assert _shown(cell).count(shape.lines[-1]) == 1
     assert not cell.is_done
     assert f"no progress for {shape.timeout_s:g} s" in _shown(cell)
     for text in shape.lines:
