@@ -90,6 +90,7 @@ TABLE = {
         Variable("NCCL_P2P_DISABLE", _TEXT, None, "disable peer access between GPUs; set for GPUs without it"),
         Variable("PJRT_DEVICE", _TEXT, None, "device of torch_xla: TPU or CPU; default: TPU if there is one"),
         Variable("TPU_ACCELERATOR_TYPE", _TEXT, "", "kind of TPU, set by the host's image: v5litepod-8"),
+        Variable("TPU_SKIP_MDS_QUERY", _TEXT, "", "anything: the metadata server of the TPU host is not asked"),
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice of this machine"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
         Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),

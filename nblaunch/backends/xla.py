@@ -203,22 +203,15 @@ class XlaBackend(Backend):
         mismatch = xla_runtime.version_mismatch()
         if mismatch is not None or xla_runtime.kind() != "TPU":
             return mismatch
-        if tpu.has_two_cores(tpu.chips()):
-            return (
-                "these are TPU v2 or v3 chips, which have two cores each: one process per chip would leave half of "
-                "them idle. Use torch_xla's own launcher, torch_xla.launch, which runs two threads per process"
-            )
-        if env.read("TPU_WORKER_HOSTNAMES") and "," in env.read("TPU_WORKER_HOSTNAMES"):
-            return (
-                "this machine is one of several hosts of a TPU slice (TPU_WORKER_HOSTNAMES), and launching on several "
-                "machines is not available in this version"
-            )
-        if first_use.is_xla_initialised():
+        refusal = xla_runtime.tpu_slice().refusal()
+        if refusal is not None:
+            return refusal
+        holder = tpu.lock_holder()
+        if first_use.is_xla_initialised() or holder == os.getpid():
             return (
                 f"this process has taken the TPU chips itself{first_use.xla_first_use()}, and gives them back "
                 "only when it ends: restart the kernel, and use the device only inside the function that is launched"
             )
-        holder = tpu.lock_holder()
         if holder is not None:
             return (
                 f"another process uses the TPU chips: {holder} ({tpu.command_of(holder)}). End it, or shut its "
@@ -227,9 +220,27 @@ class XlaBackend(Backend):
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        if xla_runtime.kind() != "TPU" or tpu.can_drive(num_processes, xla_runtime.num_chips()):
+        if xla_runtime.kind() != "TPU":
             return None
-        return f"a TPU host runs one worker, or one per chip: valid are 1 and {xla_runtime.num_chips()}"
+        count, kinds = xla_runtime.num_chips(), tpu.chips()
+        if tpu.has_two_cores(kinds):
+            return (
+                "these are TPU v2 or v3 chips, which have two cores each, and a worker drives one. With "
+                "strategy='spmd' one process drives all cores"
+            )
+        if "v7x" in kinds and num_processes > 1 and not xla_runtime.tpu_slice().has_server:
+            return (
+                "without a metadata server torch_xla reads a mesh of three dimensions only, and that of v7x chips has "
+                "four. With strategy='spmd' one process drives all"
+            )
+        if tpu.can_drive(num_processes, count, "v7x" in kinds):
+            return None
+        if not tpu.can_drive(count, count, "v7x" in kinds):
+            return (
+                f"there is no known mesh of {count} such chips ({', '.join(kinds)}): valid is 1. With strategy='spmd' "
+                "one process drives all"
+            )
+        return f"a TPU host runs one worker, or one per chip: valid are 1 and {count}"
 
     def fork_hazard(self) -> str | None:
         if first_use.is_xla_initialised():  # on a TPU, launch_refusal has refused already
@@ -250,7 +261,7 @@ class XlaBackend(Backend):
         if kind == "TPU":
             is_v7x = "v7x" in tpu.chips()
             changes |= tpu.topology_env(topology.local_rank, topology.local_world_size, is_v7x)
-            changes |= xla_runtime.readable_accelerator_type()
+            changes |= xla_runtime.host_env()
         else:
             changes |= dict.fromkeys(tpu.TOPOLOGY_VARIABLES)
         if topology.num_nodes == 1:

@@ -16,6 +16,8 @@ from typing import Any
 from nblaunch import env
 from nblaunch.backends.compile_watch import Counters
 from nblaunch.host import tpu
+from nblaunch.host.tpu_slice import TpuSlice, ask_metadata_server
+from nblaunch.host.tpu_slice import read as read_slice
 
 INSTALL = 'pip install "nblaunch[tpu]"'
 _SCALARS = "aten::_local_scalar_dense"  # item(), float(), bool()
@@ -65,7 +67,7 @@ def package() -> Any:
         return sys.modules["torch_xla"]
     try:
         # Left alone, the import would fix PJRT_DEVICE for the whole process.
-        with env.patched({"PJRT_DEVICE": kind(), **readable_accelerator_type()}):
+        with env.patched({"PJRT_DEVICE": kind(), **host_env()}):
             for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
                 importlib.import_module(f"torch_xla.{name}")
     except (ImportError, OSError) as error:
@@ -78,10 +80,17 @@ def part(name: str) -> Any:
     return importlib.import_module(f"torch_xla.{name}")
 
 
-def readable_accelerator_type() -> dict[str, str]:
-    """Return ``TPU_ACCELERATOR_TYPE`` with a number of chips, where it has none: torch_xla can't parse it without."""
-    kind = env.read("TPU_ACCELERATOR_TYPE")
-    return {"TPU_ACCELERATOR_TYPE": f"{kind}-{num_chips()}"} if kind and "-" not in kind else {}
+def tpu_slice() -> TpuSlice:
+    """Return the slice that this TPU host belongs to."""
+    return read_slice(env.snapshot(), tpu.chips(), num_chips(), ask_metadata_server)
+
+
+def host_env() -> dict[str, str | None]:
+    """Return what torch_xla must find in the environment of a TPU host, for its import too; none without chips."""
+    if not num_chips():
+        return {}
+    named = {"TPU_ACCELERATOR_TYPE": tpu_slice().accelerator_type} if env.read("TPU_ACCELERATOR_TYPE") else {}
+    return {**named, **tpu_slice().completed()}
 
 
 def counters() -> Counters:

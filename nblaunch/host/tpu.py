@@ -33,6 +33,8 @@ _CHIPS = {
 }
 _BASE_PORT = 8476
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+# On the bus of a v7x host each of a chip's two halves is a device; the fourth dimension counts them.
+_V7X_BOUNDS = {1: "1,1,1", 2: "1,1,1,2", 8: "2,2,1,2"}
 
 # Everything that may set, before a worker starts, which chips it owns and which are its peers. torch_xla sets them
 # only where they are unset, so one left over from the image or from another library would silently win
@@ -93,9 +95,11 @@ def has_two_cores(found: Mapping[str, int]) -> bool:
     return bool(found.get(_CHIPS[_TWO_CORES]))
 
 
-def can_drive(num_workers: int, num_chips: int) -> bool:
+def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
     """Return whether that many workers make a mesh on a host with that many chips: one, or one per chip."""
-    return num_workers == 1 or (num_workers == num_chips and num_chips in _BOUNDS)
+    return num_workers == 1 or (
+        num_workers == num_chips and num_chips in (_V7X_BOUNDS if is_v7x else _BOUNDS)
+    )
 
 
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
@@ -116,11 +120,9 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
     changes["PJRT_LOCAL_PROCESS_RANK"] = str(local_rank)
     changes["PJRT_LOCAL_PROCESS_COUNT"] = str(local_world_size)
     changes["TPU_CHIPS_PER_PROCESS_BOUNDS"] = "1,1,1"
-    changes["TPU_PROCESS_BOUNDS"] = _BOUNDS[local_world_size]
+    changes["TPU_PROCESS_BOUNDS"] = (_V7X_BOUNDS if is_v7x else _BOUNDS)[local_world_size]
     changes["TPU_VISIBLE_CHIPS"] = str(local_rank)
     if local_world_size > 1:
-        if is_v7x:
-            changes["TPU_PROCESS_BOUNDS"] = f"{_BOUNDS[local_world_size]},2"
         ports = range(_BASE_PORT, _BASE_PORT + local_world_size)
         changes["TPU_PROCESS_ADDRESSES"] = ",".join(f"localhost:{port}" for port in ports)
         changes["TPU_PROCESS_PORT"] = str(ports[local_rank])
@@ -129,16 +131,17 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 
 
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
-    """Return the process that uses the chips through libtpu, by its open lock file or device; or None.
+    """Return a process that uses the chips through libtpu, by its open lock file or device: this one first; or None.
 
     The file alone is no evidence: it stays when a process is killed (jax-ml/jax#10192), and is never deleted here.
     Processes of other users can't be looked into and are not found.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
-    for descriptors in processes.glob("[0-9]*/fd"):
-        pid = int(descriptors.parent.name)
-        if pid != os.getpid() and any(wanted.fullmatch(target) for target in _targets(descriptors)):
-            return pid
+    for descriptors in sorted(
+        processes.glob("[0-9]*/fd"), key=lambda path: path.parent.name != str(os.getpid())
+    ):
+        if any(wanted.fullmatch(target) for target in _targets(descriptors)):
+            return int(descriptors.parent.name)
     return None
 
 

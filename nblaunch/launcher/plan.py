@@ -177,8 +177,8 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
         return 1
     wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
     if not wanted:
-        return backend.device_count()
-    if not backend.is_oversubscribable:
+        wanted = backend.device_count()
+    elif not backend.is_oversubscribable:
         _check_devices(spec, wanted, backend)
     refusal = backend.count_refusal(wanted)
     if refusal is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from collections import Counter
@@ -22,12 +23,13 @@ TOPOLOGY = Topology(rank=1, local_rank=1, world_size=8, local_world_size=8, mast
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No chips, no packages, no variables."""
-    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
     host(monkeypatch, 0)
     install(monkeypatch)
     monkeypatch.setattr(tpu, "device_files", lambda names_tpu: 0)
     monkeypatch.setattr(tpu, "lock_holder", lambda: None)
+    monkeypatch.setattr(xla_runtime, "ask_metadata_server", lambda key: None)
     monkeypatch.setattr(first_use, "is_xla_initialised", lambda: False)
 
 
@@ -73,8 +75,6 @@ def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.M
     host(monkeypatch, 8)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod")
     assert BACKEND.worker_env(TOPOLOGY)["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    assert "TPU_ACCELERATOR_TYPE" not in BACKEND.worker_env(TOPOLOGY)
 
 
 def test_a_single_process_for_all_chips_has_what_the_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +149,34 @@ def test_versions_that_do_not_fit_are_told_before_the_import(
 def test_chips_with_two_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 4, "v2 or v3")
     install(monkeypatch, "torch_xla")
-    refusal = BACKEND.launch_refusal() or ""
-    assert "two cores each" in refusal
-    assert "torch_xla.launch" in refusal
+    assert BACKEND.launch_refusal() is None, "SPMD can drive them"
+    for num_processes in (1, 4):
+        refusal = BACKEND.count_refusal(num_processes) or ""
+        assert "two cores each" in refusal
+        assert "strategy='spmd'" in refusal
 
 
 def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 4, "v4")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
-    assert "one of several hosts" in (BACKEND.launch_refusal() or "")
+    assert "one of 2 hosts" in (BACKEND.launch_refusal() or "")
+
+
+def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of sixteen chips would train on their own otherwise."""
+    host(monkeypatch, 4)
+    answers = {
+        "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\n",
+        "worker-network-endpoints": "a:1:10.0.0.2,b:2:10.0.0.3",
+    }
+    monkeypatch.setattr(xla_runtime, "ask_metadata_server", answers.get)
+    assert "one of 2 hosts" in (BACKEND.launch_refusal() or "")
+
+
+def test_chips_that_a_library_of_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, 8)
+    monkeypatch.setattr(tpu, "lock_holder", os.getpid)
+    assert "restart the kernel" in (BACKEND.launch_refusal() or "")
 
 
 def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_the_last_of_eight_workers() -> None:
         "7",
     )
     assert changes["TPU_HOST_BOUNDS"] is None
-    assert tpu.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,4,1,2"
+    assert tpu.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,2,1,2"
 
 
 def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tm
     own.mkdir(parents=True)
     os.unlink(proc / "7" / "fd" / "3")
     os.symlink(lock, own / "3")
-    assert tpu.lock_holder(lock, proc) is None, "this process is asked for elsewhere"
+    assert tpu.lock_holder(lock, proc) == os.getpid(), "a library of the kernel itself may have taken them"
 
 
 def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:

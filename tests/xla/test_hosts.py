@@ -1,0 +1,181 @@
+"""A table of TPU hosts: what workers get there, completed and used by torch_xla's own functions without a network.
+
+Every host is made up: its chips on the PCI bus, its environment, and what its metadata server answers, if it has one.
+Either every worker's environment is complete and right, or the launch is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import requests
+import torch_xla
+from torch_xla._internal import tpu as theirs
+
+from nblaunch import env
+from nblaunch.backends import first_use, xla_runtime
+from nblaunch.backends.xla import BACKEND
+from nblaunch.host import tpu
+from nblaunch.topology import Topology
+
+
+@dataclass(frozen=True)
+class Host:
+    """A made-up TPU host.
+
+    Args:
+        kind: of its chips on the PCI bus.
+        num_chips: on it.
+        bounds: of one process per chip; empty where the launch is refused.
+        refused: part of the reason.
+        variables: its environment.
+        metadata: what its metadata server answers; None: there is no server.
+    """
+
+    kind: str
+    num_chips: int
+    bounds: str = ""
+    refused: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] | None = None
+
+
+def served(kind: str, bounds: str, hosts: str = "h:0:10.0.0.2") -> dict[str, str]:
+    """A metadata server's answers."""
+    text = (
+        f"ACCELERATOR_TYPE: '{kind}'\nTPU_PROCESS_BOUNDS: '1,1,1'\nTPU_CHIPS_PER_PROCESS_BOUNDS: '{bounds}'\n"
+    )
+    return {"tpu-env": f"{text}WORKER_ID: '0'\n", "worker-network-endpoints": hosts}
+
+
+FOUR_HOSTS = ",".join(f"h:{number}:10.0.0.{number}" for number in range(4))
+KAGGLE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_ADDRESSES": "local",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,4,1",
+    "CLOUD_TPU_TASK_ID": "0",
+}
+COLAB = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1",
+    "TPU_HOST_BOUNDS": "1,1,1",
+}
+HOSTS = {
+    "v2-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v2-8", "2,2,1")),
+    "v3-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v3-8", "2,2,1")),
+    "v4-8": Host("v4", 4, "2,2,1", metadata=served("v4-8", "2,2,1")),
+    "v5e-1": Host("v5e", 1, "1,1,1", metadata=served("v5litepod-1", "1,1,1")),
+    "v5e-4": Host("v5e", 4, "2,2,1", metadata=served("v5litepod-4", "2,2,1")),
+    "v5e-8": Host("v5e", 8, "2,4,1", metadata=served("v5litepod-8", "2,4,1")),
+    "v5e-16": Host("v5e", 4, refused="one of 4 hosts", metadata=served("v5litepod-16", "2,2,1", FOUR_HOSTS)),
+    "v5e-16 by its type": Host(
+        "v5e", 4, refused="4 chips of a TPU slice of 16", variables={"TPU_ACCELERATOR_TYPE": "v5litepod-16"}
+    ),
+    "v5e-16 by its names": Host("v5e", 4, refused="one of 4", variables={"TPU_WORKER_HOSTNAMES": "a,b,c,d"}),
+    "v6e-1": Host("v6e", 1, "1,1,1", metadata=served("v6e-1", "1,1,1")),
+    "v6e-4": Host("v6e", 4, "2,2,1", metadata=served("v6e-4", "2,2,1")),
+    "v6e-8": Host("v6e", 8, "2,4,1", metadata=served("v6e-8", "2,4,1")),
+    "v7x": Host("v7x", 8, "2,2,1,2", metadata=served("tpu7x-8", "2,2,1")),
+    "half a v7x": Host("v7x", 4, refused="no known mesh of 4", metadata=served("tpu7x-4", "2,1,1")),
+    "v7x without a server": Host("v7x", 8, refused="a mesh of three dimensions only"),
+    "Kaggle v5e-8": Host("v5e", 8, "2,4,1", variables=KAGGLE),
+    "Colab v6e-1": Host("v6e", 1, "1,1,1", variables=COLAB),
+    "without a server": Host("v5e", 8, "2,4,1"),
+    "without a server or a type": Host("v6e", 4, "2,2,1", variables={"TPU_SKIP_MDS_QUERY": "1"}),
+    "unknown": Host("", 4, refused="not known which TPU"),
+}
+RUN = [name for name, host in HOSTS.items() if host.bounds]
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """The machine is that host, for this package and for torch_xla."""
+    made_up = HOSTS[request.param]
+
+    def get_metadata(key: str) -> str:
+        if made_up.metadata is None:
+            raise requests.ConnectionError("no metadata server")
+        return made_up.metadata[key]
+
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if "TPU" in name or name == "PJRT_DEVICE"]:
+            del os.environ[name]
+        os.environ.update(made_up.variables)
+        monkeypatch.setattr(
+            tpu, "chips", lambda: Counter({made_up.kind: made_up.num_chips} if made_up.kind else {})
+        )
+        monkeypatch.setattr(tpu, "lock_holder", lambda: None)
+        monkeypatch.setattr(xla_runtime, "num_chips", lambda: made_up.num_chips)
+        monkeypatch.setattr(xla_runtime, "ask_metadata_server", (made_up.metadata or {}).get)
+        monkeypatch.setattr(xla_runtime, "version_mismatch", lambda: None)
+        monkeypatch.setattr(first_use, "is_xla_initialised", lambda: False)
+        monkeypatch.setattr(theirs, "num_available_chips", lambda: made_up.num_chips)
+        monkeypatch.setattr(theirs, "_get_metadata", get_metadata)
+        yield made_up
+    assert not torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+@pytest.mark.parametrize("host", RUN, indirect=True)
+def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
+    count = BACKEND.device_count()
+    assert count == host.num_chips
+    assert BACKEND.launch_refusal() is None
+    assert BACKEND.count_refusal(count) is None
+    for rank in range(count):
+        with mock.patch.dict(os.environ):
+            ours = BACKEND.worker_env(Topology(rank, rank, 0, count, count, master_port=1))
+            env.apply(ours)
+            # What the import of torch_xla does on a host with chips, and its rendezvous in a worker.
+            assert theirs.version() in (4, 5, 6, 7)
+            if count > 1:
+                theirs.configure_topology(rank, count)
+            else:
+                theirs.configure_one_chip_topology()
+            assert theirs.get_worker_ips() == ["localhost"]
+            assert os.environ["TPU_PROCESS_BOUNDS"] == host.bounds
+            assert os.environ["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+            assert os.environ["TPU_VISIBLE_CHIPS"] == str(rank)
+            if count > 1:
+                addresses = os.environ["TPU_PROCESS_ADDRESSES"].split(",")
+                assert len(addresses) == count == _size(host.bounds)
+                if host.kind != "v7x":  # torch_xla 2.9 can't read its own bounds of four dimensions
+                    assert theirs.num_local_processes() == count
+                assert addresses[rank] == f"localhost:{os.environ['TPU_PROCESS_PORT']}"
+                assert os.environ["CLOUD_TPU_TASK_ID"] == str(rank)
+
+
+@pytest.mark.parametrize(
+    "host", [name for name in RUN if HOSTS[name].metadata and HOSTS[name].num_chips > 1], indirect=True
+)
+def test_where_a_server_answers_it_is_what_torch_xla_sets(host: Host) -> None:
+    count = host.num_chips
+    with mock.patch.dict(os.environ):
+        theirs.configure_topology(count - 1, count)
+        expected = {
+            name: os.environ.get(name) for name in tpu.TOPOLOGY_VARIABLES if not name.startswith("PJRT")
+        }
+    ours = BACKEND.worker_env(Topology(count - 1, count - 1, 0, count, count, master_port=1))
+    assert {name: ours[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)
+def test_the_others_are_refused_with_the_reason(host: Host) -> None:
+    assert host.refused in (BACKEND.launch_refusal() or BACKEND.count_refusal(host.num_chips) or "")
+
+
+def _size(bounds: str) -> int:
+    product = 1
+    for number in bounds.split(","):
+        product *= int(number)
+    return product
