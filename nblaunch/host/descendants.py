@@ -21,6 +21,8 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
+from nblaunch.host import proc
+
 _LOWEST_TAG = 1 << 62
 _TAG_BITS = 61
 _LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
@@ -67,23 +69,24 @@ class Descendants:
         return found
 
     def _candidates(self) -> list[int]:
-        """Return process ids to look at: for a short job those above its start alone, as ids are given in order."""
-        is_short = time.monotonic() - self._began_s < _SHORT_S and _newest_pid() >= self._newest_before
-        lowest = self._newest_before if is_short else 0
+        """Return process ids to look at: for a short job those given since its start alone, as they go in order."""
         try:
-            names = os.listdir("/proc")
+            pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         except OSError:  # no such folder on this system
             return []
-        return [pid for name in names if name.isdigit() and (pid := int(name)) > lowest]
+        newest = _newest_pid()  # after the list, or one in it could be newer
+        if time.monotonic() - self._began_s < _SHORT_S and newest >= self._newest_before:
+            return [pid for pid in pids if self._newest_before < pid <= newest]
+        return pids
 
     def _is_tagged(self, pid: int) -> bool:
-        return self._digits in _read(f"/proc/{pid}/limits")
+        return self._digits in proc.read_bytes(f"/proc/{pid}/limits")
 
     def _kill(self, pid: int, groups: Collection[int]) -> list[str]:
         """Kill one, unless it has ended by itself and another has its number; return its name if it was running."""
         fd = _hold(pid)
         try:
-            name, _, rest = _read(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")
+            name, _, rest = proc.read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")
             state, _, group, *_ = rest.split() or ("X", "", "0")
             if state in "ZX" or not self._is_tagged(pid):
                 return []
@@ -109,12 +112,4 @@ def _hold(pid: int) -> int | None:
 
 def _newest_pid() -> int:
     """Return the process id that was given last; 0 where it is not known. Source: proc_loadavg(5)."""
-    return int((_read("/proc/loadavg").split() or [b"0"])[-1])
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except OSError:
-        return b""  # no such file on this system, or the process has ended
+    return int((proc.read_bytes("/proc/loadavg").split() or [b"0"])[-1])

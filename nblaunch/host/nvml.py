@@ -14,6 +14,10 @@ from typing import Any
 from nblaunch.host.meter import DeviceMeter, DeviceReading
 from nblaunch.packages import is_installed
 
+_LIBRARY_NOT_FOUND = 12  # source: nvml.h, nvmlReturn_t
+_without_driver: Any = None
+"""``pynvml``, once it has found no driver: none is installed under a running kernel."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -155,12 +159,18 @@ class NvmlMeter(DeviceMeter):
 
 def _initialised() -> Any:
     """Return the module with NVML initialised; None without a driver, or with one that does not fit its library."""
+    global _without_driver
     if not is_installed("pynvml"):
         return None
     pynvml: Any = importlib.import_module("pynvml")  # without types; may be missing on other systems
+    if pynvml is _without_driver:
+        return None
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        # Each try searches the system's folders for the library, at every launch.
+        if error.value == _LIBRARY_NOT_FOUND:
+            _without_driver = pynvml
         return None
     return pynvml
 

@@ -8,17 +8,31 @@ from pathlib import Path
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PART_BYTES = 1 << 16
 _SESSION = 3  # its place among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
-def read(path: Path) -> str:
+def read(path: Path | str) -> str:
     """Return a file's text without its line end; empty where it can't be read."""
+    return read_bytes(path).decode(errors="replace").strip()
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """Return a file's contents; empty where it can't be read, as when its process has ended."""
     try:
-        with open(path, "rb", buffering=0) as file:  # in a third of the time of a text file's
-            return file.read().decode(errors="replace").strip()
+        fd = os.open(path, os.O_RDONLY)  # not open(), which makes three system calls more
     except OSError:
-        return ""
+        return b""
+    try:
+        parts = [os.read(fd, _PART_BYTES)]
+        while parts[-1]:
+            parts.append(os.read(fd, _PART_BYTES))
+        return b"".join(parts)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 def main_thread_cpu_seconds(pid: int) -> float | None:
@@ -100,4 +114,4 @@ def _stat_fields(pid: int, thread: str = "") -> list[str]:
 
 
 def _read(pid: int, name: str) -> str:
-    return read(Path(f"/proc/{pid}/{name}"))
+    return read(f"/proc/{pid}/{name}")

@@ -94,7 +94,7 @@ class JobLog:
             folder.mkdir(mode=0o700)
             for rank in ranks:
                 for path in (self.log_path(rank, attempt), self.stacks_path(rank, attempt)):
-                    path.touch(mode=0o600)
+                    path.touch(mode=0o600, exist_ok=False)
         except OSError as error:
             refusal = _refusal(f"the logs of the ranks in {folder} can't be made", folder, error)
             shutil.rmtree(folder, ignore_errors=True)

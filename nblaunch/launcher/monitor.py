@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.backends.base import Backend
@@ -231,7 +230,7 @@ def _growing(before: Mapping[int, int], after: Mapping[int, int]) -> list[tuple[
 
 
 def _name(pid: int) -> str:
-    command = proc.read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+    command = proc.read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
     if not command:
         return f"process {pid} of the host"  # this is a container, which sees its own processes only
     return f"process {pid} ({command:.60})"

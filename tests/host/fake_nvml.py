@@ -12,6 +12,10 @@ from typing import Any
 class NVMLError(Exception):
     """As pynvml's own: the root of all its errors."""
 
+    def __init__(self, text: str = "", value: int = 999) -> None:
+        super().__init__(text)
+        self.value = value
+
 
 class NVMLLibraryMismatchError(Exception):
     """As pynvml's own, which is no NVMLError: the driver lacks what the module calls."""
@@ -55,10 +59,12 @@ class FakeNvml(types.ModuleType):
         self.has_driver = has_driver
         self.is_old = is_old
         self.num_open = 0
+        self.num_tries = 0
 
     def nvmlInit(self) -> None:
+        self.num_tries += 1
         if not self.has_driver:
-            raise NVMLError("Library Not Found")
+            raise NVMLError("Library Not Found", 12)
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:

@@ -57,6 +57,18 @@ def test_an_orphan_ends_and_is_named(
     assert other.is_running()
 
 
+def test_a_short_job_reads_no_process_that_is_older_whatever_its_number(
+    other: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)
+    # As where numbers have begun anew with the lowest: the older process has a higher one than any of the job.
+    monkeypatch.setattr(descendants, "_newest_pid", lambda: other.pid - 1)
+    job, read = Descendants(), list[str]()
+    monkeypatch.setattr(descendants.proc, "read_bytes", lambda path: read.append(path) or b"")
+    assert job.end(groups=[]) == []
+    assert read == []
+
+
 def test_what_was_killed_with_its_group_is_not_named() -> None:
     job = Descendants()
     sleeper = orphan(job.tag)
