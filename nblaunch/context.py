@@ -40,6 +40,7 @@ class WorkerContext:
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
+        compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
         rejoined: parts that objects of the notebook have in this process, by the object's ``id``, each with the object
             itself (``training/rejoining.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
@@ -57,6 +58,7 @@ class WorkerContext:
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None
+    compares_shapes: bool | None = None
     rejoined: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
 

@@ -43,10 +43,8 @@ from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedSchedul
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     DynamoBackend,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
@@ -57,8 +55,8 @@ from nblaunch.training.options import (
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.rejoining import Rejoining
-from nblaunch.training.session import open_session
-from nblaunch.training.state import AcceleratorState, DistributedType, GradientState
+from nblaunch.training.session import Session, open_session
+from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
@@ -199,8 +197,14 @@ class Accelerator(PreparationProperties, Rejoining):
 
     @property
     def _process(self) -> JoinedProcess:
-        process: JoinedProcess = self._session.process
-        return process
+        return self._check_state().process
+
+    def _check_state(self) -> Session:
+        """Return the session; AttributeError where its state was reset since this Accelerator was made."""
+        session: Session = self._session
+        if session.precision is None:
+            raise AttributeError(reset_message(AcceleratorState))
+        return session
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one per process: trainers that copy their settings go on sharing it
@@ -218,38 +222,12 @@ class Accelerator(PreparationProperties, Rejoining):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        self._parts()
-        return AcceleratorState()
+        return AcceleratorState._of(self._session)
 
     @property
     def gradient_state(self) -> GradientState:
         """Gradient accumulation and the loader being read, as a ``GradientState``."""
         return GradientState._of(self._preparer.accumulation)
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """The ``AutocastKwargs`` among ``kwargs_handlers``; None if not given."""
-        return self._handlers.get(AutocastKwargs)
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; None if not given."""
-        return self._handlers.get(DistributedDataParallelKwargs)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``; None if not given."""
-        return self._handlers.get(InitProcessGroupKwargs)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The ``ProfileKwargs`` among ``kwargs_handlers``, by which :meth:`profile` records; None if not given."""
-        return self._handlers.get(ProfileKwargs)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """The ``GradScalerKwargs`` among ``kwargs_handlers``; None if not given."""
-        return self._handlers.get(GradScalerKwargs)
 
     # --- preparing ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +250,7 @@ class Accelerator(PreparationProperties, Rejoining):
 
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
+        self._check_state()
         placements = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placements) != len(args):
             raise ValueError(

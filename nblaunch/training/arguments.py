@@ -77,6 +77,19 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return by_type
 
 
+def check_handler(kind: type, handler: KwargsHandler | None) -> None:
+    """Check a handler that is assigned to an Accelerator.
+
+    Raises:
+        TypeError: it is neither of type ``kind`` nor None.
+    """
+    if handler is None:
+        return
+    if not isinstance(handler, kind):
+        raise TypeError(f"{handler!r:.80} is no {kind.__name__}, and not None")
+    handler.check()
+
+
 def resolve_accumulation(
     num_steps: int, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
@@ -131,19 +144,11 @@ def resolve_dynamo(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
         )
     plugin = plugin or (handlers.get(TorchDynamoPlugin) if backend is None else None)
-    if plugin is not None:
-        plugin.check()
-        return plugin
-    launched = context.current().accelerator_defaults.get("dynamo_plugin")
-    if backend is None and launched is not None:
-        return TorchDynamoPlugin(**launched)
-    return TorchDynamoPlugin(
-        backend=backend or env.read("ACCELERATE_DYNAMO_BACKEND"),
-        mode=env.read("ACCELERATE_DYNAMO_MODE") or None,
-        fullgraph=env.read("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-        dynamic=env.read("ACCELERATE_DYNAMO_USE_DYNAMIC"),
-        use_regional_compilation=env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
-    )
+    if plugin is None:
+        launched = context.current().accelerator_defaults.get("dynamo_plugin") if backend is None else None
+        plugin = TorchDynamoPlugin(backend=backend) if launched is None else TorchDynamoPlugin(**launched)
+    plugin.check()
+    return plugin
 
 
 def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:

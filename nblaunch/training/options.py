@@ -1,8 +1,8 @@
 """The option classes that an ``Accelerator`` takes, with the names and fields of Hugging Face Accelerate.
 
-They are plain data: they never read the environment or touch a device. They are checked when they are made, and once
-more where an ``Accelerator`` takes them, since their fields may be assigned and subclasses may add some. A field that
-is not listed here is not supported yet, and Python refuses it by name.
+They are plain data: they touch no device, and only ``TorchDynamoPlugin`` reads the environment. They are checked when
+they are made, and once more where an ``Accelerator`` takes them, since their fields may be assigned and subclasses may
+add some. A field that is not listed here is not supported yet, and Python refuses it by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nblaunch import env
 from nblaunch.config.converters import compiler_refusal
 from nblaunch.packages import is_installed
 
@@ -253,7 +254,8 @@ class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models, with the arguments of :func:`torch.compile`.
 
     Args:
-        backend: name of torch's compiler, in any case; ``"no"`` or None: models are not compiled.
+        backend: name of torch's compiler, in any case; ``"no"``: models are not compiled. None, here and below: the
+            variable ``ACCELERATE_DYNAMO_BACKEND``, ``..._MODE`` and so on, else ``"no"``.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
         fullgraph: an error where a model can't be compiled in one piece.
         dynamic: whether shapes may change; None: torch finds out.
@@ -262,16 +264,35 @@ class TorchDynamoPlugin(KwargsHandler):
         use_regional_compilation: compile the repeated blocks of a model, once for all of them, instead of the whole.
 
     Raises:
-        ValueError: torch has no such compiler.
+        ValueError: torch has no such compiler, where an ``Accelerator`` takes the plugin.
     """
 
-    backend: DynamoBackend | str | None = DynamoBackend.NO
+    backend: DynamoBackend | str | None = None
     mode: str | None = None
-    fullgraph: bool = False
+    fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Any = None
     disable: bool = False
-    use_regional_compilation: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        # Before the checks, which need torch's list of compilers: plugins are made in places that compile nothing.
+        if self.backend is None:
+            self.backend = env.read("ACCELERATE_DYNAMO_BACKEND") or DynamoBackend.NO
+        if self.mode is None:
+            self.mode = env.read("ACCELERATE_DYNAMO_MODE") or None
+        if self.fullgraph is None:
+            self.fullgraph = env.read("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+        if self.dynamic is None:
+            self.dynamic = env.read("ACCELERATE_DYNAMO_USE_DYNAMIC")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from what holds without any variables, for :func:`torch.compile`."""
+        plain = {"backend": "no", "disable": False, "fullgraph": False, "use_regional_compilation": False}
+        fields = self.to_dict() | {"backend": self._name}
+        return {name: value for name, value in fields.items() if value != plain.get(name)}
 
     def check(self) -> None:
         reason = compiler_refusal(self._name)

@@ -10,7 +10,7 @@ must. Which formats a device can do is decided by the backend; which one is used
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +37,10 @@ class Precision:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler; None where losses are not scaled."""
         return None
+
+    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
+        """Use the Accelerator's ``kwargs_handlers``, by type, from now on."""
+        self._options = handlers.get(AutocastKwargs) or AutocastKwargs()
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Take notice of an optimizer that was prepared."""

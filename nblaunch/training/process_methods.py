@@ -81,8 +81,12 @@ class ProcessMethods(ABC):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare shapes over ranks: as launched with ``debug``, or ``ACCELERATE_DEBUG_MODE``."""
+        """Whether collectives compare shapes over ranks, as launched or by ``ACCELERATE_DEBUG_MODE``; may be set."""
         return compares_shapes()
+
+    @debug.setter
+    def debug(self, is_wanted: bool) -> None:
+        context.current().compares_shapes = bool(is_wanted)
 
     @property
     def fork_launched(self) -> bool:

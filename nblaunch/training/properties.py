@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from nblaunch.training import arguments
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from nblaunch.training.options import DataLoaderConfiguration
+from nblaunch.training.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState
@@ -22,9 +31,65 @@ from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 
 class PreparationProperties(ProcessMethods):
-    """How objects are prepared. The final class provides its ``_preparer``."""
+    """How objects are prepared. The final class provides its ``_preparer`` and ``_handlers``, by type."""
 
     _preparer: Preparer
+    _handlers: dict[type, Any]
+
+    # --- kwargs_handlers ---------------------------------------------------------------------------------------------
+
+    def _set_handler(self, kind: type, handler: KwargsHandler | None) -> None:
+        arguments.check_handler(kind, handler)
+        self._handlers.pop(kind, None)
+        if handler is not None:
+            self._handlers[kind] = handler
+        self._preparer.strategy.use_handlers(self._handlers)
+        self._preparer.precision.use_handlers(self._handlers)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; may be set, for models prepared later."""
+        return self._handlers.get(DistributedDataParallelKwargs)
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._set_handler(DistributedDataParallelKwargs, handler)
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The ``AutocastKwargs`` among ``kwargs_handlers``; may be set."""
+        return self._handlers.get(AutocastKwargs)
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._set_handler(AutocastKwargs, handler)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The ``ProfileKwargs`` among ``kwargs_handlers``, by which ``profile`` records; may be set."""
+        return self._handlers.get(ProfileKwargs)
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._set_handler(ProfileKwargs, handler)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The ``GradScalerKwargs`` among ``kwargs_handlers``: the scaler of fp16 was made with it."""
+        return self._handlers.get(GradScalerKwargs)
+
+    @scaler_handler.setter
+    def scaler_handler(self, handler: GradScalerKwargs | None) -> None:
+        self._set_handler(GradScalerKwargs, handler)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``: the process group was joined with it."""
+        return self._handlers.get(InitProcessGroupKwargs)
+
+    @init_handler.setter
+    def init_handler(self, handler: InitProcessGroupKwargs | None) -> None:
+        self._set_handler(InitProcessGroupKwargs, handler)
 
     # --- what is prepared --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ for; no code here decides anything by it.
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,15 @@ class View:
     _shared_state = _SharedState()
     _home: WorkerContext | None = None
 
+    def __init_subclass__(cls) -> None:
+        """Let users assign to everything that they may read, as to plain attributes: what they assign is shown."""
+        for name in dir(cls):
+            declared = inspect.getattr_static(cls, name)
+            if declared is None:
+                declared = property(lambda view: None)
+            if isinstance(declared, property) and declared.fset is None and name[0] != "_":
+                setattr(cls, name, _assignable(name, declared))
+
     def _join(self) -> None:
         """Open the session of this worker, in which the view was not made."""
         self._share(open_session())
@@ -108,13 +118,29 @@ class View:
         if isinstance(declared, property) and declared.fset is not None:
             declared.fset(self, value)
         else:
-            self._session.attributes[type(self)][name] = value
+            self._assign(name, value)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Keep the value of an attribute, which all instances show; only this one where the process has no session."""
+        session: Session | None = context.current().training
+        if session is None:
+            vars(self)[name] = value
+        else:
+            session.attributes.setdefault(type(self), {})[name] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self), self._arguments())  # shows the process that it is used in
 
     def _arguments(self) -> dict[str, Any]:
         return {}
+
+
+def _assignable(name: str, declared: property) -> property:
+    def show(view: View) -> Any:
+        given = type(view)._shared_state
+        return given[name] if name in given else declared.fget(view)  # type: ignore[misc]
+
+    return property(show, lambda view, value: view._assign(name, value), doc=declared.__doc__)
 
 
 def _live(view: View) -> Session:
@@ -124,12 +150,17 @@ def _live(view: View) -> Session:
         view._join()
     session: Session | None = here.training
     if session is None or cls not in session.attributes:
-        name = cls.__name__
-        raise AttributeError(
-            f"this {name} is of no use any more: {name}._reset_state() was called, and no Accelerator or {name} "
-            "was built since"
-        )
+        raise AttributeError(reset_message(cls))
     return session
+
+
+def reset_message(cls: type[View]) -> str:
+    """Return the error message for a view whose state was reset, in which users look for the reference's words."""
+    name = cls.__name__
+    return (
+        f"`{name}` object has no attribute of the process any more. This happens if `{name}._reset_state()` was "
+        f"called, and no `Accelerator()` or `{name}()` was built since: build one"
+    )
 
 
 def _unpickled(cls: type[View], arguments: Mapping[str, Any]) -> View:
@@ -200,6 +231,16 @@ class AcceleratorState(View, ProcessMethods):
     def __init__(self, mixed_precision: str | None = None) -> None:
         self._show(mixed_precision)
 
+    @classmethod
+    def _of(cls, session: Session) -> AcceleratorState:
+        """Return the state of the Accelerators of a session; one without any attribute where it was reset."""
+        state = cls.__new__(cls)
+        if session.precision is not None:
+            state._share(session)
+        else:
+            object.__setattr__(state, "_home", context.current())
+        return state
+
     def _join(self) -> None:
         self._show(None)
 
@@ -228,9 +269,7 @@ class AcceleratorState(View, ProcessMethods):
         """``"no"``, ``"fp16"`` or ``"bf16"``."""
         precision = self._session.precision
         if precision is None:
-            raise AttributeError(
-                "AcceleratorState._reset_state() was called, and no Accelerator was built since"
-            )
+            raise AttributeError(reset_message(AcceleratorState))
         return precision.name
 
     @property
@@ -349,7 +388,7 @@ class GradientState(View):
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation settings in force, as keyword arguments."""
+        """The accumulation settings in force, as keyword arguments of the plugin; may be set, as a whole."""
         plugin = self._accumulation.plugin
         return {
             "num_steps": self._accumulation.num_steps,
@@ -358,6 +397,10 @@ class GradientState(View):
             "sync_each_batch": plugin.sync_each_batch,
             "average_tail": plugin.average_tail,
         }
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, settings: Mapping[str, Any]) -> None:
+        self._accumulation.configure(GradientAccumulationPlugin(**settings))
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
+    AutocastKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     TorchDynamoPlugin,
@@ -253,3 +254,25 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
 
 def _process(device: torch.device) -> JoinedProcess:
     return dataclasses.replace(open_session().process, device=device)
+
+
+def _assigned_after_the_constructor() -> tuple[bool, bool]:
+    accelerator = Accelerator()
+    before = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    after = accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.ddp_handler.find_unused_parameters
+    return before.find_unused_parameters, after.find_unused_parameters
+
+
+def test_a_handler_that_is_assigned_counts_for_models_prepared_later() -> None:
+    assert ranks.run(_assigned_after_the_constructor, 2) == [(False, True)] * 2
+
+
+def test_handlers_of_another_kind_are_not_assigned() -> None:
+    accelerator = Accelerator()
+    accelerator.profile_handler = accelerator.autocast_handler = accelerator.scaler_handler = None
+    with pytest.raises(TypeError, match="DistributedDataParallelKwargs"):
+        accelerator.ddp_handler = AutocastKwargs()
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    assert accelerator.autocast_handler == AutocastKwargs(enabled=False)

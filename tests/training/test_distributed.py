@@ -24,9 +24,15 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from nblaunch import Accelerator, backends, context
+from nblaunch import Accelerator, DistributedOperationException, PartialState, backends, context
 from nblaunch.events import WorkerState
-from nblaunch.training.collectives.operations import broadcast_object_list
+from nblaunch.training.collectives.operations import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    pad_across_processes,
+    reduce,
+)
 from nblaunch.training.options import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -163,6 +169,34 @@ def test_metrics_of_batches_of_varying_size_count_every_sample_once(rows: int) -
     for batch in accelerator.prepare(DataLoader(torch.arange(rows), batch_sampler=sampler)):
         seen += accelerator.gather_for_metrics(batch).tolist()
     assert seen == list(range(rows))
+
+
+def _compare_on_demand() -> list[str]:
+    state = PartialState()
+    refused = []
+    tensor = torch.zeros(1, 5 + state.process_index)
+    cube = torch.zeros((1, 1, 5) if state.is_main_process else (1, 5))
+    state.debug = True
+    for collective, argument in (
+        (gather, tensor),
+        (reduce, tensor),
+        (broadcast, tensor),
+        (pad_across_processes, cube),
+    ):
+        try:
+            collective({"tensor": argument})
+        except DistributedOperationException as error:
+            refused.append(str(error))
+    padded = pad_across_processes(tensor, dim=1)
+    state.debug = False
+    assert padded.shape == (1, 6)
+    return refused
+
+
+def test_shapes_are_compared_where_a_state_is_asked_for_it() -> None:
+    for refused in ranks.run(_compare_on_demand, 2):
+        assert len(refused) == 4
+        assert all("rank 0" in text and "rank 1" in text for text in refused)
 
 
 class _Numbers(IterableDataset):

@@ -19,6 +19,7 @@ from nblaunch import Accelerator, utils
 from nblaunch.state import is_initialized
 from nblaunch.training.models import bare_module
 from nblaunch.training.state import PartialState
+from nblaunch.training.utilities.log import MultiProcessAdapter, get_logger
 
 Pair = namedtuple("Pair", "x y")
 
@@ -226,3 +227,18 @@ def test_a_state_exists_once_there_is_an_accelerator() -> None:
     assert not is_initialized()
     Accelerator()
     assert is_initialized()
+
+
+class _Loud(MultiProcessAdapter):
+    def process(self, msg: Any, kwargs: Any) -> Any:
+        msg, kwargs = super().process(msg, kwargs)
+        return f"{msg}!", kwargs
+
+
+def test_a_logger_passes_messages_through_process(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState()
+    logger = get_logger("nblaunch.test")
+    assert logger.process("Test", {})[0] == "[RANK 0] Test"
+    logger.warning("Test")
+    _Loud(logger.logger, {}).warning("Test %s", "a")
+    assert [record.message for record in caplog.records] == ["[RANK 0] Test", "[RANK 0] Test a!"]

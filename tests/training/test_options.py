@@ -57,3 +57,19 @@ def test_every_member_of_the_enumerations_can_be_compared_with(name: str) -> Non
     own, theirs = getattr(utils, name), getattr(accelerate.utils, name)
     assert {member.name: member.value for member in theirs}.items() <= {m.name: m.value for m in own}.items()
     assert DistributedType.NO != DistributedType.MULTI_XPU
+
+
+def test_a_dynamo_plugin_takes_what_is_not_given_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_ts_nvfuser")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    plugin = TorchDynamoPlugin()
+    assert plugin.to_kwargs() == {"backend": "aot_ts_nvfuser", "mode": "reduce-overhead"}
+    assert TorchDynamoPlugin(backend="eager", mode="default").to_kwargs() == {
+        "backend": "eager",
+        "mode": "default",
+    }
+    unknown = TorchDynamoPlugin(backend="nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        Accelerator(dynamo_plugin=unknown)

@@ -18,7 +18,7 @@ from nblaunch import Accelerator, context
 from nblaunch.errors import DistributedOperationException
 from nblaunch.training.collectives.rng import synchronize_rng_states
 from nblaunch.training.options import GradientAccumulationPlugin, GradScalerKwargs
-from nblaunch.training.state import AcceleratorState, GradientState, PartialState
+from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
 from nblaunch.training.strategies.deepspeed.plugin import get_active_deepspeed_plugin
 from nblaunch.training.utilities.environment import (
     clear_environment,
@@ -50,11 +50,59 @@ def test_a_view_that_was_reset_says_so() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == AcceleratorState._shared_state == GradientState._shared_state == {}
     for view, name in ((partial, "device"), (state, "mixed_precision"), (gradients, "sync_gradients")):
-        with pytest.raises(AttributeError, match=rf"{type(view).__name__}._reset_state\(\) was called"):
+        with pytest.raises(
+            AttributeError, match=rf"This happens if `{type(view).__name__}._reset_state\(\)`"
+        ):
             getattr(view, name)
     assert not partial.initialized
     assert PartialState().device == torch.device("cpu")
     assert partial.device == torch.device("cpu")
+
+
+def test_an_accelerator_whose_state_was_reset_says_so_at_once() -> None:
+    accelerator = Accelerator()
+    AcceleratorState._reset_state()
+    for use in (lambda: accelerator.num_processes, lambda: accelerator.prepare(torch.nn.Linear(1, 1))):
+        with pytest.raises(
+            AttributeError, match=r"`AcceleratorState` object has no attribute.*This happens if"
+        ):
+            use()
+    accelerator.state.colour = "red"
+    assert accelerator.state.colour == "red"
+
+
+def test_a_view_without_a_session_keeps_what_is_assigned_to_it() -> None:
+    state = PartialState()
+    PartialState._reset_state()
+    state.colour = "red"
+    assert state.colour == "red"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("distributed_type", DistributedType.FSDP), ("num_processes", 8), ("device", torch.device("meta"))],
+)
+def test_what_is_assigned_to_a_state_is_shown_by_all_of_its_class(name: str, value: object) -> None:
+    accelerator = Accelerator()
+    before = getattr(accelerator.state, name)
+    setattr(accelerator.state, name, value)
+    assert getattr(accelerator.state, name) == getattr(AcceleratorState(), name) == value
+    setattr(accelerator.state, name, before)
+    assert getattr(accelerator.state, name) == before
+
+
+def test_parts_that_a_job_lacks_can_be_assigned() -> None:
+    state = Accelerator().state
+    assert (state.device_mesh, state.fsdp_plugin) == (None, None)
+    state.device_mesh = "mesh"
+    assert AcceleratorState().device_mesh == "mesh"
+
+
+def test_settings_of_accumulation_can_be_assigned() -> None:
+    accelerator = Accelerator()
+    accelerator.gradient_state.plugin_kwargs = {"num_steps": 3, "sync_with_dataloader": False}
+    assert accelerator.gradient_accumulation_steps == 3
+    assert not accelerator.gradient_state.sync_with_dataloader
 
 
 def test_gradient_state_can_be_set_and_reset() -> None:

@@ -43,7 +43,10 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 def compares_shapes() -> bool:
     """Return whether collectives compare the shapes of their tensors over ranks first."""
-    return bool(context.current().accelerator_defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
+    worker = context.current()
+    if worker.compares_shapes is not None:
+        return worker.compares_shapes
+    return bool(worker.accelerator_defaults.get("debug") or env.read("ACCELERATE_DEBUG_MODE"))
 
 
 def world_size() -> int:

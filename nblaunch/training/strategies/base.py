@@ -19,7 +19,7 @@ user's own code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,9 @@ class Strategy(ABC):
     """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
 
     # --- preparing -----------------------------------------------------------------------------------------------
+
+    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
+        """Use the Accelerator's ``kwargs_handlers``, by type, for models that are set up from now on."""
 
     def adapt_precision(self, precision: Precision) -> Precision:
         """Return the precision that models compute in, where the strategy does a part of that itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -55,6 +55,9 @@ class DdpStrategy(Strategy):
 
     def __init__(self, options: DistributedDataParallelKwargs | None = None) -> None:
         self.options = options or DistributedDataParallelKwargs()
+
+    def use_handlers(self, handlers: Mapping[type, Any]) -> None:
+        self.options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
         if isinstance(model, DistributedDataParallel):

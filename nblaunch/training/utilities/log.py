@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from nblaunch import context, env
@@ -60,7 +60,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         if not self.isEnabledFor(level):
             return
         state = PartialState()
-        record = self._record(state.process_index, level, msg, args, kwargs)
+        record = self._record(level, *self.process(msg, kwargs), args)
         if in_order:
             for rank in range(state.num_processes):
                 if rank == state.process_index:
@@ -69,8 +69,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         elif state.is_main_process or not main_process_only:
             self.logger.handle(record)
 
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return the message with the rank in front, and the arguments of the call with those of the adapter."""
+        kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
+        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+
     def _record(
-        self, rank: int, level: int, msg: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+        self, level: int, msg: Any, options: Mapping[str, Any], args: tuple[Any, ...]
     ) -> logging.LogRecord:
         """Return what logging would make, with the user's line: how it counts frames depends on Python's version."""
         caller = user_frame()
@@ -83,10 +88,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             error = sys.exc_info()
         stack = "".join(traceback.format_stack(caller)).rstrip() if options.get("stack_info") else None
         code = caller.f_code
-        extra = {**(self.extra or {}), **(options.get("extra") or {})}
         return self.logger.makeRecord(
-            self.logger.name, level, code.co_filename, caller.f_lineno, f"[RANK {rank}] {msg}", args, error or None,
-            code.co_name, extra, stack,
+            self.logger.name, level, code.co_filename, caller.f_lineno, msg, args, error or None,
+            code.co_name, options.get("extra"), stack,
         )  # fmt: skip
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
