@@ -153,6 +153,9 @@ _PRE = (
     "line-height:17px"
 )
 _TITLE_S, _CHART_S, _GRID_S = 0.8, 4.0, 1.0
+KEPT_S = 5.0
+"""Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
+
 _FIRST_CHART_S = 3.0  # seconds before the first chart
 
 
@@ -241,14 +244,20 @@ class Panel:
         """Close all widgets, so that nothing of them stays in the kernel or the notebook.
 
         If a page was reloaded meanwhile, its output can't be replaced; there the root widget shows ``lasting`` (HTML).
+        While a cell runs, the kernel does not learn of such a page, so the root widget stays for some seconds after
+        the cell has ended, and for good if a page requests its state.
         """
         self._buttons.close()
-        parts = list(dict.fromkeys(self._all()))
-        if self.root.num_state_requests > self._num_state_requests:
-            parts = [part for part in parts if part not in (self.root, self.root.layout)]
-            self.root.children = [widgets.HTML(lasting, layout=self.root.layout)]
+        parts = [part for part in dict.fromkeys(self._all()) if part not in (self.root, self.root.layout)]
+        self.root.children = [widgets.HTML(lasting, layout=self.root.layout)]
         for part in parts:
             part.close()
+        _when_idle_for(KEPT_S, self._close_root)
+
+    def _close_root(self) -> None:
+        if self.root.num_state_requests == self._num_state_requests:
+            for part in dict.fromkeys(_with_parts(self.root)):
+                part.close()
 
     def _block(self) -> Any:
         return widgets.HTML("", layout=self._hidden)
@@ -270,6 +279,15 @@ class Panel:
         links = self._logs.links if self._logs is not None else []
         for part in [*links, self.root, *loose]:
             yield from _with_parts(part)
+
+
+def _when_idle_for(seconds: float, call: Callable[[], None]) -> None:
+    """Call in the kernel's event loop, which runs while no cell does; at once where there is none. From any thread."""
+    loop = getattr(getattr(get_ipython(), "kernel", None), "io_loop", None)
+    if loop is None:
+        call()
+    else:
+        loop.add_callback(loop.call_later, seconds, call)
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:

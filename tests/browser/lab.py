@@ -37,6 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
 }
 
+# What a fresh user is asked, and nothing else.
+QUIET = {name: SETTINGS[name] for name in ("@jupyterlab/apputils-extension/notification",)}
+
 
 class Lab(Server):
     """A running JupyterLab server, 3 or 4."""
@@ -51,8 +54,10 @@ class Lab(Server):
             "--KernelManager.transport=ipc",
         ]  # fmt: skip
 
+    SETTINGS = SETTINGS
+
     def configure(self, folder: Path) -> None:
-        for name, values in SETTINGS.items():
+        for name, values in self.SETTINGS.items():
             file = folder / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(values))
@@ -62,6 +67,12 @@ class Lab(Server):
         page = Page(browser.new_page(), self.folder / name)
         page.goto(f"{self.url}doc/tree/{name}?token={self.token}&reset")
         return page
+
+
+class DefaultLab(Lab):
+    """A running JupyterLab as it comes: it saves by itself, and draws only what is in sight."""
+
+    SETTINGS = QUIET
 
 
 class Browser:

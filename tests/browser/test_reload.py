@@ -1,0 +1,56 @@
+"""The page of a notebook is loaded again while a job runs, in JupyterLab as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.lab import Browser, DefaultLab, Page, write_notebook
+from tests.browser.panel import SETUP, bars
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+BLOCKING, OTHER = 1, 2
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DefaultLab]:
+    with DefaultLab(Path(tmp_path_factory.mktemp("lab"))) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+def test_the_finished_table_is_there_after_a_reload(
+    lab: DefaultLab, browser: Browser, background: bool
+) -> None:
+    name = f"reload_{background}.ipynb"
+    call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
+    write_notebook(lab.folder / name, (SETUP, call, "print('free')"))
+    (lab.folder / "enough").unlink(missing_ok=True)
+    page = lab.open(browser, name)
+    page.run(0)
+    page.wait_until_idle(0)
+    page.run(BLOCKING)
+    page.wait_until(lambda: len(bars(page, BLOCKING)) == 2, "two bars")
+    page.save()
+    page.reload()
+    page.screenshot(f"reloaded_{background}.png")
+    (lab.folder / "enough").touch()
+    page.wait_for_text(BLOCKING, "done in")
+    assert page.text(BLOCKING).count("● done") == 2
+    page.screenshot(f"reloaded_done_{background}.png")
+    page.run(OTHER)
+    page.wait_for_text(OTHER, "free")
+    page.save()
+    page.page.close()  # the kernel stays
+    page = lab.open(browser, name)
+    _assert_finished(page)
+    page.screenshot(f"reopened_{background}.png")
+    page.shut_down()
+
+
+def _assert_finished(page: Page) -> None:
+    page.wait_for_text(BLOCKING, "done in")
+    assert page.text(BLOCKING).count("● done") == 2
