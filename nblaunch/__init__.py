@@ -58,7 +58,7 @@ _PUBLIC = {
     "last_job": "nblaunch.launcher.job",
     "launch": "nblaunch.notebook",
     "load_checkpoint_and_dispatch": "nblaunch.training.checkpoints.dispatching",
-    "load_checkpoint_in_model": "nblaunch.training.checkpoints.model_files",
+    "load_checkpoint_in_model": "nblaunch.training.checkpoints.dispatching",
     "notebook_launcher": "nblaunch.notebook",
     "one_at_a_time": "nblaunch.training.joining",
     "set_seed": "nblaunch.training.collectives.rng",
@@ -134,8 +134,10 @@ if TYPE_CHECKING:
     from nblaunch.launcher.job import Job, last_job
     from nblaunch.notebook import debug_launcher, launch, notebook_launcher
     from nblaunch.training.accelerator import Accelerator
-    from nblaunch.training.checkpoints.dispatching import load_checkpoint_and_dispatch
-    from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model
+    from nblaunch.training.checkpoints.dispatching import (
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
     from nblaunch.training.collectives.rng import set_seed, synchronize_rng_states
     from nblaunch.training.data.resuming import skip_first_batches
     from nblaunch.training.joining import one_at_a_time

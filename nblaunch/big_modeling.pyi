@@ -1,8 +1,6 @@
 # Written by `make stubs` from nblaunch/compat/names.py.
 from nblaunch.training.checkpoints.dispatching import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
-)
-from nblaunch.training.checkpoints.model_files import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from nblaunch.training.utilities.memory import (

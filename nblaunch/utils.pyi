@@ -5,6 +5,9 @@ from nblaunch.cli.config import (
 from nblaunch.errors import (
     DistributedOperationException as DistributedOperationException,
 )
+from nblaunch.training.checkpoints.dispatching import (
+    load_checkpoint_in_model as load_checkpoint_in_model,
+)
 from nblaunch.training.checkpoints.files import (
     MODEL_NAME as MODEL_NAME,
     OPTIMIZER_NAME as OPTIMIZER_NAME,
@@ -23,7 +26,6 @@ from nblaunch.training.checkpoints.files import (
 )
 from nblaunch.training.checkpoints.model_files import (
     load as load,
-    load_checkpoint_in_model as load_checkpoint_in_model,
     save as save,
 )
 from nblaunch.training.collectives.nested import (

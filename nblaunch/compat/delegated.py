@@ -50,7 +50,8 @@ HOMES: Mapping[str, str] = {
 """Name -> the module of Accelerate that defines it."""
 
 DISPATCHING = "load_checkpoint_and_dispatch"
-"""nblaunch's function of this name passes on the calls that cut a model into pieces."""
+LOADING = "load_checkpoint_in_model"
+"""nblaunch's functions of these names pass on the calls that cut a model into pieces."""
 
 MODULES = ("hooks", "inference", "parallelism_config", "utils.bnb", "utils.offload")
 """Modules that have no other names."""
@@ -87,7 +88,7 @@ def find(name: str) -> Any:
     """Return Accelerate's object of a ``name``; without Accelerate, what raises where it is used.
 
     Args:
-        name: one of :data:`HOMES`, or :data:`DISPATCHING`.
+        name: one of :data:`HOMES`, :data:`DISPATCHING` or :data:`LOADING`.
     """
     try:
         value = getattr(importlib.import_module(HOMES.get(name, "accelerate.big_modeling")), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,74 @@ def test_what_a_checkpoint_does_not_have_stays_without_memory(tmp_path: Path) ->
     assert [parameter.is_meta for parameter in model.parameters()] == [False, False, True, True]
     with pytest.raises(CheckpointError, match=r"1\.weight"):
         load_checkpoint_in_model(model, tmp_path, strict=True)
+
+
+def _lies_on(tensor: torch.Tensor, folder: Path) -> bool:
+    """Whether a tensor lies on pages of a file in ``folder``."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, _, *name = line.split(maxsplit=5)
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return bool(name) and name[0].startswith(str(folder))
+    return False
+
+
+def _pair() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_shard_size": 100}, {"safe_serialization": False}])
+def test_what_had_no_memory_lies_on_the_pages_of_the_files(tmp_path: Path, settings: dict[str, Any]) -> None:
+    saved = _pair()
+    Accelerator(cpu=True).save_model(saved, tmp_path, **settings)
+    before = [parameter.detach().clone() for parameter in saved.parameters()]
+    with init_empty_weights():
+        model = _pair()
+    load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert all(_lies_on(parameter, tmp_path) for parameter in model.parameters())
+    with torch.no_grad():
+        for loaded, expected in zip(model.parameters(), before, strict=True):
+            assert torch.equal(loaded, expected)
+            loaded.add_(1)
+    load_checkpoint_in_model(saved, tmp_path)
+    assert all(map(torch.equal, saved.parameters(), before)), "the file was changed"
+
+
+def test_one_tensor_of_a_file_fills_two_parameters_that_are_not_tied(tmp_path: Path) -> None:
+    saved = _pair()
+    saved[1].weight = saved[0].weight
+    Accelerator(cpu=True).save_model(saved, tmp_path)
+    with init_empty_weights():
+        model = _pair()
+    load_checkpoint_in_model(model, tmp_path)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(model[1].weight, saved[1].weight)
+
+
+def test_weights_are_converted_while_they_are_read(tmp_path: Path) -> None:
+    saved = nn.Linear(4, 4)
+    Accelerator(cpu=True).save_model(saved, tmp_path)
+    with init_empty_weights():
+        model = nn.Linear(4, 4)
+    load_checkpoint_in_model(model, tmp_path, dtype="bfloat16")
+    assert torch.equal(model.weight, saved.weight.bfloat16())
+
+
+def test_names_of_all_files_together_are_compared(tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(_pair(), tmp_path, max_shard_size=70)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    with pytest.raises(
+        CheckpointError, match=r"Missing key.*: 2\.bias, 2\.weight; Unexpected key.*: 1\.bias$"
+    ):
+        load_checkpoint_in_model(other, tmp_path, strict=True)
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
+def test_a_file_may_have_either_name_of_tied_weights(tmp_path: Path, name: str) -> None:
+    torch.save({name: torch.ones(6, 4)}, tmp_path / "pytorch_model.bin")
+    with init_empty_weights():
+        model = _Tied()
+    load_checkpoint_in_model(model, tmp_path)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, torch.ones(6, 4))

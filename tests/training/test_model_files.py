@@ -16,7 +16,8 @@ from torch import nn
 
 from nblaunch import Accelerator, CheckpointError
 from nblaunch.training.checkpoints import model_files, safe_save
-from nblaunch.training.checkpoints.model_files import load_checkpoint_in_model, save_sharded
+from nblaunch.training.checkpoints.dispatching import load_checkpoint_in_model
+from nblaunch.training.checkpoints.model_files import save_sharded
 
 
 class Tied(nn.Module):

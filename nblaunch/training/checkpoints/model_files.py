@@ -2,15 +2,15 @@
 
 safetensors files hold tensors and nothing else: reading one executes nothing, and other libraries read it. Tensors
 that share memory are written once, with the names of the others in the file's header. Where files lie is decided by
-the callers, except that a folder written by :func:`save_sharded` is the one that :func:`load_checkpoint_in_model`
-reads.
+the callers, except that a folder written by :func:`save_sharded` is one that :func:`files_of` knows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from nblaunch.training.checkpoints.files import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from nblaunch.training.checkpoints.loading import WeightLoading, view_of
 from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
-from nblaunch.wire import quantised
 
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
@@ -116,18 +116,6 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
             seen[view] = name
             storages.add(storage)
     return tensors, aliases
-
-
-def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what identifies the memory that a tensor shows, and the storage that this lies in; None where it has none.
-
-    Of a sharded tensor: of this rank's shard.
-    """
-    tensor = dtensor.local(tensor)
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that don't show their memory say 0, as XLA's
-        return None, 0
-    view = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return view, tensor.untyped_storage().data_ptr()
 
 
 def save_sharded(
@@ -223,12 +211,15 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return the state dict in a file, names of shared tensors included.
 
+    On the CPU, tensors lie on the pages of the file, which are read when they are used and copied when written to.
+
     Raises:
         CheckpointError: the file is missing or damaged.
     """
     try:
         if path.suffix != ".safetensors":
-            return dict(torch.load(path, map_location=device, weights_only=True))
+            is_zip = zipfile.is_zipfile(path)  # torch's older format can't be mapped
+            return dict(torch.load(path, map_location=device, weights_only=True, mmap=is_zip))
         with safe_open(path, framework="pt", device=str(device)) as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             metadata = file.metadata() or {}
@@ -248,113 +239,25 @@ def load_weights(
     Raises:
         CheckpointError: names or shapes don't fit; names the file.
     """
-    module = bare_module(model)
-    own = module.state_dict()
-    if weights and all(name.startswith("module.") for name in weights) and not own.keys() & weights.keys():
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    weights = dict(weights)
-    held = {view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
-    for name in (
-        own.keys() - weights.keys()
-    ):  # tied to a tensor that the file has, written by a library that drops it
-        twin = held.get(view_of(own[name])[0]) if isinstance(own[name], torch.Tensor) else None
-        if twin is not None and view_of(own[name])[0] is not None:
-            weights[name] = weights[twin]
-    frozen = _drop_quantised(module, own, weights, source)
-    try:
-        found = module.load_state_dict(dtensor.shard_state_dict(weights, own), strict=strict and not frozen)
-        lacking = {*found.missing_keys, *found.unexpected_keys} - frozen.keys()
-        if strict and lacking:
-            raise RuntimeError(f"only in one of them: {', '.join(sorted(lacking))}")
-    except RuntimeError as error:
-        raise CheckpointError(f"{source} does not fit the model. {error}") from error
+    loading = WeightLoading(bare_module(model), source)
+    loading.add(weights)
+    loading.finish(strict)
 
 
-def _drop_quantised(
-    module: torch.nn.Module, own: Mapping[str, Any], weights: dict[str, Any], source: Path
-) -> dict[str, bool]:
-    """Leave out of ``weights`` what is quantised in ``module``: training can't have changed it.
-
-    Returns:
-        The names, see :func:`nblaunch.wire.quantised.entries`.
+def files_of(checkpoint: Path) -> list[Path]:
+    """Return the files of weights of a checkpoint: a file, an index, or a folder with one of them.
 
     Raises:
-        CheckpointError: the weights are those of another base model. What libraries keep beside them may differ in its
-            last digits.
+        CheckpointError: there are none, or the index is damaged.
     """
-    found = quantised.entries(module, own)
-    for name, is_weight in found.items():
-        saved = weights.pop(name, None)
-        if is_weight and isinstance(saved, torch.Tensor) and not _is_equal(own[name], saved):
-            raise CheckpointError(
-                f"{source} has other quantised weights than the model, in {name}. They are frozen and are not loaded: "
-                "load the base model that was trained, quantised as it was then"
-            )
-    return found
-
-
-def _is_equal(held: torch.Tensor, saved: torch.Tensor) -> bool:
-    if held.shape != saved.shape or held.dtype != saved.dtype:
-        return False
-    return bool(torch.equal(held.detach().to(saved.device), saved))
-
-
-def load_checkpoint_in_model(
-    model: torch.nn.Module,
-    checkpoint: str | Path,
-    *,
-    strict: bool = False,
-    device: str | torch.device = "cpu",
-) -> None:
-    """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
-
-    Args:
-        model: a module, wrapped or not. It is filled in place; what has no memory yet (``init_empty_weights``) gets
-            its memory on the CPU.
-        checkpoint: a file of weights, an index, or a folder with one of them.
-        strict: raise where names of the file and the model differ.
-        device: where weights are read to, before they are copied into the model.
-
-    Raises:
-        CheckpointError: there are no weights, they are damaged, or they don't fit.
-    """
-    path = _weights_in(Path(checkpoint))
-    weights = _read_shards(path, device) if path.name.endswith(".index.json") else read_weights(path, device)
-    _materialize(bare_module(model), weights)
-    load_weights(model, weights, path, strict)
-
-
-def _read_shards(path: Path, device: str | torch.device) -> dict[str, Any]:
+    path = _weights_in(checkpoint)
+    if not path.name.endswith(".index.json"):
+        return [path]
     try:
-        files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of weights ({error!r})") from error
-    weights: dict[str, Any] = {}
-    for name in files:
-        weights.update(read_weights(path.with_name(name), device))
-    return weights
-
-
-def _materialize(module: torch.nn.Module, names: Iterable[str]) -> None:
-    """Give memory, on the CPU, to what is on the meta device and in the file; tied parameters stay tied."""
-    found = {name.removeprefix("module.") for name in names}
-    tensors = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    wanted = {id(tensor) for name, tensor in tensors if tensor.is_meta and name in found}
-    made: dict[int, Any] = {}
-    for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
-            for name, tensor in held.items():
-                if id(tensor) in wanted and tensor is not None:
-                    held[name] = made.setdefault(id(tensor), _with_memory(tensor))
-
-
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return [path.with_name(name) for name in names]
 
 
 def _weights_in(checkpoint: Path) -> Path:

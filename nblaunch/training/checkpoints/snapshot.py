@@ -22,7 +22,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import files, loading, model_files, safe_save
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
@@ -272,7 +272,7 @@ class CpuCopies:
         seen: dict[Any, Any],
     ) -> Any:
         if isinstance(state, torch.Tensor):
-            view, _ = model_files.view_of(state)
+            view, _ = loading.view_of(state)
             copy = seen.get(view) if view is not None else None
             if copy is None:
                 copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())

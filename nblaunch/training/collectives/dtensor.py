@@ -99,7 +99,7 @@ def gather(state: Any, keep: bool) -> Any:
         keep: False: this rank only contributes, and gets None for each sharded tensor.
     """
     if is_sharded(state):
-        whole = state.detach().full_tensor()
+        whole = _on_its_mesh(state.detach()).full_tensor()
         return whole.cpu() if keep else None
     if isinstance(state, torch.Tensor):
         return state.detach()
@@ -108,6 +108,12 @@ def gather(state: Any, keep: bool) -> Any:
     if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
         return type(state)(gather(value, keep) for value in state)
     return state
+
+
+def _on_its_mesh(shard: Any) -> Any:
+    """Return a shard where ranks can exchange it; one that is offloaded lies in host memory, its mesh on GPUs."""
+    held, kind = shard.to_local(), shard.device_mesh.device_type
+    return shard if held.device.type == kind else with_local(shard, held.to(kind))
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:

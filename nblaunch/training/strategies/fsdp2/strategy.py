@@ -139,6 +139,9 @@ class Fsdp2Strategy(Strategy):
             shape = (topology.world_size // topology.local_world_size, topology.local_world_size)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
+        if self.plugin.cpu_offload and dist.get_backend() == "nccl":
+            # Shards lie in host memory, where NCCL can't exchange what is computed on them: norms, whole tensors.
+            world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
 
     def _report(self, model: nn.Module, name: str, model_bytes: int, num_units: int) -> None:
