@@ -48,6 +48,7 @@ _PUBLIC = {
     "ProfileKwargs": "nblaunch.training.options",
     "ProjectConfiguration": "nblaunch.training.options",
     "ResultError": "nblaunch.errors",
+    "Session": "nblaunch.session.session",
     "WorkerDied": "nblaunch.errors",
     "WorkerError": "nblaunch.errors",
     "WorkerFailed": "nblaunch.errors",
@@ -97,6 +98,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "ResultError",
+    "Session",
     "WorkerDied",
     "WorkerError",
     "WorkerFailed",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     )
     from nblaunch.launcher.job import Job, last_job
     from nblaunch.notebook import debug_launcher, launch, notebook_launcher
+    from nblaunch.session.session import Session
     from nblaunch.training.accelerator import Accelerator
     from nblaunch.training.checkpoints.dispatching import (
         load_checkpoint_and_dispatch,
@@ -188,3 +191,10 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     dunders = (name for name in globals() if name.startswith("__"))
     return sorted({*__all__, *_SUBMODULES, *dunders})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add ``%%ranks`` and ``%ranks`` to IPython: ``%load_ext nblaunch``."""
+    from nblaunch.session import magics
+
+    magics.register(shell)

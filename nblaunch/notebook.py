@@ -7,7 +7,7 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nblaunch import dashboard as dashboards
 from nblaunch import env
@@ -17,6 +17,9 @@ from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner, Listener
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
+
+if TYPE_CHECKING:
+    from nblaunch.session.session import Session
 
 
 def notebook_launcher(
@@ -50,6 +53,7 @@ def notebook_launcher(
     on_hang: str = "report",
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
+    session: "Session | None" = None,
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
@@ -123,6 +127,7 @@ def notebook_launcher(
         on_hang: ``"report"`` that, or ``"stop"`` the job as well, where it is a hang for certain.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
+        session: run on the workers of a :class:`Session` instead of new ones; what concerns their start is its own.
 
     Returns:
         The return value of rank 0, its tensors on the CPU; the list of all ranks' with ``return_all``; a
@@ -152,6 +157,8 @@ def notebook_launcher(
         )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
         del function, args
+        if session is not None:
+            return session.run_spec(specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
 
 

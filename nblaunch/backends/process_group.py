@@ -20,6 +20,8 @@ ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 """Environment of a worker. A rank with a short function would close its connections while others open theirs."""
 
 _SETTLE_S = 0.005
+_TIMEOUT = timedelta(minutes=5)
+_name = ""
 
 _abandoned: list[Any] = []
 
@@ -33,8 +35,20 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
 
     if topology.master_port == 0 or dist.is_initialized():
         return
+    rank, size = topology.rank, topology.world_size
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    dist.init_process_group(dist_backend, timeout=timeout, rank=topology.rank, world_size=topology.world_size)
+    store = None
+    if _name:
+        # On the store of all groups, the keys of an earlier one would be taken for those of the next.
+        common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
+        store = dist.PrefixStore(_name, common)
+    dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
+
+
+def name_next_group(name: str) -> None:
+    """Give the next group of this process a name, the same on all ranks, where another one came before it."""
+    global _name
+    _name = name
 
 
 def is_joined() -> bool:

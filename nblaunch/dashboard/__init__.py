@@ -37,7 +37,7 @@ from nblaunch.packages import is_installed
 
 KINDS = ("auto", "widgets", "html", "text", "none")
 
-__all__ = ["KINDS", "Dashboard", "attach", "choose", "has_widgets", "kernel_shell"]
+__all__ = ["KINDS", "Dashboard", "attach", "choose", "has_widgets", "kernel_shell", "lines_printer"]
 
 # The table is published at the first tick after 0.25 s. Lines follow a little later, so that they appear below it.
 _FIRST_LINES_S = 0.3
@@ -79,14 +79,21 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     )
     if background:
         return [GuardedDashboard(table)]
-    lines = LinesPrinter(
-        publish=publish_in_shell(shell),
-        first_s=_FIRST_LINES_S,
-        defers_lines=is_live,
-        omits_hangs=True,
-        merges_equal=True,
-    )
-    return [GuardedDashboard(table), GuardedDashboard(lines)]
+    return [
+        GuardedDashboard(table),
+        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_live, omits_hangs=True),
+    ]
+
+
+def lines_printer(**options: Any) -> Dashboard:
+    """Return what shows the output of workers alone, in the running cell or on stdout.
+
+    Args:
+        **options: of :class:`LinesPrinter`.
+    """
+    shell = kernel_shell()
+    publish = publish_in_shell(shell) if shell is not None else None
+    return GuardedDashboard(LinesPrinter(publish=publish, merges_equal=True, **options))
 
 
 def attach(dashboards: Sequence[Dashboard], controls: Controls | None) -> Callable[[], bool]:

@@ -60,10 +60,22 @@ class WakePipe:
             descriptors.close(self.reading, self._writing)
 
 
+class Query(Future[str]):
+    """A question to the supervisor, and its answer.
+
+    Args:
+        subject: ``"stacks"``: where every rank is; ``"logs"``: that everything printed so far has been reported.
+    """
+
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self.subject = subject
+
+
 class JobRequests:
     """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
-    Every query for stacks is answered: by the supervisor, or with the reason why there is no answer.
+    Every query is answered: by the supervisor, or with the reason why there is no answer.
 
     Raises:
         LaunchError: the system refused a pipe.
@@ -76,8 +88,8 @@ class JobRequests:
         self.termination_grace_s = 0.0
         self.is_cancelled = False
         self.wants_stop = False
-        self._new_queries: deque[Future[str]] = deque()
-        self._taken_queries: set[Future[str]] = set()
+        self._new_queries: deque[Query] = deque()
+        self._taken_queries: set[Query] = set()
         self._refusal = "no worker process runs yet"
 
     def fileno(self) -> int:
@@ -114,7 +126,13 @@ class JobRequests:
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is; the future has an answer within a second or two, whatever the job does."""
-        query: Future[str] = Future()
+        return self._ask(Query("stacks"))
+
+    def ask_logs(self) -> Future[str]:
+        """Ask for all that workers have printed by now to be reported; the future ends when it was."""
+        return self._ask(Query("logs"))
+
+    def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
         # Read after the append: a reason is set before the queries are looked through.
         refusal = self._refusal
@@ -137,13 +155,13 @@ class JobRequests:
         finally:
             self._refuse("no worker runs at the moment")
 
-    def take_queries(self) -> list[Future[str]]:
-        """Return the queries for stacks since the last call, each to be answered with :meth:`answer`."""
+    def take_queries(self) -> list[Query]:
+        """Return the queries since the last call, each to be answered with :meth:`answer`."""
         taken = list(_popped(self._new_queries.popleft))
         self._taken_queries.update(taken)
         return taken
 
-    def answer(self, query: Future[str], text: str) -> None:
+    def answer(self, query: Query, text: str) -> None:
         """Answer a query, unless it was cancelled or refused before."""
         self._taken_queries.discard(query)
         with suppress(InvalidStateError):
@@ -169,7 +187,7 @@ class JobRequests:
             pipe.wake()
 
 
-def _popped(pop: Callable[[], Future[str]]) -> Iterator[Future[str]]:
+def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
     """Take out everything, while other threads may do the same."""
     while True:
         try:

@@ -16,7 +16,6 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from nblaunch import formatting
@@ -40,7 +39,7 @@ from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
 from nblaunch.launcher.escalation import Escalation
-from nblaunch.launcher.requests import JobRequests
+from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.termination import Termination
 from nblaunch.wire import outbox
@@ -273,7 +272,11 @@ class Supervisor:
                 else self._peers.agreement(slots)
             )
         for query in requests.take_queries():
-            self._dump_stacks(partial(self._answer, query))
+            if query.subject == "logs":
+                self._read_logs()
+                requests.answer(query, "")
+            else:
+                self._dump_stacks(partial(self._answer, query))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s
@@ -345,7 +348,7 @@ class Supervisor:
         paths = {rank: log.stacks_path(rank, number) for rank in self._attempt.ranks}
         self._dumps.append((StackDump(self._active_pids(), paths), answer))
 
-    def _answer(self, query: Future[str], dump: StackDump) -> None:
+    def _answer(self, query: Query, dump: StackDump) -> None:
         self._requests.answer(query, "\n".join(self._describe(dump.positions())))
 
     def _active_pids(self) -> dict[int, int]:
@@ -406,17 +409,20 @@ class Supervisor:
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
-        for rank, tail in self._running.tails.items():
-            events = tail.read()
-            self._num_outputs[rank] += len(events)
-            for event in events:
-                self._emit(event)
+        self._read_logs()
         readings = self._read_board()
         self._update(readings)
         for event in self._running.monitor.sample(self._active_pids()):
             self._emit(event)
         self._inspect(readings)
         self._check_lingering()
+
+    def _read_logs(self) -> None:
+        for rank, tail in self._running.tails.items():
+            events = tail.read()
+            self._num_outputs[rank] += len(events)
+            for event in events:
+                self._emit(event)
 
     def _inspect(self, readings: Sequence[SlotReading]) -> None:
         """Record the memory of the workers, and check their progress."""

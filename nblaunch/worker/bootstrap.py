@@ -110,8 +110,11 @@ class _Worker:
         self, function: Callable[..., Any], args: tuple[Any, ...], originals: Originals | None
     ) -> tuple[Any, int]:
         """Call the function and deliver what it returned; return the value and the exit code."""
-        modules = modules_at(args, self.assignment.sends_weights_of)
-        delivery = Delivery(self.assignment, modules, originals, self.sender.send)
+        own = self.assignment
+        modules = modules_at(args, own.sends_weights_of)
+        delivery = Delivery(
+            own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send
+        )
         value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)

@@ -14,8 +14,8 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.events import Event, Returned, ValueLocation, WeightsSent
+from nblaunch.topology import Topology
 from nblaunch.wire import quantised
-from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
@@ -25,7 +25,9 @@ class Delivery:
     """Sends what a worker has made. Created before the function is called, which may replace modules in containers.
 
     Args:
-        assignment: of the worker.
+        topology: of the worker.
+        outbox_fd: empty memory file for what it has made.
+        returns_value: whether what the function returns here is wanted.
         modules: those whose weights are wanted, by their argument paths.
         originals: where their tensors can still be read as they are now; None: all are sent.
         send: takes events for the launcher.
@@ -33,16 +35,20 @@ class Delivery:
 
     def __init__(
         self,
-        assignment: Assignment,
+        topology: Topology,
+        outbox_fd: int,
+        returns_value: bool,
         modules: Mapping[ArgPath, Any],
         originals: Originals | None,
         send: Callable[[Event], None],
     ) -> None:
-        self._assignment = assignment
+        self._rank = topology.rank
+        self._is_main = topology.local_rank == 0
+        self._outbox_fd = outbox_fd
+        self._returns_value = returns_value
         self._modules = modules
         self._originals = originals
         self._send = send
-        self._is_main = assignment.topology.local_rank == 0
         if originals is not None and self._is_main:
             originals.remember(modules)
 
@@ -52,16 +58,15 @@ class Delivery:
         Raises:
             Exception: the value could not be written.
         """
-        assignment = self._assignment
-        outbox = Outbox(assignment.outbox_fd)
-        is_wanted = assignment.returns_value and not left_by_exit and value is not None
+        outbox = Outbox(self._outbox_fd)
+        is_wanted = self._returns_value and not left_by_exit and value is not None
         location = outbox.put_value(value) if is_wanted else ValueLocation()
         collect_shards = context.current().collect_sharded_weights
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
         self._send(
             Returned(
-                assignment.rank,
+                self._rank,
                 time.time(),
                 value_location=location,
                 left_by_exit=left_by_exit,
@@ -71,10 +76,10 @@ class Delivery:
         for path in sends:
             try:
                 at, end, lost = self._put_weights(outbox, path, collect_shards)
-                sent = WeightsSent(assignment.rank, time.time(), path=path, at=at, end=end, lost=lost)
+                sent = WeightsSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
-                sent = WeightsSent(assignment.rank, time.time(), path=path, error=text)
+                sent = WeightsSent(self._rank, time.time(), path=path, error=text)
             self._send(sent)
 
     def _put_weights(

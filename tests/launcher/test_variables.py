@@ -16,7 +16,7 @@ def train() -> None:
 NONSENSE = "nonsense, of course"
 
 
-@pytest.mark.parametrize("name", [name for name, row in env.TABLE.items() if row.converter.valid != "a text"])
+@pytest.mark.parametrize("name", [name for name, row in env.TABLE.items() if row.type.valid != "a text"])
 def test_nonsense_is_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, NONSENSE)
     with pytest.raises(ValueError, match=f"^environment variable {name}='{NONSENSE}': must be "):

@@ -1,0 +1,130 @@
+"""The cell magic ``%%ranks``, which runs a cell on the ranks of a session, and ``%ranks``, which controls it.
+
+%load_ext nblaunch
+%%ranks                  the cell runs on every rank; the first use starts a session on all devices
+%%ranks 0,2              on some
+%ranks start 4 | status | restart | stop
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from nblaunch import formatting
+from nblaunch.session.messages import Execute
+from nblaunch.session.session import Session
+
+_USAGE = "%ranks start [number of processes] | status | restart | stop"
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics, and the session that they use."""
+
+    session: Session | None = None
+
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on the ranks of a session: ``%%ranks``, or ``%%ranks 0,2`` for some of them.
+
+        In a line of its own: ``%ranks start 4``, ``%ranks status``, ``%ranks restart``, ``%ranks stop``.
+        """
+        __tracebackhide__ = True
+        if cell is None:
+            return self._control(line.split())
+        session = self._running()
+        chosen = _parsed_ranks(line, session.ranks)
+        source = f"%%ranks {line}\n{cell}"
+        filename = _name_of_running_cell(_shell_of(self).user_ns)
+        command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
+        self._show(session.show_command(command, chosen))
+        return None
+
+    def _control(self, words: Sequence[str]) -> Any:
+        __tracebackhide__ = True
+        if words[:1] == ["start"] and len(words) <= 2:
+            count = _parsed_count(words[1]) if words[1:] else None
+            self._stop()
+            RankMagics.session = Session(count)
+            return self.session
+        if words == ["status"]:
+            return None if self.session is None else self.session.status()
+        if words == ["restart"]:
+            self._running().restart()
+            return self.session
+        if words == ["stop"]:
+            return self._stop()
+        raise ValueError(f"%ranks {' '.join(words)}: the commands are {_USAGE}")
+
+    def _running(self) -> Session:
+        if self.session is None or not self.session.is_running:
+            RankMagics.session = Session()
+        assert self.session is not None
+        return self.session
+
+    def _stop(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        RankMagics.session = None
+
+    def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
+        """Show the last values of the ranks, equal ones once: text behind the ranks, anything else below them."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, bundle in bundles.items():
+            ranks_of.setdefault(repr(sorted(bundle.items())), []).append(rank)
+        for ranks in ranks_of.values():
+            bundle, label = bundles[ranks[0]], f"[{formatting.spans(ranks)}]"
+            if set(bundle) <= {"text/plain"}:
+                text = bundle.get("text/plain", "")
+                print(f"{label}\n{text}" if "\n" in text else f"{label} {text}")
+            else:
+                print(label)
+                _shell_of(self).display_pub.publish(data=bundle)
+
+
+def register(shell: Any) -> None:
+    """Add the magics to an IPython shell."""
+    shell.register_magics(RankMagics)
+
+
+def _parsed_ranks(line: str, ranks: range) -> list[int] | None:
+    """Return the ranks that ``0,2`` or ``1-3`` names; None for an empty line.
+
+    Raises:
+        ValueError: it names no ranks of the session.
+    """
+    if not line.strip():
+        return None
+    chosen: list[int] = []
+    for part in line.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f"%%ranks {line}: write ranks as 0,2 or 0-3")
+        chosen += range(int(first), int(last or first) + 1)
+    if not set(chosen) <= set(ranks):
+        raise ValueError(f"%%ranks {line}: this session has the ranks {ranks[0]} to {ranks[-1]}")
+    return chosen
+
+
+def _parsed_count(word: str) -> int:
+    if not word.isdecimal():
+        raise ValueError(f"%ranks start {word}: the number of processes is a whole number")
+    return int(word)
+
+
+def _name_of_running_cell(names: dict[str, Any]) -> str:
+    """Return the file name of the cell that runs, by which tracebacks show it as ``Cell In[5]``."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals is names and frame.f_code.co_name in ("<module>", "<cell line: 1>"):
+            return frame.f_code.co_filename
+    return "<cell>"
+
+
+def _shell_of(magics: RankMagics) -> Any:
+    return magics.shell

@@ -1,0 +1,93 @@
+"""What the kernel asks of the ranks of a session, and what they reply. Pickled, on a socket that only they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.events import Failed, Returned, WeightsSent
+from nblaunch.wire.modules import ArgPath
+
+
+@dataclass(frozen=True)
+class Command:
+    """One thing to do for a rank.
+
+    Args:
+        group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
+    """
+
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Execute(Command):
+    """Run code as a cell, in ``__main__``.
+
+    Args:
+        code: Python with IPython's extensions, where the rank has IPython.
+        filename: under which tracebacks name it.
+        first_line: number of its first line in the source that ``source`` holds.
+        source: for tracebacks; empty = ``code``.
+        shows_value: whether the value of a last expression is displayed; False = it is returned.
+    """
+
+    code: str = ""
+    filename: str = ""
+    first_line: int = 1
+    source: str = ""
+    shows_value: bool = False
+
+
+@dataclass(frozen=True)
+class Assign(Command):
+    """Set variables in ``__main__``; the values follow as a memory file."""
+
+
+@dataclass(frozen=True)
+class Call(Command):
+    """Call a function as a job does; the call follows as a memory file.
+
+    Args:
+        sends_weights_of: argument paths of the modules whose weights are wanted back.
+    """
+
+    sends_weights_of: tuple[ArgPath, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeaveGroup(Command):
+    """Leave the process group: another rank waits in it for one that does not come."""
+
+
+@dataclass(frozen=True)
+class Close(Command):
+    """End the worker."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a command went. Its outbox follows as a memory file where ``returned`` says that there is something in it.
+
+    Args:
+        failed: the exception that it raised.
+        is_interrupted: that was a KeyboardInterrupt which the session caused.
+        value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
+        returned: where any other value lies in the outbox (``wire/outbox.py``).
+        weights: of a call: where the trained weights lie there, by argument path.
+        shown: a display of the value, by MIME type, where that was asked for.
+        has_output: something was printed since the last reply.
+    """
+
+    failed: Failed | None = None
+    is_interrupted: bool = False
+    value: Any = None
+    returned: Returned | None = None
+    weights: Mapping[ArgPath, WeightsSent] = field(default_factory=dict)
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    has_output: bool = False
+
+
+PLAIN_TYPES = (type(None), bool, int, float, str)
+"""Types of values that travel in the reply itself."""

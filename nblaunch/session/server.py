@@ -1,0 +1,182 @@
+"""The loop of a worker of a session: receive a command, do it, reply. It is the function of the session's job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from nblaunch import context
+from nblaunch.backends import process_group
+from nblaunch.events import Event, Returned, WeightsSent
+from nblaunch.session import cells
+from nblaunch.session.messages import (
+    PLAIN_TYPES,
+    Assign,
+    Call,
+    Close,
+    Command,
+    Execute,
+    LeaveGroup,
+    Reply,
+)
+from nblaunch.session.sockets import Link, connect
+from nblaunch.wire import payload
+from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.modules import modules_at
+from nblaunch.wire.outbox import Outbox
+from nblaunch.worker import output
+from nblaunch.worker.delivery import Delivery
+from nblaunch.worker.failure import describe_failure
+
+_USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
+
+
+def serve(address: str, key: bytes) -> None:
+    """Do what the session asks of this rank until it is closed, or its kernel has gone.
+
+    Args:
+        address: of the session's socket.
+        key: by which this rank makes itself known.
+    """
+    link = connect(address, key, context.current().topology.rank)
+    _Server(link).run()
+
+
+class _Server:
+    """One rank.
+
+    Args:
+        link: to the session.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._topology = context.current().topology
+        self._is_interruptible = False
+        self._group = 0
+        self._printed_bytes = _size_of_output()
+        self._pid = os.getpid()
+        signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def run(self) -> None:
+        """Receive and reply until the session ends."""
+        while True:
+            try:
+                command, files = self._link.receive()
+            except (EOFError, OSError):
+                return
+            if isinstance(command, Close):
+                return
+            outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
+            try:
+                reply = self._reply(command, files, outbox_fd)
+                self._link.send(reply, [outbox_fd] if reply.returned is not None else [])
+            except OSError:
+                return
+            finally:
+                for fd in (*files, outbox_fd):
+                    os.close(fd)
+
+    def _on_interrupt(self, signum: int, frame: object) -> None:
+        """Raise in the code of a command alone, and once: what follows it must not be cut in two."""
+        if os.getpid() != self._pid:
+            raise KeyboardInterrupt  # a process that the code forked
+        if self._is_interruptible:
+            self._is_interruptible = False
+            raise KeyboardInterrupt
+
+    def _reply(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
+        failed, is_interrupted, done = None, False, Reply()
+        try:
+            try:
+                self._is_interruptible = True
+                done = self._do(command, files, outbox_fd)
+            finally:
+                self._is_interruptible = False
+        except BaseException as error:
+            self._is_interruptible = False
+            is_interrupted = isinstance(error, KeyboardInterrupt)
+            failed = describe_failure(self._topology.rank, error)
+        return replace(done, failed=failed, is_interrupted=is_interrupted, has_output=self._has_printed())
+
+    def _do(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
+        if isinstance(command, LeaveGroup):
+            process_group.leave()
+            return Reply()
+        if isinstance(command, Assign):
+            vars(sys.modules["__main__"]).update(payload.load(files[0]))
+            return Reply()
+        self._enter_group(command)
+        if isinstance(command, Execute):
+            return self._execute(command, outbox_fd)
+        assert isinstance(command, Call), f"{type(command).__name__} is no command"
+        return self._call(command, files[0], outbox_fd)
+
+    def _execute(self, command: Execute, outbox_fd: int) -> Reply:
+        is_value, value = cells.run(command.code, command.filename, command.first_line, command.source)
+        output.show_pending_figures()
+        if command.shows_value:
+            return Reply(shown=_display_of(value) if is_value else {})
+        if isinstance(value, PLAIN_TYPES):
+            return Reply(value=value)
+        location = Outbox(outbox_fd).put_value(value)
+        return Reply(returned=Returned(self._topology.rank, 0.0, value_location=location))
+
+    def _call(self, command: Call, call_fd: int, outbox_fd: int) -> Reply:
+        function, args = payload.load(call_fd)
+        sent: list[Event] = []
+        delivery = Delivery(
+            self._topology,
+            outbox_fd,
+            True,
+            modules_at(args, command.sends_weights_of),
+            None,
+            sent.append,
+        )
+        value = function(*args)
+        output.show_pending_figures()
+        delivery.deliver(value, left_by_exit=False)
+        returned = next(event for event in sent if isinstance(event, Returned))
+        weights = {event.path: event for event in sent if isinstance(event, WeightsSent)}
+        return Reply(returned=returned, weights=weights)
+
+    def _enter_group(self, command: Command) -> None:
+        """Be in the process group that the command needs, with all other ranks; torch may not be imported yet."""
+        if not command.group or self._topology.world_size == 1:
+            return
+        code = command.code if isinstance(command, Execute) else ""
+        if "torch" not in sys.modules and not _USES_TORCH.search(code):
+            return
+        if self._group != command.group:
+            process_group.leave()
+        if not process_group.is_joined():
+            process_group.name_next_group(f"session-{command.group}")
+            backend = context.current().backend
+            backend.join(self._topology, backend.device(self._topology))
+        self._group = command.group
+
+    def _has_printed(self) -> bool:
+        output.flush()
+        before, self._printed_bytes = self._printed_bytes, _size_of_output()
+        return before != self._printed_bytes
+
+
+def _size_of_output() -> int:
+    return os.fstat(1).st_size
+
+
+def _display_of(value: Any) -> dict[str, Any]:
+    """Return the display of a cell's last value by MIME type; nothing for None."""
+    if value is None:
+        return {}
+    ipython: Any = sys.modules.get("IPython.core.interactiveshell")
+    shell = ipython.InteractiveShell._instance if ipython is not None else None
+    if shell is None:
+        return {"text/plain": repr(value)}
+    data, _ = shell.display_formatter.format(value)
+    return dict(data)

@@ -1,0 +1,53 @@
+"""``%%ranks`` and ``%ranks`` in a real kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """A kernel in which the magics have a session of three ranks."""
+    with Kernel.start() as kernel:
+        kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
+        yield kernel
+        kernel.run("%ranks stop")
+        assert kernel.processes() == []
+
+
+def test_a_cell_runs_on_every_rank(shared: Kernel) -> None:
+    assert shared.run("%%ranks\nrank = int(os.environ['RANK'])\n1 + 1").stdout == "[0-2] 2\n"
+    assert shared.run("%%ranks 0,2\nprint('here')\nrank * 10").stdout == "[0] here\n[2] here\n[0] 0\n[2] 20\n"
+    assert shared.run("%%ranks 1-2\nx = 1").stdout == ""
+
+
+def test_an_error_fails_the_cell_at_its_own_line(shared: Kernel) -> None:
+    cell = shared.run("%%ranks\nbatches = []\nif rank == 1:\n    batches[3]", raises="IndexError")
+    assert cell.error is not None
+    assert "line 4" in cell.error.text
+    assert "batches[3]" in cell.error.text
+    assert "rank 1" in cell.error.text
+
+
+def test_rich_values_are_shown_as_such(shared: Kernel) -> None:
+    cell = shared.run("%%ranks\nfrom IPython.display import HTML\nHTML('<b>bold</b>')")
+    assert [display.data["text/html"] for display in cell.displays] == ["<b>bold</b>"]
+
+
+def test_wrong_lines_are_refused(shared: Kernel) -> None:
+    for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x"):
+        assert shared.run(line, raises="ValueError").error is not None
+    assert shared.run("%ranks status").result == "[0-2] 'idle'"
+
+
+def test_the_first_use_starts_a_session(kernel: Kernel) -> None:
+    kernel.run("%env NBLAUNCH_NUM_PROCESSES=2\n%load_ext nblaunch")
+    assert kernel.run("%%ranks\n3").stdout == "[0-1] 3\n"
+    kernel.run("%ranks restart")
+    assert kernel.run("%%ranks 1\n4").stdout == "[1] 4\n"
+    kernel.run("%ranks stop")
+    assert kernel.processes() == []

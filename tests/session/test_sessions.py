@@ -1,0 +1,177 @@
+"""Sessions in real kernels: variables, values, output, errors, interrupts, death, calls with trained weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import os, torch
+from torch import nn
+from nblaunch import Session
+base = 40
+session = Session(4, threads_per_process=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """A kernel with a session of four ranks, which every test leaves running."""
+    with Kernel.start() as kernel:
+        kernel.run(PREAMBLE)
+        yield kernel
+        kernel.run("session.close()")
+        assert kernel.processes() == []
+
+
+def test_ranks_have_the_variables_of_the_notebook_and_keep_their_own(shared: Kernel) -> None:
+    shared.run("session.execute('rank = int(os.environ[\"RANK\"]); mine = base + rank')")
+    cell = shared.run("dict(session['mine']), dict(session.execute('mine + 1', ranks=[1, 3]))")
+    assert cell.value == ({0: 40, 1: 41, 2: 42, 3: 43}, {1: 42, 3: 44})
+
+
+def test_equal_values_are_shown_once(shared: Kernel) -> None:
+    assert shared.run("session.execute('1 + 1')").result == "[0-3] 2"
+    assert shared.run('session.execute(\'1 + int(os.environ["RANK"] == "2")\')').result == "[0-1, 3] 1\n[2] 2"
+
+
+def test_code_runs_as_in_a_cell(shared: Kernel) -> None:
+    shared.run("session.execute('import asyncio\\nawait asyncio.sleep(0)\\nhas_waited = True')")
+    assert shared.run(
+        "dict(session.execute('%env RANK', ranks=[2])), set(session['has_waited'].values())"
+    ).value == (
+        {2: "2"},
+        {True},
+    )
+    assert shared.run("session.execute('5;')").result == "[0-3] None"
+
+
+def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
+    cell = shared.run("_ = session.execute('for i in range(200): print(\"line\", i)', ranks=[1])")
+    assert cell.stdout.splitlines()[0] == "[1] line 0"
+    assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
+
+
+def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> None:
+    reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
+    assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
+    failing = (
+        "if os.environ['RANK'] == '1': raise ValueError('no such batch')\ntorch.distributed.all_reduce(x)"
+    )
+    cell = shared.run(f"session.execute({failing!r})", raises="ValueError")
+    assert cell.error is not None
+    assert "no such batch" in cell.error.value
+    assert "rank 1" in cell.error.text
+    assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
+
+
+def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
+    cell = shared.run(
+        "import threading; session.put(name='x'); type(session.execute('__import__(\"threading\").Lock()')[0]).__name__"
+    )
+    assert cell.value == "Unpicklable"
+
+
+def test_values_are_sent_to_ranks(shared: Kernel) -> None:
+    shared.run("session.put(ranks=[0, 2], batch=torch.arange(3))")
+    assert shared.run("session.execute('batch.tolist()', ranks=[0, 2])").result == "[0, 2] [0, 1, 2]"
+    cell = shared.run("session.execute('batch', ranks=[1])", raises="NameError")
+    assert cell.error is not None
+
+
+def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
+    cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
+    cell.wait_for_text("begun")
+    shared.interrupt()
+    assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    assert shared.run("session.execute('kept')").result == "[0-3] 7"
+
+
+def test_a_call_trains_the_model_of_the_notebook(shared: Kernel) -> None:
+    shared.run(
+        """
+model = nn.Linear(2, 1)
+before = model.weight.detach().clone()
+def train(model, lr):
+    from nblaunch import Accelerator
+    accelerator = Accelerator()
+    wrapped = accelerator.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    accelerator.backward(wrapped(torch.ones(4, 2)).sum())
+    optimizer.step()
+    print("trained")
+    return accelerator.process_index
+"""
+    )
+    cell = shared.run(
+        "session.run(train, (model, 0.5), return_all=True), (model.weight - before).round().tolist()"
+    )
+    assert cell.value == ([0, 1, 2, 3], [[-2.0, -2.0]])
+    assert "trained" in cell.stdout
+    failing = "def fail(): raise KeyError('lr')\nsession.run(fail)"
+    assert shared.run(failing, raises="KeyError").error is not None
+    assert shared.run("session.run(train, (model, 0.5))").result == "0"
+
+
+def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
+    shared.run("def pid(): return os.getpid()\nfrom nblaunch import notebook_launcher")
+    cell = shared.run(
+        "notebook_launcher(pid, (), session=session, return_all=True) == list(session.pids.values())"
+    )
+    assert cell.value is True
+    for settings in ("num_processes=2", "background=True", "start_method='spawn'"):
+        assert shared.run(
+            f"notebook_launcher(pid, (), session=session, {settings})", raises="ValueError"
+        ).error
+
+
+def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
+    kernel.run(
+        "from nblaunch import Session\nfor _ in range(3): session = Session(2)\npids = set(session.pids.values())"
+    )
+    assert kernel.run("dict(session.execute('1'))").value == {0: 1, 1: 1}
+    kernel.run("session.close()")
+    assert kernel.processes() == []
+
+
+def test_wrong_arguments_are_refused_at_once(shared: Kernel) -> None:
+    for call in ("session.execute('1', ranks=[4])", "session.execute('1', ranks=[])", "session['a b']"):
+        assert shared.run(call, raises="ValueError").error is not None
+    assert shared.run("session.run(3)", raises="TypeError").error is not None
+    assert shared.run("session.execute('1')").result == "[0-3] 1"
+
+
+def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE.replace("Session(4", "Session(2"))
+    cell = kernel.run(
+        'session.execute(\'import signal\\nos.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGKILL)\')',
+        raises="WorkerDied",
+    )
+    assert cell.error is not None
+    assert "SIGKILL" in cell.error.value
+    assert kernel.run("session.is_running").result == "False"
+    assert kernel.run("session.execute('1')", raises="LaunchError").error is not None
+    kernel.run("base = 50; session.restart()")
+    assert kernel.run("session['base']").result == "[0-1] 50"
+    kernel.run("session.close()")
+    assert kernel.processes() == []
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str) -> None:
+    kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
+    kernel.run("factor = 3\ndef scale(x): return x * factor\nsession.put(y=2)")
+    assert kernel.run("session.run(scale, (5,), return_all=True)").value == [15, 15]
+    assert kernel.run("session.execute('y + 1')").result == "[0-1] 3"
+    kernel.run("session.close()")
+    assert kernel.processes() == []
+
+
+def test_the_end_of_the_kernel_ends_the_workers(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    assert len(kernel.processes()) >= 4
+    kernel.close()
+    assert kernel.processes() == []
