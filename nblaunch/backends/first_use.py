@@ -21,6 +21,7 @@ reports that, and nothing can be undone, so a throw-away child tries. Source: to
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import select
@@ -32,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nblaunch import env
+from nblaunch import env, packages
 
 _UVM_DEVICE = "/dev/nvidia-uvm"
 _NUM_FRAMES = 200
@@ -62,6 +63,7 @@ XLA_INITIALISERS = re.compile(
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
     r"torch_xla\.manual_seed|metrics_report|start_server|xla://|device=.?.xla|\.to\(.?.xla|xmp\.spawn|Accelerator\("
 )
+_SETS_XLA_DEVICE = re.compile("PJRT_DEVICE")
 _TIMEOUT_S = 20.0
 _GOOD = b"+"
 
@@ -71,9 +73,15 @@ _first_use: tuple[tuple[str, int, str], ...] = ()
 
 
 def watch() -> None:
-    """Have torch's counting of GPUs leave forks possible. Imports nothing."""
+    """Have torch's counting of GPUs leave forks possible, and see what torch_xla sets. Imports nothing."""
     if env.read("PYTORCH_NVML_BASED_CUDA_CHECK") is None:
         env.apply({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    if _EARLY_IN_TORCH_XLA in sys.modules:
+        _note_default(_was_set_at_start("PJRT_DEVICE"))
+    else:
+        packages.when_imported(
+            _EARLY_IN_TORCH_XLA, lambda module: _note_default(bool(env.read("PJRT_DEVICE")))
+        )
 
 
 def watch_torch(torch_cuda: Any) -> None:
@@ -159,6 +167,36 @@ def is_xla_initialised() -> bool:
     # A private name, and the one that torch_xla's own launcher asks.
     ask = getattr(getattr(torch_xla, "_XLAC", None), "_xla_runtime_is_initialized", None)
     return bool(ask()) if ask is not None else False
+
+
+_EARLY_IN_TORCH_XLA = "torch_xla._internal.tpu"  # imported by torch_xla before it looks at PJRT_DEVICE
+_is_default_of_torch_xla = False
+
+
+def _note_default(was_set: bool) -> None:
+    """Keep whether torch_xla, which is being imported, will find PJRT_DEVICE unset, and set it."""
+    global _is_default_of_torch_xla
+    _is_default_of_torch_xla = not was_set
+
+
+def _was_set_at_start(name: str) -> bool:
+    """Return whether this process was started with a variable."""
+    try:
+        return f"{name}=".encode() in Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def wanted_xla_device() -> str:
+    """Return PJRT_DEVICE as the user set it; empty where it is unset, or what the import of torch_xla made of it.
+
+    The import sets it to CPU where it sees no TPU, which is neither a wish nor, in a container that hides the PCI bus,
+    the truth. A cell with the variable's name is taken for one that sets it.
+    """
+    value: str = env.read("PJRT_DEVICE") or ""
+    if _is_default_of_torch_xla and not _guess_cell(_SETS_XLA_DEVICE):
+        return ""
+    return value.upper()
 
 
 def xla_first_use() -> str:
@@ -264,10 +302,46 @@ def _guess_cell(pattern: re.Pattern[str]) -> str:
 
 
 def first_match(pattern: re.Pattern[str], cells: Sequence[str]) -> str:
-    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does."""
+    """Return ``" (most likely in cell 3, line 2: `...`)"`` for the first line that matches; empty where none does.
+
+    The bodies of functions and lambdas don't count: they run in the workers, most likely.
+    """
     for number, source in enumerate(cells):
-        for position, line in enumerate(source.splitlines(), 1):
-            is_inside = line[:1].isspace()  # of a function, most likely one that is launched
-            if pattern.search(line) and not is_inside and not line.startswith("#"):
-                return f" (most likely in cell {number}, line {position}: `{line.strip():.80}`)"
+        lines = source.splitlines()
+        for position, line in enumerate(_run_at_once(source), 1):
+            if pattern.search(line) and not line.lstrip().startswith("#"):
+                return (
+                    f" (most likely in cell {number}, line {position}: `{lines[position - 1].strip():.80}`)"
+                )
     return ""
+
+
+def _run_at_once(source: str) -> list[str]:
+    """Return the lines of a cell, with blanks in place of the bodies of functions and lambdas."""
+    lines = source.splitlines()
+    try:
+        # Lines for IPython alone are no Python; their place is kept.
+        tree = ast.parse("\n".join(_plain(line) for line in lines))
+    except SyntaxError:
+        return ["" if line[:1].isspace() else line for line in lines]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            _blank(lines, node.body, node.body)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            _blank(lines, node.body[0], node.body[-1])
+    return lines
+
+
+def _plain(line: str) -> str:
+    text = line.lstrip()
+    return line[: len(line) - len(text)] + "pass" if text.startswith(("%", "!")) else line
+
+
+def _blank(lines: list[str], first: ast.stmt | ast.expr, last: ast.stmt | ast.expr) -> None:
+    """Replace what stands from ``first`` to the end of ``last`` by blanks. Columns count bytes of UTF-8."""
+    end_line, end_column = last.end_lineno or last.lineno, last.end_col_offset or 0
+    for number in range(first.lineno, end_line + 1):
+        line = lines[number - 1].encode()
+        begin = first.col_offset if number == first.lineno else 0
+        end = min(end_column, len(line)) if number == end_line else len(line)
+        lines[number - 1] = (line[:begin] + b" " * (end - begin) + line[end:]).decode(errors="replace")

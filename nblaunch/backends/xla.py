@@ -26,6 +26,8 @@ group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, `
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
 import sys
@@ -33,7 +35,7 @@ from collections.abc import Callable, Hashable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nblaunch import env
+from nblaunch import env, packages
 from nblaunch.backends import first_use, process_group, xla_runtime
 from nblaunch.backends.base import Backend, tensors
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
@@ -68,9 +70,15 @@ class BatchCutter:
 
     def __init__(self) -> None:
         self._mesh: Any = None
+        self._has_reported = False
 
-    def cut(self, batch: Any) -> None:
-        """Cut all tensors of ``batch`` on the device. What the devices don't divide is held by all of them."""
+    def cut(self, batch: Any, note: Callable[[str], None]) -> None:
+        """Cut all tensors of ``batch`` on the device. What the devices don't divide is held by all of them.
+
+        Args:
+            batch: nested tensors.
+            note: takes a sentence for the user, the first time that a batch can't be cut.
+        """
         runtime = xla_runtime.part("runtime")
         if not runtime.is_spmd():
             return
@@ -79,8 +87,16 @@ class BatchCutter:
         if self._mesh is None:
             self._mesh = spmd.Mesh(list(range(count)), (count,), ("data",))
         for tensor in tensors(batch):
-            if tensor.device.type == "xla" and tensor.ndim and tensor.shape[0] % count == 0:
+            if tensor.device.type != "xla" or not tensor.ndim:
+                continue
+            if tensor.shape[0] % count == 0:
                 spmd.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.ndim - 1)))
+            elif not self._has_reported:
+                self._has_reported = True
+                note(
+                    f"a batch of {tensor.shape[0]} rows can't be cut over {count} devices: each computes all of it. "
+                    f"Choose a batch_size that {count} divides"
+                )
 
 
 _THIRD = 1 / 3
@@ -169,7 +185,7 @@ class XlaBackend(Backend):
             return 20 if xla_runtime.num_chips() else 0
         if xla_runtime.kind() == "CPU":
             # Asked for in the environment, or usable on request: below the plain CPU then.
-            return 5 if env.read("PJRT_DEVICE") else 1
+            return 5 if first_use.wanted_xla_device() else 1
         return 0
 
     def unavailable_reason(self) -> str:
@@ -187,7 +203,7 @@ class XlaBackend(Backend):
 
     def overlooked(self) -> str | None:
         chips = xla_runtime.num_chips()
-        if not chips or env.read("PJRT_DEVICE") not in (None, "TPU") or is_installed("torch_xla"):
+        if not chips or first_use.wanted_xla_device() not in ("", "TPU") or is_installed("torch_xla"):
             return None
         return f"{chips} TPU chips are here, but can't be used: {self.unavailable_reason()}"
 
@@ -277,12 +293,31 @@ class XlaBackend(Backend):
 
     def prepare_worker(self, topology: Topology) -> None:
         memory.tune_allocator()
+        packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
+        if topology.world_size > 1:
+            atexit.register(self._report_lone_worlds, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
             os.makedirs(folder, exist_ok=True)
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
+
+    def _report_lone_worlds(self, topology: Topology) -> None:
+        """Report at the end of a worker that it computed alone, though the job has several ranks."""
+        import torch.distributed as dist
+
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if topology.rank == 0 and is_alone and first_use.is_xla_initialised():
+            way = (
+                "torch_xla has no collectives across processes on the CPU"
+                if xla_runtime.kind() == "CPU"
+                else "or call torch.distributed.init_process_group('xla', init_method='xla://') first"
+            )
+            self._note(
+                f"{topology.world_size} workers were as many worlds of one process: the function used torch_xla "
+                f"without joining the others, and nothing was reduced between them. Use nblaunch's Accelerator ({way})"
+            )
 
     def enable_spmd(self) -> None:
         switch_on()
@@ -375,9 +410,16 @@ class XlaBackend(Backend):
         self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
         process_group.average(parameters)
 
+    def reading_loader(self, loader: Any) -> Any:
+        # Found by its module: a function that does not use it need not have it imported.
+        loaders = sys.modules.get(_LOADERS)
+        return (
+            loader._loader if loaders is not None and isinstance(loader, loaders.MpDeviceLoader) else loader
+        )
+
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:
-            self._cutter.cut(batch)
+            self._cutter.cut(batch, self._note)
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
 
@@ -413,6 +455,26 @@ class XlaBackend(Backend):
         self._seed = seed
         if self._device is not None:  # or it is done when the device is first used
             self.set_rng_state({"xla": seed})
+
+
+_LOADERS = "torch_xla.distributed.parallel_loader"
+
+
+def _read_prepared_loaders_directly(loaders: Any) -> None:
+    """Have an MpDeviceLoader around a prepared loader read it in this thread: it brings batches to the device itself.
+
+    Read from torch_xla's own thread, it would run collectives and step boundaries beside those of the loop.
+    """
+    original = loaders.MpDeviceLoader.__iter__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        is_prepared = getattr(self._loader, "_is_accelerate_prepared", False)
+        return iter(self._loader) if is_prepared else original(self)
+
+    loaders.MpDeviceLoader.__iter__ = iterate
 
 
 def _default_cache() -> str:

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from nblaunch import env
+from nblaunch.backends import first_use
 from nblaunch.backends.compile_watch import Counters
 from nblaunch.host import tpu
 from nblaunch.host.tpu_slice import TpuSlice, ask_metadata_server
@@ -25,8 +26,7 @@ _SCALARS = "aten::_local_scalar_dense"  # item(), float(), bool()
 
 def kind() -> str:
     """Return what the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
-    wanted = env.read("PJRT_DEVICE")
-    return wanted.upper() if wanted else "TPU" if num_chips() else "CPU"
+    return first_use.wanted_xla_device() or ("TPU" if num_chips() else "CPU")
 
 
 def num_chips() -> int:
@@ -36,7 +36,7 @@ def num_chips() -> int:
     else:
         found = sum(tpu.chips().values())
     return found or tpu.device_files(
-        env.read("PJRT_DEVICE") == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
+        first_use.wanted_xla_device() == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
     )
 
 

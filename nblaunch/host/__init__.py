@@ -10,5 +10,6 @@ gpus.py               GPUs, and which of them CUDA shows in this process
 nvml.py               the GPU driver's own library
 meter.py              memory and utilisation of devices
 tpu.py                TPU chips, their topology and their lock file
+tpu_slice.py          the slice a TPU host belongs to: its type and its hosts
 notebook_service.py   Colab, Kaggle, JupyterLab, VS Code: what differs
 """

@@ -92,6 +92,7 @@ class Preparer:
             {OPTIMIZERS: self.prepare_optimizer},
             {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
         )
+        objects = [self.session.process.backend.reading_loader(one) for one in objects]
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         for stage in stages:
@@ -205,6 +206,7 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return this rank's part of ``loader``."""
+        loader = self.session.process.backend.reading_loader(loader)
         if not isinstance(loader, PreparedLoader):
             process = self.session.process
             target = LoaderTarget(

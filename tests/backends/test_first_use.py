@@ -171,3 +171,22 @@ def test_the_line_that_initialises_is_remembered(order: str, tmp_path: Path) -> 
 def test_a_way_to_count_that_somebody_chose_is_left_alone(tmp_path: Path) -> None:
     program = _INITIALISE.format(order="import nblaunch, torch")
     assert _run(program, tmp_path, PYTORCH_NVML_BASED_CUDA_CHECK="0")[1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        (["train = lambda model: Accelerator().prepare(model)", "torch_xla.device()"], "cell 1, line 1"),
+        (["def train(): return Accelerator()", "import x\ndevice = torch_xla.device()"], "cell 1, line 2"),
+        (["def train():\n    Accelerator()\n", "for _ in range(2):\n    torch_xla.sync()"], "cell 1, line 2"),
+        (["%pip install x\nnotebook_launcher(lambda: Accelerator(), ())\nxm.xla_device()"], "cell 0, line 3"),
+        (["ü = lambda: Accelerator(); d = torch_xla.device()"], "cell 0, line 1"),
+        (["a b c\n    torch_xla.device()\ntorch_xla.device()"], "cell 0, line 3"),
+        (["class Task:\n    def run(self):\n        Accelerator()"], ""),
+        (["# torch_xla.device()"], ""),
+    ],
+)
+def test_what_functions_and_lambdas_do_is_not_what_a_cell_did(cells: list[str], found: str) -> None:
+    guess = first_use.first_match(first_use.XLA_INITIALISERS, cells)
+    assert found in guess
+    assert bool(found) == bool(guess)

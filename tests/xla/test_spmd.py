@@ -104,3 +104,13 @@ def types():
     assert "bf16[4,8]" in program
     assert precision == "DeviceBf16Precision"
     assert "bf16: on the device float and double are bfloat16" in cell.stdout
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_mentioned_once(start_xla: StartKernel) -> None:
+    kernel = start_xla(CPU_NUM_DEVICES="4")
+    kernel.run(TRAIN.replace("batch_size=32", "batch_size=6"))
+    cell = kernel.run(
+        "notebook_launcher(train, (build(),), strategy='spmd', dashboard='text')[1]", timeout_s=70
+    )
+    assert cell.value == [""]
+    assert cell.stdout.count("a batch of 6 rows can't be cut over 4 devices: each computes all of it") == 1
