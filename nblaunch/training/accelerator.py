@@ -36,7 +36,7 @@ from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.resuming import skip_first_batches
+from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -300,12 +300,13 @@ class Accelerator(PreparationProperties, Rejoining):
         """
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+    def skip_first_batches(self, dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
         """Return a loader that starts its next epoch behind the first batches, as after :meth:`load_state`.
 
         Args:
             dataloader: prepared or not.
-            num_batches: how many are left out, of this rank.
+            num_batches: how many are left out, of this rank; None: all that was seen, on however many ranks, when the
+                checkpoint that was loaded last was saved in the middle of an epoch.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -663,19 +664,20 @@ class Accelerator(PreparationProperties, Rejoining):
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
         *,
-        any_world_size: bool = False,
+        any_world_size: bool = True,
         **model_options: Any,
     ) -> None:
         """Load what :meth:`save_state` saved: call it on all ranks, after ``prepare`` of the same objects.
 
         Whether the checkpoint is whole and fits is looked at before anything is changed. After one that was taken in
-        the middle of an epoch, continue with ``accelerator.skip_first_batches(loader, batches_seen)``.
+        the middle of an epoch, continue with ``accelerator.skip_first_batches(loader)``, on any number of ranks;
+        loaders that know their position (``use_stateful_dataloader``) do so by themselves.
 
         Args:
             input_dir: the folder. None: with automatic naming, the one with the highest number.
             load_kwargs: for :func:`torch.load`, as ``{"weights_only": False}``, which lets the files execute code.
-            any_world_size: also take a checkpoint of another number of processes. Its random states and the order of
-                its data don't carry over then.
+            any_world_size: False: refuse a checkpoint of another number of processes, since its random states don't
+                carry over.
             **model_options: ``strict=False`` accepts other names of weights than the models have; ``map_location``:
                 ``"cpu"`` (default) or ``"on_device"``, where files are read to.
 

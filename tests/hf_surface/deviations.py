@@ -121,6 +121,9 @@ DEVIATIONS: dict[str, list[str]] = {
         "scheduler.AcceleratedScheduler(*)", "state.AcceleratorState(cpu)", "state.AcceleratorState(dynamo_plugin)",
         "state.AcceleratorState(_from_accelerator)", "state.AcceleratorState(deepspeed_plugin)",
     ],
+    "without a number: behind what was seen at the checkpoint that was loaded, if any": [
+        "*skip_first_batches(num_batches)",
+    ],
     "the port is chosen by the system, so that two notebooks never fight for one": ["*notebook_launcher(use_port)"],
     "the kind of the group follows from the device": ["*InitProcessGroupKwargs(backend)"],
     "`prepare` completes DeepSpeed's configuration for each engine, and leaves the plugin as it is": [

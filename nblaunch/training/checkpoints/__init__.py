@@ -3,6 +3,8 @@
 checkpointer.py      what the ``Accelerator`` calls
 saving.py            ``save_state``, also in a thread
 restoring.py         ``load_state``
+contents.py          what a rank reads of a checkpoint, before it loads it
+fitting.py           whether saved weights and optimizers fit
 snapshot.py          what one checkpoint is made of
 save_round.py        how ranks meet to save it
 files.py             what lies in its folder, and the manifest

@@ -75,6 +75,12 @@ def random_states(rank: int) -> str:
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
+def loader_state(index: int, rank: int) -> str:
+    """Return the name of the file with a rank's state of the n-th loader that knows its position."""
+    name = numbered(LOADER, index)
+    return name if rank == 0 else f"{name.removesuffix('.bin')}_rank{rank}.bin"
+
+
 def folder_name(iteration: int) -> str:
     """Return the name of an automatically named checkpoint."""
     return f"checkpoint_{iteration}"

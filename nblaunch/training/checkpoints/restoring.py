@@ -1,20 +1,26 @@
 """The work behind ``load_state``: nothing is changed before it is known that the checkpoint is whole and fits.
 
 is it whole? does it fit? ── only then: hooks ─ weights ─ optimizers ─ ... ─ random states
+
+On another number of ranks, random states stay as they are, and loaders go on behind the samples that were seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nblaunch.errors import CheckpointError, warn
-from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints import contents, files, fitting, model_files, safe_save
+from nblaunch.training.checkpoints.contents import Contents
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.snapshot import TrainingState, restore_random_states
 from nblaunch.training.collectives import operations
 from nblaunch.training.data import resuming
+from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.strategies import argument_of
 
 _MAP_LOCATIONS = (None, "cpu", "on_device")
@@ -55,14 +61,22 @@ class Restorer:
         if manifest is not None:
             # Each rank reads a share of the files, which it then finds in the file system's cache.
             self._agree(lambda: files.check_bytes(folder, manifest, self._state.rank, self._state.world_size))
-            for model, order in zip(self._state.preparer.models, manifest.gradient_orders, strict=False):
-                self._state.strategy.set_gradient_order(model, order)
-        if not self._load_models(folder, device, strict):
+        found = self._agree(lambda: contents.read(self._state, folder, manifest, reading))
+        if not self._state.load_hooks:  # a hook may take models over, and load them in its own way
+            self._agree(lambda: self._check_weights(folder, self._state.preparer.models, manifest, strict))
+        for model, order in zip(
+            self._state.preparer.models, manifest.gradient_orders if manifest else (), strict=False
+        ):
+            self._state.strategy.set_gradient_order(model, order)
+        if not self._load_models(folder, manifest, device, strict):
             for index, optimizer in enumerate(self._state.preparer.optimizers):
-                state = files.read_object(folder / files.numbered(files.OPTIMIZER, index), **reading)
-                self._state.strategy.load_optimizer_state_dict(optimizer, state)
-        self._load_objects(folder, manifest, reading)
-        self._load_random_states(folder, manifest, reading)
+                if index == len(found.optimizers):
+                    raise CheckpointError(
+                        f"checkpoint {folder} has no {files.numbered(files.OPTIMIZER, index)}"
+                    )
+                self._state.strategy.load_optimizer_state_dict(optimizer, found.optimizers[index])
+        self._load_objects(folder, found)
+        self._load_random_states(folder, found, manifest)
         number = files.iteration_of(folder)
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = max(self._project.iteration, number + 1)
@@ -117,8 +131,8 @@ class Restorer:
         if manifest.world_size != self._state.world_size and not any_world_size:
             raise CheckpointError(
                 f"checkpoint {folder} was saved by {manifest.world_size} processes, but this job has "
-                f"{self._state.world_size}; its random states and the order of its data don't fit. Start "
-                f"{manifest.world_size} processes, or pass load_state(..., any_world_size=True) to take over the rest"
+                f"{self._state.world_size}; its random states don't fit. Start {manifest.world_size} processes, or "
+                "call load_state(..., any_world_size=True) to take over the rest"
             )
         if manifest.in_parts and manifest.in_parts != self._state.strategy.name:
             raise CheckpointError(
@@ -133,59 +147,66 @@ class Restorer:
         _check_custom(folder, manifest.custom, len(self._state.custom))
         return manifest
 
-    def _load_models(self, folder: Path, device: Any, strict: bool) -> bool:
+    def _check_weights(
+        self, folder: Path, models: Sequence[torch.nn.Module], manifest: Manifest | None, strict: bool
+    ) -> None:
+        """Raise CheckpointError where a file of weights is missing, or one does not fit its model."""
+        if manifest is not None and manifest.in_parts:
+            return
+        for index, model in enumerate(models):
+            if manifest is None and self._state.strategy.holds_shards:
+                return  # another tool's shards, which the strategy looks for
+            fitting.check_weights(model, files.weights_file(folder, index), strict)
+
+    def _load_models(self, folder: Path, manifest: Manifest | None, device: Any, strict: bool) -> bool:
         """Load weights; whether the strategy did it, and loaded optimizers as well."""
         models = list(self._state.preparer.models)
-        for hook in list(self._state.load_hooks.values()):
+        hooks = list(self._state.load_hooks.values())
+        for hook in hooks:
             hook(models, str(folder))
         if self._state.strategy.load_shards(folder, models, self._state.preparer.optimizers):
             return True
+        if hooks:
+            self._check_weights(folder, models, manifest, strict)
         for index, model in enumerate(models):
             path = files.weights_file(folder, index)
             model_files.load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
-    def _load_objects(self, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]) -> None:
+    def _load_objects(self, folder: Path, found: Contents) -> None:
         prepared = self._state.preparer
-        for index, scheduler in enumerate(prepared.schedulers):
-            name = files.numbered(files.SCHEDULER, index)
-            scheduler.load_state_dict(files.read_object(folder / name, **reading))
+        for scheduler, state in zip(prepared.schedulers, found.schedulers, strict=True):
+            scheduler.load_state_dict(state)
         for index, loader in enumerate(prepared.loaders):
-            path = folder / files.numbered(files.SAMPLER, index)
-            if manifest is not None and path.is_file():
-                resuming.restore(loader, files.read_object(path), self._state.session)
-                inside = folder / files.numbered(files.LOADER, index)
-                if hasattr(loader, "load_state_dict") and inside.is_file():
-                    loader.load_state_dict(files.read_object(inside, **reading))
-            else:
-                warn(f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch")
-        scaler = self._state.scaler
-        if scaler is not None and (folder / files.SCALER).is_file():
-            scaler.load_state_dict(files.read_object(folder / files.SCALER, **reading))
-        for index, obj in enumerate(self._state.custom):
-            obj.load_state_dict(
-                files.read_object(folder / files.custom(index), **{**reading, "map_location": "cpu"})
-            )
+            self._load_loader(folder, index, loader, found)
+        if self._state.scaler is not None and found.scaler is not None:
+            self._state.scaler.load_state_dict(found.scaler)
+        for obj, state in zip(self._state.custom, found.custom, strict=True):
+            obj.load_state_dict(state)
 
-    def _load_random_states(
-        self, folder: Path, manifest: Manifest | None, reading: Mapping[str, Any]
-    ) -> None:
+    def _load_loader(self, folder: Path, index: int, loader: PreparedLoader, found: Contents) -> None:
+        order, own = found.orders[index], found.loaders[index]
+        if order is None:
+            warn(f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch")
+            return
+        resuming.restore(loader, order, self._state.session)
+        if own is not None:
+            loader.load_state_dict(own)
+        elif loader.use_stateful_dataloader:
+            loader.resume_at(loader.saved_position)
+
+    def _load_random_states(self, folder: Path, found: Contents, manifest: Manifest | None) -> None:
         """Load random states last of all, because loading may draw random numbers."""
+        if found.random is None:
+            warn(f"checkpoint {folder} has no random states; the generators stay as they are")
+            return
         is_same_size = manifest is None or manifest.world_size == self._state.world_size
-        path = folder / files.random_states(self._state.rank)
-        if not path.is_file():
-            path = folder / files.random_states(0)
-            if not path.is_file():
-                warn(f"checkpoint {folder} has no random states; the generators stay as they are")
-                return
-            if is_same_size:
-                warn(
-                    f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0"
-                )
-        state = files.read_object(path, **{**reading, "map_location": "cpu"})
-        self._state.preparer.accumulation.step = state.get("step", 0)
-        if is_same_size and path.name == files.random_states(self._state.rank):
-            restore_random_states(state, self._state.session.process.backend)
+        is_own = found.random_rank == self._state.rank
+        self._state.preparer.accumulation.step = found.random.get("step", 0)
+        if is_same_size and is_own:
+            restore_random_states(found.random, self._state.session.process.backend)
+        elif is_same_size:
+            warn(f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0")
 
 
 def _check_custom(folder: Path, saved: int, here: int) -> None:

@@ -146,8 +146,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
     for index, loader in enumerate(prepared.loaders):
         order = resuming.capture(loader, state.session)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
-        if hasattr(loader, "state_dict"):  # its position inside an epoch, where it knows it
-            snapshot.objects[files.numbered(files.LOADER, index)] = _as_bytes(loader.state_dict())
+    snapshot.objects |= _loader_states(state)
     if state.scaler is not None:
         snapshot.objects[files.SCALER] = state.scaler.state_dict()
     for index, obj in enumerate(state.custom):
@@ -164,11 +163,19 @@ def contribute(state: TrainingState, folder: Path) -> None:
 
 
 def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
-    """Write another rank's random states; returns the checksums of all files that are known to be this rank's."""
+    """Write another rank's states of random generators and loaders.
+
+    Returns:
+        The checksums of all files that are known to be this rank's.
+    """
     strategy = state.strategy
-    path = folder / files.random_states(state.rank)
-    files.write_object(_random_states(state), path)
-    own = [path, *(strategy.shard_files(folder, state.rank) if strategy.holds_shards else ())]
+    objects = {files.random_states(state.rank): _random_states(state), **_loader_states(state)}
+    for name, one in objects.items():
+        files.write_object(one, folder / name)
+    own = [
+        *(folder / name for name in objects),
+        *(strategy.shard_files(folder, state.rank) if strategy.holds_shards else ()),
+    ]
     return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
 
 
@@ -196,6 +203,15 @@ def _run_hooks(
     for hook in list(state.save_hooks.values()):
         hook(models, weights, str(folder))
     return list(weights)
+
+
+def _loader_states(state: TrainingState) -> dict[str, bytes]:
+    """Return where this rank's loaders are that know it: what they read differs from rank to rank."""
+    return {
+        files.loader_state(index, state.rank): _as_bytes(loader.state_dict())
+        for index, loader in enumerate(state.preparer.loaders)
+        if loader.use_stateful_dataloader and (state.rank == 0 or loader.reads_on_every_rank)
+    }
 
 
 def _random_states(state: TrainingState) -> bytes:

@@ -6,5 +6,8 @@ samplers.py     samplers of the order that all ranks share, and the layers of an
 sharding.py     which samples a rank gets
 loader.py       read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
 dispatcher.py   ``DataLoaderDispatcher``, where rank 0 reads for all
-resuming.py     begin further on in an epoch
+skipping.py     begin further on in an epoch
+position.py     how far an epoch was read, for any number of ranks, and the rest of it
+resuming.py     where loaders are, for checkpoints
+reading.py      what a loader takes over from the one that it is made of
 """

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from nblaunch.packages import is_installed
 from nblaunch.training.session import open_session
 
-_FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
-_ORDER = "_order"  # ours, beside those of torchdata
+FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
+ORDER = "_order"  # ours, beside those of torchdata
 
 
 class DataLoaderStateMixin:
@@ -136,21 +136,22 @@ class DataLoaderAdapter(Base):
 
     def _set_state(self, state: dict[str, Any]) -> None:
         base: Any = self.base_dataloader
+        order = state.get(ORDER, {})
         # At the end of an epoch the next one starts afresh; torchdata would draw its order twice to find that out.
-        is_fresh = state.get(_FINISHED, True)
-        base.load_state_dict({} if is_fresh else {key: state[key] for key in state if key != _ORDER})
-        self._resume_order_state(state.get(_ORDER, {}))
+        is_fresh = state.get(FINISHED, True) or "position" in order
+        base.load_state_dict({} if is_fresh else {key: state[key] for key in state if key != ORDER})
+        self._resume_order_state(order)
         self._position = state
 
     def _note_position(self, is_end: bool = False) -> None:
         """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
         if self.use_stateful_dataloader:
             base: Any = self.base_dataloader
-            self._position = self._with_order({**base.state_dict(), _FINISHED: is_end}, is_end)
+            self._position = self._with_order({**base.state_dict(), FINISHED: is_end}, is_end)
 
     def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
         order = self._order_state(is_end)
-        return {**state, _ORDER: order} if order else state
+        return {**state, ORDER: order} if order else state
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
         """Return what torchdata's state lacks; empty where it lacks nothing."""

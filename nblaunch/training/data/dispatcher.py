@@ -76,6 +76,8 @@ class DataLoaderDispatcher(PreparedLoader):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
 
+    reads_on_every_rank = False
+
     def own_options(self) -> dict[str, Any]:
         """Return the arguments that make another loader hand out its batches as this one does."""
         return {

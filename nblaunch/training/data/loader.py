@@ -24,7 +24,9 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
-from nblaunch.training.data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from nblaunch.training.data.adapter import FINISHED, ORDER, DataLoaderAdapter, DataLoaderStateMixin
+from nblaunch.training.data.position import Position, rest_of_order, rest_of_stream
+from nblaunch.training.data.reading import reading_options, reading_order
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
@@ -54,7 +56,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         num_processes: ranks that share the data; None: those of the shard that is read, or this one alone.
 
     ``iteration`` is the number of completed epochs; ``epoch_start`` has the states, at the start of the epoch, of the
-    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one.
+    generators that decide its order; ``shard`` is the rank's share of an order or a stream, where it reads one;
+    ``saved_position`` is where the epoch was in the checkpoint that was loaded, until an epoch is read.
     """
 
     def __init__(
@@ -96,6 +99,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._follower: PreparedLoader | None = None
         self.epoch_start: list[torch.Tensor] = []
         self._resumed_start: list[torch.Tensor] = []
+        self._loop: Loop | None = None
+        self._begins_at = Position()
+        self._resume_at: Position | None = None
+        self.saved_position: Position | None = None
 
     def own_options(self) -> dict[str, Any]:
         """Return the arguments that make another loader hand out its batches as this one does."""
@@ -113,9 +120,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for loader in self.followed():
+            loader.saved_position = None
+        resume_at, self._resume_at = self._resume_at, None
+        if resume_at is not None:
+            yield from self._read_rest(resume_at)
+            return
         session = open_session()
         self._start_epoch()
-        loop = self._begin_loop(session)
+        self._loop = loop = self._begin_loop(session)
         try:
             yield from self._hand_out(session, loop)
             session.process.backend.end_loop()
@@ -126,6 +139,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             session.process.backend.leave_loop()
             raise
         finally:
+            self._loop = None
+            self._begins_at = Position()  # later epochs are whole
             self.end()
             session.losses.flush()
             session.own_time.pause()
@@ -182,11 +197,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_training = session.is_training
         epoch = self.iteration + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
-        skipped = self.skip_batches
+        behind, skipped = self._rounds_behind, self.skip_batches
         length = self._length_or_unknown()
-        if length >= 0 and self._skips_indices:
-            length += skipped  # the bar is that of the whole epoch, and begins in the middle
-        return session.loops.begin(length, epoch, state, skipped)
+        if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
+            length += behind + (skipped if self._skips_indices else 0)
+        return session.loops.begin(length, epoch, state, behind + skipped)
 
     @property
     def _skips_indices(self) -> bool:
@@ -214,7 +229,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return bool(self._drop_last or self.drop_last or getattr(self.batch_sampler, "drop_last", False))
 
     def _num_samples(self) -> int | None:
-        for counted in (self.sampler, self.dataset):
+        for counted in (self.get_sampler(), self.sampler, self.dataset):
             source = counted.dataset if isinstance(counted, IterableDatasetShard) else counted
             try:
                 return len(source)  # type: ignore[arg-type]
@@ -237,7 +252,66 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         return list(unique.values())
 
-    # --- saving where it is --------------------------------------------------------------------------------------
+    # --- saving where it is, and going on there ------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """What all ranks have read of the epoch, with the batch in hand; of none where no epoch is read."""
+        begun, step = self._begins_at, 0 if self._loop is None else self._loop.step - self._rounds_behind
+        return Position(
+            begun.samples + step * self._round.samples, begun.batches + step * self._round.batches
+        )
+
+    @property
+    def has_portable_position(self) -> bool:
+        """Whether other numbers of ranks can go on there; not where several processes read parts of a stream."""
+        if not isinstance(self.dataset, IterableDataset):
+            return True
+        is_shared_here = self.num_processes == 1 or self.shard is not None or self.batches_per_round > 1
+        return self.num_workers == 0 and (is_shared_here or self.split_batches)
+
+    @property
+    def _round(self) -> Position:
+        """What all ranks read where this one gets a batch."""
+        batches = 1 if self.split_batches else self.num_processes
+        return Position(self.total_batch_size or batches, batches)
+
+    @property
+    def _rounds_behind(self) -> int:
+        """Batches of this rank, as it has them now, that make up what is read already where the epoch begins."""
+        return self._begins_at.samples // self._round.samples
+
+    def beginning_at(self, position: Position) -> PreparedLoader:
+        """Return a loader of the rest of the epoch; later epochs may be read from either, whole."""
+        options = {**reading_options(self), **self.own_options()}
+        dataset: Any = self.dataset
+        if isinstance(dataset, IterableDataset):
+            dataset = rest_of_stream(dataset, self.batch_size is not None, position)
+            options.update(batch_size=self.batch_size, drop_last=self.drop_last)
+        else:
+            options.update(reading_order(self, rest_of_order(order_of(self), position)))
+        rest = type(self)(dataset, **options)
+        rest._begins_at = position
+        rest.follow(self)
+        return rest
+
+    def resume_at(self, position: Position | None) -> None:
+        """Begin the next epoch that is read behind what was read of it; None: whole."""
+        self._resume_at = position
+
+    def _read_rest(self, position: Position) -> Iterator[Any]:
+        """Read the rest of an epoch, of which another number of ranks has read the first part."""
+        rest = self.beginning_at(position)
+        rest._resumed_start, self._resumed_start = self._resumed_start, []
+        for batch in rest:
+            self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
+            if self.use_stateful_dataloader:  # torchdata's own state would be that of another order
+                self._position = {FINISHED: rest.end_of_dataloader, ORDER: rest._order_now()}
+            yield batch
+
+    def _order_now(self) -> dict[str, Any]:
+        order = self._order_state(self.end_of_dataloader)
+        return order if self.end_of_dataloader else {**order, "position": vars(self.position)}
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
         """Return the epoch and its generators; empty in a first epoch that draws nothing, where it lacks nothing."""
@@ -249,6 +323,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _resume_order_state(self, state: dict[str, Any]) -> None:
         self.iteration = state.get("iteration", 0)
         self._resumed_start = state.get("generators", [])
+        position = state.get("position")
+        self.resume_at(None if position is None else Position(**position))
 
     # --- for users -----------------------------------------------------------------------------------
 
@@ -260,7 +336,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Rows of a global batch, all ranks together; 0 where the batch sampler doesn't know."""
-        size = getattr(self.shard, "batch_size", None) or self.batch_size or 0
+        sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, order_of(self)))
+        size: int = next(filter(None, sizes), 0)
         return size if self.split_batches else size * self.num_processes
 
     @property
@@ -284,6 +361,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Go on in the epoch that ``loader`` is in, and let it know of the epochs that are completed here."""
         self.iteration = loader.iteration
         self._follower = loader
+
+    def followed(self) -> list[PreparedLoader]:
+        """Return this loader, and those whose epoch it goes on in."""
+        return [self, *(self._follower.followed() if self._follower is not None else ())]
+
+    reads_on_every_rank = True
+    """Whether each rank has a position of its own in the data."""
 
     batches_per_round = 1
     """Batches of the underlying order that make one of this rank's."""

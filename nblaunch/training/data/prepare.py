@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
+from nblaunch.training.data.reading import is_stateful, reading_options, reading_order
 from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, layers, order_of
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
@@ -27,47 +26,6 @@ from nblaunch.training.data.sharding import (
     check_divisible,
 )
 from nblaunch.training.options import DataLoaderConfiguration
-
-_ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
-# What says how data is read, not which: taken over from the user's loader. Not every torch has all of them.
-_READING_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
-
-
-def reading_options(loader: DataLoader) -> dict[str, Any]:
-    """Return what says how ``loader`` reads, and not what: workers, collation, memory."""
-    options = {
-        name: getattr(loader, name)
-        for name in _READING_OPTIONS
-        if name in _ACCEPTED and hasattr(loader, name)
-    }
-    if is_stateful(loader):
-        options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]
-    if not options["num_workers"]:
-        # torch refuses these two without worker processes of the DataLoader, even at their defaults.
-        options.pop("prefetch_factor", None)
-        options.pop("multiprocessing_context", None)
-    return options
-
-
-def reading_order(loader: DataLoader, order: Any) -> dict[str, Any]:
-    """Return what a new loader is given to read by ``order`` as ``loader`` reads by its own."""
-    if (
-        loader.batch_sampler is None
-    ):  # whatever the sampler yields is passed to the dataset: an index, or a list
-        return {"sampler": order, "batch_size": None}
-    return {"batch_sampler": order}
 
 
 @dataclass(frozen=True)
@@ -186,14 +144,6 @@ def _share_order(
 
 def _has_single_samples(loader: DataLoader) -> bool:
     return loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler)
-
-
-def is_stateful(loader: DataLoader) -> bool:
-    """Return whether torchdata reads it."""
-    torchdata = sys.modules.get(
-        "torchdata.stateful_dataloader"
-    )  # where it was not imported, nothing can be one
-    return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)
 
 
 def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_iterable: bool) -> bool:
