@@ -25,6 +25,7 @@ TITLES = {
     "hangs": "Hangs",
     "questions": "Questions",
     "displays": "Displays",
+    "sessions": "Sessions",
 }
 
 
