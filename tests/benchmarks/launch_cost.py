@@ -21,7 +21,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from tests.benchmarks.bench import ROOT, Row, alternate, at_most, call, free_port, kernel, show
+from tests.benchmarks.bench import (
+    CELL_TIMEOUT_S,
+    ROOT,
+    Row,
+    alternate,
+    at_most,
+    call,
+    free_port,
+    kernel,
+    show,
+)
+from tests.kernels import KernelTimeout
 
 SIZES = (2, 4, 8)
 NUM_PAIRS = {"nblaunch": 25, "accelerate": 9, "lightning": 9}
@@ -39,12 +50,8 @@ KERNELS = {"in a notebook": IN_A_NOTEBOOK, "in a bare kernel": "import torch"}
 
 def measure() -> Iterator[Row]:
     for where, launcher in itertools.product(KERNELS, NUM_PAIRS):
-        env = {"ACCELERATE_USE_CPU": "true"} if launcher == "accelerate" else {}
         for has_group in (False, True) if launcher != "lightning" else (True,):  # it joins one in any case
-            with kernel(KERNELS[where], env) as started:
-                for size in SIZES:
-                    pairs = call(started, in_kernel_ratio, launcher, size, has_group, NUM_PAIRS[launcher])
-                    yield _row(where, launcher, size, has_group, pairs)
+            yield from _rows(where, launcher, has_group)
     with kernel() as started:
         import_s, first_s, second_s = call(started, in_kernel_first_launch)
         what = "fresh kernel, 2 workers: from nblaunch import notebook_launcher / first launch / second"
@@ -52,9 +59,28 @@ def measure() -> Iterator[Row]:
     yield at_most("import nblaunch", import_ms(), 50, " ms", 1)
 
 
-def _row(where: str, launcher: str, size: int, has_group: bool, pairs: dict[str, float]) -> Row:
+def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
+    """Yield a row per number of workers; a peer that hangs ends its own rows only."""
+    env = {"ACCELERATE_USE_CPU": "true"} if launcher == "accelerate" else {}
+    with kernel(KERNELS[where], env, check=launcher == "nblaunch") as started:
+        for size in SIZES:
+            try:
+                pairs = call(started, in_kernel_ratio, launcher, size, has_group, NUM_PAIRS[launcher])
+            except KernelTimeout:
+                if launcher == "nblaunch":
+                    raise
+                yield Row(_what(where, launcher, size, has_group), f"hung for {CELL_TIMEOUT_S:.0f} s")
+                return
+            yield _row(where, launcher, size, has_group, pairs)
+
+
+def _what(where: str, launcher: str, size: int, has_group: bool) -> str:
     function = "process group and barrier" if has_group else "empty function"
-    what = f"{launcher} {where}, {size} workers, {function}: times fork"
+    return f"{launcher} {where}, {size} workers, {function}: times fork"
+
+
+def _row(where: str, launcher: str, size: int, has_group: bool, pairs: dict[str, float]) -> Row:
+    what = _what(where, launcher, size, has_group)
     value = f"{pairs['ratio']:.2f} ({pairs['a_s'] * 1e3:.0f} ms / {pairs['b_s'] * 1e3:.0f} ms)"
     if launcher != "nblaunch" or KERNELS[where] != IN_A_NOTEBOOK:
         return Row(what, value)
