@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,28 @@ def test_entries_missing_beside_quantised_weights_are_still_reported(tmp_path: P
     other.prepare(torch.nn.Sequential(Adapted(), torch.nn.Linear(2, 2)))
     with pytest.raises(CheckpointError, match=r"1\.weight"):
         other.load_state(str(tmp_path))
+
+
+def _prepare_shared(path: str) -> float:
+    size = os.stat(path).st_size
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as pages:
+        model = torch.nn.Module()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            model.base = torch.nn.Parameter(torch.frombuffer(pages, dtype=torch.uint8), requires_grad=False)
+        rank = Accelerator(cpu=True).process_index
+        model.other = torch.nn.Parameter(torch.full((3,), float(rank)), requires_grad=False)
+        model.trained = torch.nn.Parameter(torch.full((3,), float(rank)))
+        Accelerator(cpu=True).prepare(model)
+        found = float((model.other.sum() + model.trained.sum()).detach())
+        del model
+    return found
+
+
+def test_a_frozen_base_that_ranks_share_is_not_written_to(tmp_path: Path) -> None:
+    """A rank that wrote to its pages, which are for reading, would end by a signal."""
+    (tmp_path / "base").write_bytes(bytes(range(256)) * 64)
+    assert ranks.run(_prepare_shared, 2, str(tmp_path / "base")) == [0.0, 0.0]
 
 
 def _train(model: torch.nn.Module) -> str:

@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.errors import warn
 from nblaunch.training import models
+from nblaunch.training.collectives import operations
 from nblaunch.training.joining import JoinedProcess, Waiting, waiting
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.strategies.reduce_at_step import checksum
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
@@ -67,7 +69,8 @@ class DdpStrategy(Strategy):
         if self.options.sync_batchnorm:
             model = _with_common_statistics(model, process.device)
         devices = None if process.device.type == "cpu" else [process.device]
-        with Waiting(process.slot), warnings.catch_warnings():  # it compares and copies weights over ranks
+        with Waiting(process.slot), warnings.catch_warnings(), _leaving_out(model, _common_frozen(model)):
+            # It compares and copies weights over ranks.
             # torch 2.13 deprecates the name of an option that users are to go on using, until all of what it
             # does has a new name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -138,6 +141,36 @@ class DdpStrategy(Strategy):
             torch.autograd.backward(zeros)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _common_frozen(model: torch.nn.Module) -> list[str]:
+    """Return the names of frozen weights in host memory that are the same on all ranks.
+
+    DDP would send those of rank 0 to all. Ranks that share the pages of a base model would each get a copy of it.
+    """
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.device.type == "cpu"
+    }
+    sums = [(name, checksum(parameter.detach())) for name, parameter in frozen.items()]
+    everyones = operations.gather_object([sums])
+    common = set(sums).intersection(*everyones)
+    return [name for name, own in sums if (name, own) in common]
+
+
+@contextmanager
+def _leaving_out(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Have DDP leave weights alone that it is given in the block; later ones are not concerned."""
+    before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
+    # Where DDP looks for them; its function for that marks the parameters as well, for good.
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
+    try:
+        yield
+    finally:
+        del model.__dict__["_ddp_params_and_buffers_to_ignore"]
+        if before is not None:
+            model.__dict__["_ddp_params_and_buffers_to_ignore"] = before
 
 
 def _with_common_statistics(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
