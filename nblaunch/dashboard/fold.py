@@ -364,8 +364,9 @@ def _exited(view: JobView, rank: RankView, event: events.Exited) -> RankView:
     if rank.has_returned and (event.status.code == 0 or event.status.code in _STOP_SIGNALS):
         # The launcher may have stopped it because a thread of it did not end.
         return replace(rank, state=WorkerState.DONE)
-    others_failed = any(other.state is WorkerState.FAILED for other in view.ranks if other.rank != rank.rank)
-    if others_failed and event.status.code in _STOP_SIGNALS:
+    over = (WorkerState.FAILED, WorkerState.STOPPED)
+    others_ended = any(other.state in over for other in view.ranks if other.rank != rank.rank)
+    if others_ended and event.status.code in _STOP_SIGNALS:
         return replace(rank, state=WorkerState.STOPPED)
     failure = str(event.status)
     if not rank.has_returned and event.status.code >= 0:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from nblaunch import backends, env
-from nblaunch.engines.children import Children
+from nblaunch.engines.children import Children, signal_group
 from nblaunch.engines.fork import fork_workers
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.engines.spawn import spawn_workers
@@ -80,11 +81,17 @@ def _run_forkserver(boot: Boot, call_fd: int) -> NoReturn:
         _ensure_shell(boot)
         call: Call = payload.load(call_fd)
         restore_random_states(pickle.loads(boot.random_states))
-        pids = _start_workers(boot, call, call_fd)
+        with process_control.signals_blocked():
+            pids = _start_workers(boot, call, call_fd)
+            # The launcher interrupts the server until it knows the workers.
+            signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
         # No worker runs yet that could report it: the server does for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
+        if isinstance(error, KeyboardInterrupt):  # it ends all ranks as it would end each of them
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)
     _report_until_all_ended(boot, pids)
     os._exit(0)
@@ -110,6 +117,11 @@ def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
     pids = spawn_workers(boot.assignments, SavedCall.around(call_fd))
     os.close(call_fd)
     return pids
+
+
+def _interrupt(pids: Mapping[int, int]) -> None:
+    for pid in pids.values():
+        signal_group(pid, signal.SIGINT)
 
 
 def _as_failure(rank: int, error: BaseException) -> Failed:

@@ -99,7 +99,8 @@ class _Worker:
         try:
             self._prepare()
             process_control.unblock_signals()
-            function, args = load_call()
+            with self.interrupts.raised():
+                function, args = load_call()
             _value, exit_code = self._run_function(function, args, originals)
         except BaseException as error:
             exit_code = self._report_failure(error)
@@ -115,16 +116,15 @@ class _Worker:
         delivery = Delivery(
             own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send
         )
-        value, exit_code = _call(function, args)
+        with self.interrupts.raised():
+            value, exit_code = _call(function, args)
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code != 0:
-            self.interrupts.only_count()
             return value, exit_code
         output.show_pending_figures()
         self.slot.set_state(WorkerState.FINISHING)
-        with self.interrupts.deferred():
-            delivery.deliver(value, left_by_exit=value is _EXITED)
+        delivery.deliver(value, left_by_exit=value is _EXITED)
         return value, 0
 
     def _report_failure(self, error: BaseException) -> int:
@@ -134,7 +134,6 @@ class _Worker:
                 return 1
             traceback.print_exception(error)
             return _end_subprocess(1)
-        self.interrupts.only_count()
         self.slot.set_state(WorkerState.FAILED)
         rank, log_path = self.assignment.rank, self.assignment.log_path
         send_failure(self.sender.send, rank, error, self._evidence(error), log_path)

@@ -27,11 +27,15 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 class Interrupts:
-    """Turns SIGINT into ``KeyboardInterrupt``, but never in the middle of an event on its way to the launcher."""
+    """Turns SIGINT into ``KeyboardInterrupt`` while the user's code runs, and only then.
+
+    One that comes earlier is raised when that code begins, and one that comes later is only counted: it never
+    interrupts what the worker does by itself, nor an event on its way to the launcher.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._held = 0
+        self._held = 1  # until the user's code begins
         self._is_pending = False
 
     def install(self) -> None:
@@ -52,9 +56,15 @@ class Interrupts:
         if not _forked_by_main_thread:
             self._held = 0  # by the main thread, which is not in this process
 
-    def only_count(self) -> None:
-        """Count interrupts only from now on: the function is over, and its exit handlers get their time."""
-        self._held += 1
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise interrupts in the block, which runs the user's code; one that came before it at once."""
+        self._held -= 1
+        try:
+            self._raise_pending()
+            yield
+        finally:
+            self._held += 1
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -67,9 +77,12 @@ class Interrupts:
             yield
         finally:
             self._held -= 1
-            if self._is_pending and not self._held:
-                self._is_pending = False
-                raise KeyboardInterrupt
+            self._raise_pending()
+
+    def _raise_pending(self) -> None:
+        if self._is_pending and not self._held:
+            self._is_pending = False
+            raise KeyboardInterrupt
 
 
 @contextmanager

@@ -237,3 +237,34 @@ def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: 
         shared.run("at_fork.clear()")
         assert value_of(shared, "(nblaunch.last_job().status, job)") == ("interrupted", None)
         assert_as_before(shared)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_forkserver_loads_the_call_stops_all_ranks(
+    shared: Kernel, tmp_path: Path
+) -> None:
+    shared.run(
+        """
+class Slow:
+    def __reduce__(self):
+        return wait, (folder,)
+
+def wait(folder):
+    import os, time
+    open(os.path.join(folder, "loading"), "w").close()
+    time.sleep(60)
+"""
+        + f"folder = {str(tmp_path)!r}"
+    )
+    cell = shared.submit(
+        "notebook_launcher(lambda slow: None, (Slow(),), 2, start_method='forkserver', backend='cpu')"
+    )
+    cell.wait_for(lambda cell: (tmp_path / "loading").exists(), 30, "the call to be loaded")
+    shared.interrupt()
+    cell.wait(30)
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    table = cell.displays[-1].data["text/plain"]
+    assert [line.split()[1] for line in table.splitlines()[1:3]] == ["stopped", "stopped"], table
+    assert "exit code" not in table
+    assert_as_before(shared)
