@@ -67,7 +67,12 @@ class _SharedState:
 
     def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
         session = context.current().training
-        return {} if session is None else session.attributes.get(cls, {})
+        if session is None:
+            return {}
+        if cls not in session.attributes and cls._is_in(session):
+            session.attributes[cls] = {"initialized": True}
+        attributes: dict[str, Any] = session.attributes.get(cls, {})
+        return attributes
 
 
 class View:
@@ -87,6 +92,11 @@ class View:
                 declared = property(lambda view: None)
             if isinstance(declared, property) and declared.fset is None and name[0] != "_":
                 setattr(cls, name, _assignable(name, declared))
+
+    @classmethod
+    def _is_in(cls, session: Session) -> bool:
+        """Return whether the session has this state already, without an instance of the class."""
+        return False
 
     def _join(self) -> None:
         """Open the session of this worker, in which the view was not made."""
@@ -187,6 +197,10 @@ class PartialState(View, ProcessMethods):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         object.__setattr__(self, "_asked", (cpu, kwargs))
         self._join()
+
+    @classmethod
+    def _is_in(cls, session: Session) -> bool:
+        return True  # to open a session is to join the job
 
     def _join(self) -> None:
         cpu, kwargs = self._asked

@@ -124,18 +124,31 @@ def test_metrics_of_objects_count_every_sample_once() -> None:
         assert batches == [["0", "1", "2", "3"], ["4", "5", "6"]]
 
 
-def _repeated_losses(rows: int, batch_size: int, package: str) -> list[list[float]]:
+class _Counted(IterableDataset[Any]):
+    """The numbers below ``rows``, without a length."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.rows).float())
+
+
+def _repeated_losses(rows: int, batch_size: int, package: str, is_iterable: bool) -> list[list[float]]:
     """A trainer's evaluation: the mean loss of a batch counts once per row, by a repetition for a full batch."""
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # Accelerate warns without them
     kit = importlib.import_module(package)
     accelerator = kit.Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(torch.arange(rows).float(), batch_size=batch_size))
+    dataset: Any = _Counted(rows) if is_iterable else torch.arange(rows).float()
+    loader = accelerator.prepare(DataLoader(dataset, batch_size=batch_size))
     return [accelerator.gather_for_metrics(batch.mean().repeat(batch_size)).tolist() for batch in loader]
 
 
+@pytest.mark.parametrize("is_iterable", [False, True])
 @pytest.mark.parametrize("package", ["nblaunch", "accelerate"])
-def test_a_repeated_loss_is_cut_to_the_rows_of_the_last_batch(package: str) -> None:
-    assert ranks.run(_repeated_losses, 1, 5, 2, package) == [[[0.5, 0.5], [2.5, 2.5], [4.0]]]
+def test_a_repeated_loss_is_cut_to_the_rows_of_the_last_batch(package: str, is_iterable: bool) -> None:
+    losses = ranks.run(_repeated_losses, 1, 5, 2, package, is_iterable)
+    assert losses == [[[0.5, 0.5], [2.5, 2.5], [4.0]]]
 
 
 def test_what_has_no_rows_is_not_cut() -> None:

@@ -44,6 +44,14 @@ def test_what_is_set_on_a_view_is_seen_on_all() -> None:
     assert not hasattr(GradientState(), "colour")
 
 
+def test_an_accelerator_has_the_state_of_the_process() -> None:
+    kept = Accelerator()
+    assert PartialState._shared_state != {}, "libraries ask so whether there is one"
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    kept.free_memory()
+
+
 def test_a_view_that_was_reset_says_so() -> None:
     accelerator = Accelerator()
     partial, state, gradients = PartialState(), accelerator.state, GradientState()

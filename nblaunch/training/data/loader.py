@@ -439,10 +439,20 @@ class DataLoaderShard(PreparedLoader):
         is_plain = type(innermost(self.batch_sampler)) is BatchSampler
         return is_plain and not isinstance(self.dataset, IterableDataset)
 
+    @property
+    def _counts_last_rows(self) -> bool:
+        """Whether the rows of the last batch are known by counting alone: others of any size came before it.
+
+        Of an iterable dataset, too: a lone process reads it as it is, nothing completes its last batch.
+        """
+        if self.num_processes > 1 or self._has_equal_batches or not self.total_batch_size:
+            return False
+        return self.remainder >= 0 or isinstance(self.dataset, IterableDataset)
+
     def _finish_epoch(self, rows: int) -> None:
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
-        elif self.remainder >= 0 and self.num_processes == 1 and not self._has_equal_batches:
-            self.remainder = rows % self.total_batch_size  # batches of other sizes came before it
+        elif self._counts_last_rows:
+            self.remainder = rows % self.total_batch_size
         self.end_of_dataloader = True
         self._note_position(is_end=True)
