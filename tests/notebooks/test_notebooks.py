@@ -11,6 +11,7 @@ import nbformat
 import pytest
 import torch
 
+from tests.notebooks.checks import CHECKS, RAISED, SMALL
 from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import check_for_github, execute, texts
 from tests.profiles import python_of
@@ -66,8 +67,10 @@ def executed(path: Path, parameters: str = "", last_cell: str = "", kernel_name:
     ids=lambda one: getattr(one, "stem", one),
     indirect=["profile"],
 )
-def test_runs_untouched(path: Path, profile: str) -> None:
-    notebook = executed(path, last_cell=_VERSIONS, kernel_name=profile)
+def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
+    notebook = executed(
+        path, SMALL.get(path.stem, ""), f"{CHECKS[path.stem]}\n{_VERSIONS}", kernel_name=profile
+    )
     versions = notebook.cells.pop().outputs[0].text
     assert versions.startswith("6.17.1 7.34.0 7.7.") == (profile == "colab")
     copy = ARTIFACTS / profile / path.name
@@ -75,6 +78,19 @@ def test_runs_untouched(path: Path, profile: str) -> None:
     nbformat.write(notebook, copy)
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code" and cell.source)
     check_for_github(notebook)
+    if path.stem == "04_when_things_go_wrong":
+        assert "rank 0 puts its things away" in texts(notebook)
+        assert {cell.id: raised(cell) for cell in notebook.cells if raised(cell)}.keys() == RAISED.keys()
+        for cell in notebook.cells:
+            kind, word = RAISED.get(cell.id, ("", ""))
+            assert raised(cell).startswith(kind)
+            assert word in raised(cell)
+
+
+def raised(cell: Any) -> str:
+    """The error that a cell ended with, as ``ValueError: its message``; empty where there is none."""
+    errors = [output for output in cell.get("outputs", []) if output.output_type == "error"]
+    return f"{errors[0].ename}: {errors[0].evalue}" if errors else ""
 
 
 @pytest.mark.timeout(300)

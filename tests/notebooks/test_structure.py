@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 import nbformat
 import pytest
+
+from tests.architecture.source import ROOT
+from tests.notebooks.checks import CHECKS
+from tests.tools.notebooks import fingerprint
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -65,19 +70,48 @@ def test_it_has_small_defaults_in_one_tagged_cell(path: Path) -> None:
     )
 
 
-def test_it_ends_with_what_must_have_come_out(path: Path) -> None:
-    last = read(path).cells[-1]
-    assert last.cell_type == "code"
-    assert any(isinstance(statement, ast.Assert) for statement in code_of(last).body)
+def test_its_checks_are_in_the_tests(path: Path) -> None:
+    asserted = [
+        cell.id
+        for cell in read(path).cells
+        if cell.cell_type == "code"
+        and any(isinstance(node, ast.Assert) for node in ast.walk(code_of(cell)))
+    ]
+    assert asserted == []
+    assert path.stem in CHECKS
 
 
-def test_it_is_kept_without_outputs(path: Path) -> None:
+def test_it_is_stored_as_it_was_executed(path: Path) -> None:
+    """By structure: numbers differ from run to run."""
     notebook = read(path)
+    assert notebook.metadata.get("nblaunch", {}).get("executed") == fingerprint(notebook), (
+        f"its code has changed since it was executed: make notebooks ARGS={path.stem}"
+    )
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        if launches(cell):
+            shown = [output for output in cell.outputs if "text/html" in output.get("data", {})]
+            assert shown, f"{cell.id} does not show the table of its job"
     assert "widgets" not in notebook.metadata
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+    assert path.stat().st_size < 400_000
+
+
+def launches(cell: Any) -> bool:
+    """Whether the cell itself calls ``notebook_launcher``, not only a function that it defines."""
+    statements = [node for node in code_of(cell).body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return any(
+        isinstance(node, ast.Call) and ast.unparse(node.func) == "notebook_launcher"
+        for statement in statements
+        for node in ast.walk(statement)
+    )
+
+
+def test_it_shows_nothing_of_where_it_was_executed(path: Path) -> None:
+    text = json.dumps([cell.get("outputs") for cell in read(path).cells])
+    assert str(ROOT) not in text
+    assert str(Path.home()) + "/" not in text
+    assert not re.search(r"Warning: |\[WARNING\]|WARNING: ", text), "a warning, which a reader takes for a fault of theirs"
 
 
 def test_it_explains_more_than_it_computes(path: Path) -> None:

@@ -21,12 +21,18 @@ from typing import Any
 
 import nbformat
 
-from tests.notebooks.saved import check_for_github, execute
+from tests.notebooks.saved import WIDGET_VIEW, check_for_github, execute
 from tests.profiles import python_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 XLA_PYTHON = ROOT / ".venv-xla" / "bin" / "python"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # no download
+    "PJRT_DEVICE": "CPU",  # torch_xla without chips
+    "PYTHONPATH": str(ROOT),  # nothing to install where the interpreter has no nblaunch
+    "DS_ACCELERATOR": "cpu",  # DeepSpeed, which others import, need not report that it looked for a GPU
+}
 OF_XLA = "03_tpu"
 """The notebook that is executed with torch_xla, on the CPU, so that it shows what compiling costs."""
 
@@ -35,7 +41,7 @@ def main(names: Sequence[str]) -> int:
     paths = [FOLDER / f"{name.removesuffix('.ipynb')}.ipynb" for name in names] or sorted(
         FOLDER.glob("*.ipynb")
     )
-    os.environ |= {"HF_HUB_OFFLINE": "1", "PJRT_DEVICE": "CPU"}
+    os.environ |= ENVIRONMENT
     for path in paths:
         python = str(XLA_PYTHON) if path.stem == OF_XLA else python_of("newest")
         notebook = nbformat.read(path, as_version=4)
@@ -51,7 +57,7 @@ def main(names: Sequence[str]) -> int:
         tidy(notebook)
         check_for_github(notebook)
         nbformat.write(notebook, path)
-        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB", flush=True)
     return 0
 
 
@@ -70,7 +76,9 @@ def tidy(notebook: Any) -> None:
     }
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [shortened(output) for output in cell.outputs]
+            # A widget whose state is not stored, such as a bar of tqdm, is an empty space.
+            kept = (output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {}))
+            cell.outputs = [shortened(output) for output in kept]
 
 
 def shortened(output: Any) -> Any:
