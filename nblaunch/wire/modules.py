@@ -1,8 +1,8 @@
 """Torch modules in the arguments of a call, found by the same argument paths in the kernel and in its workers.
 
-Found are arguments themselves, and what lists, tuples, dicts, dataclasses and namespaces among them hold. Each module
-is listed once, by the first path that leads to it; a module inside another found one is not, since its weights are
-among those of the whole. Sharded weights travel shard by shard:
+Found are arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them hold. Each
+module is listed once, by the first path that leads to it; a module inside another found one is not, since its weights
+are among those of the whole. Sharded weights travel shard by shard:
 
     rank 0   ── TensorShard ──┐
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's own tensor
@@ -26,6 +26,12 @@ ArgPath = int | str
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
 """What holds more than that is data, and is not looked through."""
+_MAX_OBJECTS = 20_000
+"""Objects that are looked at in one call."""
+_WITHOUT_MODULES = frozenset(
+    {"builtins", "functools", "logging", "nblaunch", "numpy", "pandas", "threading", "torch", "types"}
+)
+"""Packages whose objects are not looked into."""
 
 
 def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
@@ -57,6 +63,8 @@ def path_name(path: ArgPath) -> str:
 
 
 def _inside(value: Any, name: str, kind: type, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if len(seen) > _MAX_OBJECTS:
+        return
     seen.add(id(value))
     for step, part in _parts(value):
         # A proxy's own idea of its class may raise.
@@ -81,6 +89,17 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
     elif issubclass(cls, (SimpleNamespace, argparse.Namespace)):
         yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif cls.__module__.partition(".")[0] not in _WITHOUT_MODULES and not issubclass(cls, type):
+        yield from ((f".{name}", part) for name, part in _attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object of a user's or a library's class has set on itself; a proxy's own code is not asked."""
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(held) if type(held) is dict and len(held) <= _MAX_ITEMS else {}
 
 
 def _key(key: Any, index: int) -> str:

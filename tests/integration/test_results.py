@@ -32,6 +32,24 @@ one, job.results(), every, job.result()
     assert cell.value == (zero, [zero, None, None], [zero, None, two], zero)
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_weights_of_modules_in_objects_of_ones_own_classes_come_back(shared: Kernel, method: str) -> None:
+    cell = shared.run(
+        f"""
+class Learner:
+    def __init__(self):
+        self.model = torch.nn.Linear(2, 1)
+def train(learner):
+    with torch.no_grad():
+        learner.model.weight.fill_(7.0)
+learner = Learner()
+notebook_launcher(train, (learner,), 2, start_method={method!r})
+learner.model.weight.tolist()
+"""
+    )
+    assert cell.value == [[7.0, 7.0]]
+
+
 @pytest.mark.parametrize("leaving", ["one", "all"])
 def test_a_rank_that_leaves_by_exit_is_named_where_others_return(shared: Kernel, leaving: str) -> None:
     cell = shared.run(

@@ -92,6 +92,20 @@ def test_data_is_not_looked_through() -> None:
     assert Looked.num_looks == 1
 
 
+class Learner:
+    """A user's own class, which holds what it trains."""
+
+    def __init__(self) -> None:
+        self.parts = {"generator": net()}
+        self.model = net()
+        self.owner = self
+
+
+def test_modules_in_objects_of_ones_own_classes_are_found() -> None:
+    assert paths(Learner()) == ["args[0].parts['generator']", "args[0].model"]
+    assert paths([Learner]) == []
+
+
 def test_objects_that_lie_about_themselves_do_no_harm() -> None:
     class Liar:
         @property
