@@ -284,26 +284,35 @@ def _progress(now_s: float, reading: SlotReading, num_metrics: int, num_outputs:
     return Progress((*steps, *others), has_stepped=any(steps), num_outputs=num_outputs)
 
 
-def describe_hang(
-    positions: Mapping[int, Position],
-    steps: Mapping[int, int],
-    gone: Sequence[int],
-    busy: Sequence[int] = (),
-) -> list[str]:
-    """Return lines with the positions of all ranks, equal ones merged, and a line that interprets them.
+def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
+    """Return lines with the positions of all ranks, equal ones merged.
 
     Args:
         positions: of running ranks.
-        steps: rank -> number of batches so far.
-        gone: ranks that have returned.
         busy: ranks that use the processor.
     """
     texts = {
         rank: f"{position} (computing)" if rank in busy else str(position)
         for rank, position in positions.items()
     }
-    merged = stacks.merge(texts)
-    lines = [f"{formatting.ranks(ranks)}: {text}" for text, ranks in merged.items()]
+    return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in stacks.merge(texts).items()]
+
+
+def describe_hang(
+    positions: Mapping[int, Position],
+    steps: Mapping[int, int],
+    gone: Sequence[int],
+    busy: Sequence[int] = (),
+) -> list[str]:
+    """Return the positions of all ranks, and a line that interprets them.
+
+    Args:
+        positions: of ranks that make no progress.
+        steps: rank -> number of batches so far.
+        gone: ranks that have returned.
+        busy: ranks that use the processor.
+    """
+    lines = describe_positions(positions, busy)
     interpretation = _interpret(positions, steps, gone)
     return [*lines, interpretation] if interpretation else lines
 

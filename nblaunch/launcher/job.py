@@ -189,7 +189,10 @@ class Job:
         self._runner.requests.stop()
 
     def stacks(self) -> str:
-        """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second."""
+        """Return where every rank is right now: lines of the user's code, equal ones together. Takes up to a second.
+
+        Where no rank makes progress, a line says which ranks the others wait for.
+        """
         return self.ask_stacks().result()
 
     def ask_stacks(self) -> Future[str]:

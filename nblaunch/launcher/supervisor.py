@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from nblaunch import formatting
-from nblaunch.diagnosis.hang import Finding, Inspector, cause, describe_hang
+from nblaunch.diagnosis.hang import Finding, Inspector, cause, describe_hang, describe_positions
 from nblaunch.diagnosis.report import AttemptReport, Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
 from nblaunch.engines.base import KILL_PATIENCE_S
@@ -349,7 +349,10 @@ class Supervisor:
         self._dumps.append((StackDump(self._active_pids(), paths), answer))
 
     def _answer(self, query: Query, dump: StackDump) -> None:
-        self._requests.answer(query, "\n".join(self._describe(dump.positions())))
+        positions = dump.positions()
+        is_hang = positions.keys() <= self._inspector.still_for(time.monotonic()).keys()
+        lines = self._describe(positions) if is_hang else describe_positions(positions)
+        self._requests.answer(query, "\n".join(lines))
 
     def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send weights."""

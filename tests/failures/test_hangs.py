@@ -329,7 +329,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert "rank 2: no answer: the process is stopped by a signal" in text, text
     assert "rank 3: Cell In[" in text, text
     assert "in train: time.sleep(3600)" in text, text
-    assert "ranks 0, 4 wait for ranks 1-3, which have not entered the collective." in text, text
+    assert "have not entered" not in text, "ranks that have worked a moment ago do not hang"
     cell = shared.run("job.cancel(); job.result()", raises="JobCancelled")
     assert cell.error is not None
     assert value_of(shared, "job.stacks()") == "no worker runs any more"

@@ -347,11 +347,13 @@ def shards_line(name: str, stage: int, model_bytes: int, sizes: Sequence[int], k
             f"{name}: {weights} of weights on each of {len(sizes)} ranks; {_SHARDED[stage]}, each rank steps "
             f"{shard} of weights in full precision (ZeRO stage {stage})"
         )
-    kept = f"; {formatting.size(kept_bytes)} in small tensors stay gathered" if kept_bytes else ""
-    return (
-        f"{name}: {weights} of weights sharded over {len(sizes)} ranks, {shard} each, as are gradients and optimizer "
-        f"states (ZeRO stage 3){kept}"
+    kept = f", and {formatting.size(kept_bytes)} in small tensors whole on each rank" if kept_bytes else ""
+    held = (
+        f"{weights} of weights whole on each of {len(sizes)} ranks, as all tensors are small"
+        if kept_bytes >= model_bytes
+        else f"{weights} of weights sharded over {len(sizes)} ranks, {shard} each{kept}"
     )
+    return f"{name}: {held}; gradients and optimizer states are sharded (ZeRO stage 3)"
 
 
 def _shard_bytes(engine: Any, stage: int) -> int:
