@@ -121,7 +121,7 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
     shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
     if len(shards) < len(loaders):
         warn(
-            f"join_uneven_inputs(even_batches={even_batches}) changes loaders over indexed datasets that every rank "
+            f"join_uneven_inputs(even_batches={even_batches}) is only supported for map-style datasets that every rank "
             f"reads by itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of another kind "
             "and stay as they are"
         )

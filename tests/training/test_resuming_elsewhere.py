@@ -107,7 +107,6 @@ def _part(folder: str, batch_size: int, is_resumed: bool, save_at: int) -> dict[
         seen[kind] = [_read(reading, partial(accelerator.save_state, f"{folder}/{kind}"), save_at)]
         if save_at < 0:
             seen[kind].append(_read(loader))
-        accelerator.free_memory()
     return seen
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from nblaunch import Accelerator, context
+from nblaunch import Accelerator, PartialState, context
 from nblaunch.data_loader import (
     DataLoaderAdapter,
     DataLoaderDispatcher,
@@ -21,6 +21,7 @@ from nblaunch.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
+from nblaunch.state import GradientState
 
 # torchdata 0.11 calls functions that torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -94,6 +95,15 @@ def test_a_loader_that_was_not_read_has_a_state() -> None:
     assert finished["_iterator_finished"] is True
     loader.load_state_dict(finished)
     assert len(_lists(loader)) == 2
+
+
+def test_a_loader_alone_makes_a_gradient_state() -> None:
+    loader = prepare_data_loader(DataLoader(range(4), batch_size=2))
+    PartialState._reset_state()
+    assert GradientState._shared_state == {}
+    for _ in loader:
+        assert GradientState._shared_state != {}
+        assert GradientState().in_dataloader
 
 
 def test_the_users_own_stateful_loader_stays_one() -> None:

@@ -174,6 +174,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return nested.to_device(batch, self.device, self._non_blocking)
 
     def _start_epoch(self) -> None:
+        GradientState()  # without an Accelerator, too, it shows from now on what is read
         self._hand_epoch(self.iteration)
         self._agree_on_order()
         self.begin()
