@@ -55,12 +55,49 @@ class Linear4bit(torch.nn.Module):
         destination[f"{prefix}weight.quant_state"] = torch.zeros(1 + self.num_calls)
 
 
+class Packed(torch.Tensor):
+    """A tensor made of two, as torchao's are: it has no memory of its own, and can do next to nothing."""
+
+    __module__ = "torchao.quantization"
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Packed:
+        self: Packed = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        self.codes, self.scale = codes, scale
+        return self
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(str(func))
+
+
+class LinearPacked(torch.nn.Module):
+    """A linear layer whose weight is a :class:`Packed`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        codes = torch.randint(-8, 8, (size, size), dtype=torch.int8)
+        self.weight = torch.nn.Parameter(Packed(codes, torch.ones(size, 1)), requires_grad=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return torch.nn.functional.linear(batch, weight.codes.float() * weight.scale)
+
+
 class Adapted(torch.nn.Module):
     """A quantised base with a low-rank adapter, which alone is trained."""
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = 8, kind: type[torch.nn.Module] = Linear4bit) -> None:
         super().__init__()
-        self.base_layer = Linear4bit(size).requires_grad_(False)
+        self.base_layer = kind(size).requires_grad_(False)
         self.lora_A = torch.nn.Linear(size, 2, bias=False)
         self.lora_B = torch.nn.Linear(2, size, bias=False)
 

@@ -14,7 +14,7 @@ import torch
 from nblaunch import Accelerator, CheckpointError, notebook_launcher
 from nblaunch.wire import quantised
 from tests.training import ranks
-from tests.training.quantised_model import Adapted, train_one_step
+from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
 from tests.training.ranks import rank_server  # noqa: F401 (a fixture of this module)
 
 
@@ -92,6 +92,28 @@ def test_entries_missing_beside_quantised_weights_are_still_reported(tmp_path: P
     other.prepare(torch.nn.Sequential(Adapted(), torch.nn.Linear(2, 2)))
     with pytest.raises(CheckpointError, match=r"1\.weight"):
         other.load_state(str(tmp_path))
+
+
+def _train_on_packed(folder: str) -> bool:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model: Any = train_one_step(accelerator, Adapted(kind=LinearPacked))
+    adapter = accelerator.unwrap_model(model).lora_B.weight
+    trained = adapter.detach().clone()
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        adapter.zero_()
+    accelerator.load_state(folder)
+    return torch.equal(adapter, trained)
+
+
+def test_adapters_on_weights_that_are_made_of_several_tensors(tmp_path: Path) -> None:
+    assert ranks.run(_train_on_packed, 2, str(tmp_path)) == [True, True]
+
+
+def test_a_whole_model_that_files_of_tensors_can_not_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'base_layer\.weight' is a Packed"):
+        Accelerator(cpu=True).save_model(Adapted(kind=LinearPacked), tmp_path)
 
 
 def _prepare_shared(path: str) -> float:

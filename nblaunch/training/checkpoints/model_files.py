@@ -103,6 +103,11 @@ def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.T
                 f"{where}: the model's state has {name!r}, a {type(tensor).__name__}, and safetensors files hold "
                 "tensors only; use safe_serialization=False"
             )
+        if hasattr(tensor, "__tensor_flatten__") and not dtensor.is_sharded(tensor):
+            raise CheckpointError(
+                f"{where}: {name!r} is a {type(tensor.data).__name__}, made of several tensors, which safetensors "
+                "files can't hold; use safe_serialization=False, or save the adapters alone with save_pretrained()"
+            )
         view, storage = view_of(tensor)
         if view is not None and view in seen:
             aliases[name] = seen[view]

@@ -30,6 +30,7 @@ from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.session import Session
 from nblaunch.training.strategies import Strategy
+from nblaunch.wire import quantised
 
 Hooks = OrderedDict[int, Callable[..., Any]]
 
@@ -187,10 +188,19 @@ def _models_and_optimizers(
     if strategy.save_shards(folder, prepared.models, prepared.optimizers):
         return [], [], True
     return (
-        [strategy.state_dict(bare_module(model)) for model in prepared.models],
+        [_weights(state, bare_module(model)) for model in prepared.models],
         [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
         False,
     )
+
+
+def _weights(state: TrainingState, module: torch.nn.Module) -> dict[str, Any]:
+    """Return whole weights, without quantised ones that files of tensors can't hold: they are frozen, as torchao's."""
+    weights = state.strategy.state_dict(module)
+    for name in quantised.entries(module, weights):
+        if hasattr(weights[name], "__tensor_flatten__"):
+            del weights[name]
+    return weights
 
 
 def _run_hooks(

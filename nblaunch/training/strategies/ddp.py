@@ -144,19 +144,21 @@ class DdpStrategy(Strategy):
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights in host memory that are the same on all ranks.
+    """Return the names of frozen weights that ranks have in common, as far as they lie in host memory.
 
     DDP would send those of rank 0 to all. Ranks that share the pages of a base model would each get a copy of it.
     """
-    frozen = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter.device.type == "cpu"
-    }
-    sums = [(name, checksum(parameter.detach())) for name, parameter in frozen.items()]
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    # DDP can't send tensors that are made of several, as torchao's quantised weights are.
+    composed = [name for name, one in frozen.items() if hasattr(one.data, "__tensor_flatten__")]
+    sums = [
+        (name, checksum(one.detach()))
+        for name, one in frozen.items()
+        if one.device.type == "cpu" and name not in composed
+    ]
     everyones = operations.gather_object([sums])
     common = set(sums).intersection(*everyones)
-    return [name for name, own in sums if (name, own) in common]
+    return composed + [name for name, own in sums if (name, own) in common]
 
 
 @contextmanager

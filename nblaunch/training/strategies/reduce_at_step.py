@@ -64,5 +64,8 @@ def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return a checksum of the bytes of a CPU tensor; reading them copies no page."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of several, as torchao's quantised weights are
+        names, _ = tensor.__tensor_flatten__()
+        return hash(tuple(checksum(getattr(tensor, name)) for name in names))
     flat = tensor.contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
