@@ -371,7 +371,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
     lines = []
     for ranks in groups:
         who = formatting.ranks(rank.rank for rank in ranks)
-        lines.append((f"{who} (as a consequence)" if ranks[0].is_consequence else who, ranks[0].failure))
+        lines.append((f"{who} (secondary failure)" if ranks[0].is_consequence else who, ranks[0].failure))
     if len(lines) > _NUM_FAILURE_LINES:
         hidden = sum(map(len, groups[_NUM_FAILURE_LINES:]))
         lines = [*lines[:_NUM_FAILURE_LINES], (formatting.count(hidden, "more rank"), "see the logs")]

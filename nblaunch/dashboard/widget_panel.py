@@ -3,7 +3,7 @@
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state      progress      epoch  step  ...                          (widget_ranks.py)
     grid of further ranks, failures, notices, charts, metrics, memory
-    [all by time] [rank 0] [rank 1] ...
+    [All ranks] [rank 0] [rank 1] ...
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
 it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
@@ -95,7 +95,7 @@ class Buttons:
         """Update the buttons; sent at the throttle's next flush."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
-        kill = "Kill: sure?" if is_sure else "Kill"
+        kill = "Confirm kill" if is_sure else "Kill"
         style = "danger" if is_sure else ""
         is_busy = self._cells.is_busy
         for button, tooltip in self._tooltips.items():

@@ -92,7 +92,7 @@ class LogPane:
                 self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 
     def _titles(self) -> list[str]:
-        return ["all by time", *(f"rank {rank}" for rank in range(self._num_ranks))]
+        return ["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]
 
     def _tabs(self) -> Any:
         tab = widgets.Tab(children=self._panes, layout=widgets.Layout(margin="4px 0 0 0", width="100%"))

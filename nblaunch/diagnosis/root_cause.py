@@ -10,8 +10,10 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Failed
 
 _MEANINGS = {
-    "SIGKILL": "Another process killed it, most often the system because memory ran out",
-    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out",
+    "SIGKILL": "It was killed from outside, most often by the kernel's OOM killer, which dmesg shows. Use less memory "
+    "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host with more",
+    "SIGSEGV": "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its stack "
+    "below names the library: update it, or run the function with num_processes=1 to narrow it down",
     "SIGBUS": "A mapped file ended early; in containers most often because /dev/shm is full",
     "SIGABRT": "Native code aborted; its message is among the last lines",
     "SIGTERM": "Another process terminated it",

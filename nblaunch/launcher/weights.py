@@ -111,9 +111,8 @@ def _back(modules: Mapping[ArgPath, Any], num_bytes: Mapping[ArgPath, int]) -> I
     for path in num_bytes:
         arguments.setdefault(path_name(path).partition("]")[0], []).append(path)
     for paths in arguments.values():
-        noun = "module" if len(paths) == 1 else "modules"
         size = formatting.size(sum(num_bytes[path] for path in paths))
-        yield f"the trained weights of {_listed(modules, paths)} are back in the kernel's {noun} ({size})"
+        yield f"copied trained weights into {_listed(modules, paths)}: {size}"
 
 
 def _listed(modules: Mapping[ArgPath, Any], paths: Sequence[ArgPath]) -> str:
@@ -168,8 +167,7 @@ def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost:
     size = formatting.size(_num_bytes(state))
     return _Loading(
         True,
-        f"the trained weights of {name} are back in the kernel's module ({size}, without what can't be pickled: "
-        f"{lost})",
+        f"copied trained weights into {name}: {size}, without what can't be pickled: {lost}",
     )
 
 

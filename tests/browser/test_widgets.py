@@ -125,7 +125,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     page.wait_for_text(ONE, "in train: time.sleep(0.02)")
     page.screenshot("two_jobs.png")
     button(page, ONE, "Kill").click()
-    button(page, ONE, "Kill: sure?").click(delay=600)  # not a double click
+    button(page, ONE, "Confirm kill").click(delay=600)  # not a double click
     page.wait_for_text(ONE, "cancelled after")
     assert num_widgets(page, ONE) == 0
     assert len(bars(page, TWO)) == 2

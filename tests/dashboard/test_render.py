@@ -386,7 +386,7 @@ def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     assert "train: failed in rank 1 after 5.0 s on 5 processes (cpu, fork)" in lines
     where = "(line 9: loss = model(batch))"
     at = lines.index(f"rank 1: ValueError: bad shape {where}")
-    assert lines[at + 1] == f"ranks 0, 2-3 (as a consequence): ValueError: peer closed {where}"
+    assert lines[at + 1] == f"ranks 0, 2-3 (secondary failure): ValueError: peer closed {where}"
     assert "killed by SIGKILL" in lines[5]
     assert tabulate(view).failures[0][1] in Reader(render_html(view)).text
 
@@ -399,7 +399,7 @@ def test_consequences_that_differ_in_an_address_are_told_once() -> None:
     view = view_of([*started(4), raised(1), *events, JobEnded(-1, START_S + 5, "failed", 1)])
     (_, root), (label, text) = tabulate(view).failures
     assert root.startswith("ValueError: bad shape")
-    assert label == "ranks 0, 2-3 (as a consequence)"
+    assert label == "ranks 0, 2-3 (secondary failure)"
     assert "closed by peer [127.0.0.1]:60597" in text
 
 

@@ -232,8 +232,8 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
     click("Interrupt", "ask_stacks", "stop", "interrupt")
     wait_for("interrupted: finally blocks run")
     click("Kill", "ask_stacks", "stop", "interrupt")
-    watched.wait_for(lambda front_end: "Kill: sure?" in front_end.descriptions, "the question")
-    button = watched.front_end.button("Kill: sure?")
+    watched.wait_for(lambda front_end: "Confirm kill" in front_end.descriptions, "the question")
+    button = watched.front_end.button("Confirm kill")
     while (
         "cancel" not in run(shared, "controls.asked").value
     ):  # the first clicks may still be part of a double click

@@ -89,7 +89,8 @@ def test_a_crash_with_its_evidence(log: JobLog) -> None:
     assert failure.sentence == "rank 1 was killed by SIGSEGV"
     assert str(failure.error).splitlines() == [
         "rank 1 (pid 41) was killed by SIGSEGV.",
-        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out.",
+        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its stack below "
+        "names the library: update it, or run the function with num_processes=1 to narrow it down.",
         "Its last lines:",
         *(f"    step {i}" for i in range(4, 9)),
         "Its Python stack, innermost first:",

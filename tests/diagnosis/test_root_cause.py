@@ -119,7 +119,7 @@ def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
 @pytest.mark.parametrize(
     ("code", "happened", "meaning"),
     [
-        (-9, "was killed by SIGKILL", "memory ran out"),
+        (-9, "was killed by SIGKILL", "OOM killer"),
         (-11, "was killed by SIGSEGV", "Native code"),
         (-7, "was killed by SIGBUS", "/dev/shm"),
         (-6, "was killed by SIGABRT", "last lines"),

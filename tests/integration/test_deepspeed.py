@@ -51,7 +51,7 @@ told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()]
     assert told == [(True, True, {"torch.float32"})] * 3
     assert not is_imported  # only workers import it
     assert kind == "Parameter"
-    assert "the trained weights of args[0] (Sequential) are back" in cell.stdout
+    assert "copied trained weights into args[0] (Sequential)" in cell.stdout
     assert (
         "Sequential: 228 B of weights on each of 2 ranks; gradients and optimizer states are sharded, each rank steps "
         "120 B of weights in full precision (ZeRO stage 2)" in cell.stdout

@@ -83,7 +83,7 @@ largest_difference(model, replicated), type(model).__name__, type(model.blocks[0
     assert names == ["Net", "Block"]  # the kernel's own are what they were
     assert "Net: 4.63 kB of weights sharded over 2 ranks, 2.14 kB to 2.48 kB each" in cell.stdout
     assert "gathered in 4 units, each freed after its forward" in cell.stdout
-    assert "the trained weights of args[0] (Net) are back in the kernel's module (" in cell.stdout
+    assert "copied trained weights into args[0] (Net): " in cell.stdout
 
 
 def test_whole_weights_are_loaded_into_parts_of_the_kernels_model(sharding: Kernel, tmp_path: Path) -> None:

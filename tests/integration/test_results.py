@@ -348,10 +348,10 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
     told = [line for line in cell.stdout.splitlines() if "trained weights" in line]
     assert len(told) == 2, cell.stdout
     assert (
-        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential) are"
+        "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential):"
         in told[0]
     )
-    assert "args[1].teacher (Linear) are back in the kernel's module (24 B)" in told[1]
+    assert "args[1].teacher (Linear): 24 B" in told[1]
 
 
 def test_loaded_weights_are_not_held_once_more(shared: Kernel) -> None:
@@ -466,7 +466,7 @@ def test_weights_that_came_back_are_told_but_are_no_warning(shared: Kernel) -> N
     cell = shared.run(
         "notebook_launcher(lambda model: model.weight.data.zero_().sum(), (nn.Linear(2, 2),), 2)"
     )
-    assert "the trained weights of args[0] (Linear) are back in the kernel's module" in cell.stdout
+    assert "copied trained weights into args[0] (Linear)" in cell.stdout
     assert "warning" not in cell.displays[0].data["text/plain"]
 
 
@@ -522,7 +522,7 @@ after = parts(teacher, averages["left"])
     }
     lines = [line for line in cell.stdout.splitlines() if "weights of" in line]
     assert len(lines) == 4, cell.stdout
-    assert "args[0] (Linear) are back in the kernel's module (360 kB)" in lines[0]
+    assert "args[0] (Linear): 360 kB" in lines[0]
     assert (
         "args[2]['lerp'] (Linear), args[2]['loaded'] (Linear), args[2]['data'] (Linear) and 2 more"
         in lines[1]

@@ -47,7 +47,7 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
     del state["1.bias"]
     back = load_back({0: model}, {0: state}, {0: "args[0].state_dict()['1.bias'] (TypeError: no)"})
     (line,) = back.warnings
-    assert "are back" in line
+    assert "copied trained weights" in line
     assert back.paths == {0}
     assert "['1.bias'] (TypeError: no)" in line
     assert model[0].weight.unique().tolist() == [1.0]
@@ -60,7 +60,7 @@ def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
 def test_a_lazy_module_is_filled() -> None:
     lazy = nn.LazyLinear(3)
     (line,) = load_back({0: lazy}, {0: {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}, {}).lines
-    assert "are back" in line
+    assert "copied trained weights" in line
     assert lazy.weight.shape == (3, 4)
 
 
@@ -78,13 +78,12 @@ def test_what_is_inside_one_argument_is_told_in_one_line() -> None:
     modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
     back = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
     assert back.lines == (
-        "the trained weights of args[0] (Sequential) are back in the kernel's module (60 B)",
-        "the trained weights of args[1]['a'] (Sequential) and args[1]['b'] (Sequential) are back in the kernel's "
-        "modules (120 B)",
+        "copied trained weights into args[0] (Sequential): 60 B",
+        "copied trained weights into args[1]['a'] (Sequential) and args[1]['b'] (Sequential): 120 B",
     )
     modules = {f"args[0][{i}]": module for i, module in enumerate(nets)}
     (line,) = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {}).lines
-    assert "args[0][2] (Sequential) and 2 more are back in the kernel's modules (300 B)" in line
+    assert "args[0][2] (Sequential) and 2 more: 300 B" in line
     assert all(module[0].bias.tolist() == [1.0, 1.0] for module in nets)
 
 
@@ -120,8 +119,8 @@ def test_shards_come_back_as_one(device: str) -> None:
     back = load_back({0: model}, join(in_shards(state, 4)), {})
     assert back.paths == {0}
     (line,) = back.lines
-    assert "are back" in line
-    assert "(60 B)" in line
+    assert "copied trained weights" in line
+    assert "60 B" in line
     torch.testing.assert_close(dict(model.state_dict()), state)
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
 
