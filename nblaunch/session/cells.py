@@ -25,7 +25,7 @@ def run(code: str, filename: str, first_line: int = 1, source: str = "") -> tupl
     Raises:
         BaseException: what the code raises.
     """
-    _remember_source(filename, source or code)
+    remember_source(filename, source or code)
     tree = ast.parse(_transformed(code), filename)
     ast.increment_lineno(tree, first_line - 1)
     last = tree.body[-1] if tree.body else None
@@ -56,7 +56,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return _own_loop
 
 
-def _remember_source(filename: str, source: str) -> None:
+def remember_source(filename: str, source: str) -> None:
+    """Let tracebacks show the lines of ``source`` for ``filename``."""
     lines = [f"{line}\n" for line in source.splitlines()]
     linecache.cache[filename] = (len(source), None, lines, filename)
 

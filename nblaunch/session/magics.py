@@ -15,10 +15,11 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import formatting
+from nblaunch.session import cells
 from nblaunch.session.messages import Execute
 from nblaunch.session.session import Session
 
-_USAGE = "%ranks start [number of processes] | status | restart | stop"
+_USAGE = "%ranks start [number of processes] | use VARIABLE | status | restart | stop"
 
 
 @magics_class
@@ -31,7 +32,8 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str | None = None) -> Any:
         """Run the cell on the ranks of a session: ``%%ranks``, or ``%%ranks 0,2`` for some of them.
 
-        In a line of its own: ``%ranks start 4``, ``%ranks status``, ``%ranks restart``, ``%ranks stop``.
+        In a line of its own: ``%ranks start 4``, ``%ranks use session`` for one that a cell has made,
+        ``%ranks status``, ``%ranks restart``, ``%ranks stop``.
         """
         __tracebackhide__ = True
         if cell is None:
@@ -40,6 +42,7 @@ class RankMagics(Magics):
         chosen = _parsed_ranks(line, session.ranks)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(_shell_of(self).user_ns)
+        cells.remember_source(filename, source)  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(session.show_command(command, chosen))
         return None
@@ -51,6 +54,9 @@ class RankMagics(Magics):
             self._stop()
             RankMagics.session = Session(count)
             return self.session
+        if words[:1] == ["use"] and len(words) == 2:
+            RankMagics.session = self._named(words[1])
+            return None
         if words == ["status"]:
             return None if self.session is None else self.session.status()
         if words == ["restart"]:
@@ -59,6 +65,12 @@ class RankMagics(Magics):
         if words == ["stop"]:
             return self._stop()
         raise ValueError(f"%ranks {' '.join(words)}: the commands are {_USAGE}")
+
+    def _named(self, name: str) -> Session:
+        session = _shell_of(self).user_ns.get(name)
+        if not isinstance(session, Session):
+            raise ValueError(f"%ranks use {name}: there is no session of this name")
+        return session
 
     def _running(self) -> Session:
         if self.session is None or not self.session.is_running:

@@ -71,6 +71,7 @@ class Reply:
     """How a command went. Its outbox follows as a memory file where ``returned`` says that there is something in it.
 
     Args:
+        time_s: when it ended, by the wall clock.
         failed: the exception that it raised.
         is_interrupted: that was a KeyboardInterrupt which the session caused.
         value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
@@ -80,6 +81,7 @@ class Reply:
         has_output: something was printed since the last reply.
     """
 
+    time_s: float = 0.0
     failed: Failed | None = None
     is_interrupted: bool = False
     value: Any = None

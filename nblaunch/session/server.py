@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -102,7 +103,13 @@ class _Server:
             self._is_interruptible = False
             is_interrupted = isinstance(error, KeyboardInterrupt)
             failed = describe_failure(self._topology.rank, error)
-        return replace(done, failed=failed, is_interrupted=is_interrupted, has_output=self._has_printed())
+        return replace(
+            done,
+            time_s=time.time(),
+            failed=failed,
+            is_interrupted=is_interrupted,
+            has_output=self._has_printed(),
+        )
 
     def _do(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
         if isinstance(command, LeaveGroup):
@@ -125,7 +132,7 @@ class _Server:
         if isinstance(value, PLAIN_TYPES):
             return Reply(value=value)
         location = Outbox(outbox_fd).put_value(value)
-        return Reply(returned=Returned(self._topology.rank, 0.0, value_location=location))
+        return Reply(returned=Returned(self._topology.rank, time.time(), value_location=location))
 
     def _call(self, command: Call, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load(call_fd)

@@ -19,7 +19,7 @@ from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.errors import LaunchError
-from nblaunch.events import AttemptStarted, Event, Exited, ExitStatus, JobEnded, Note, Started
+from nblaunch.events import AttemptStarted, Event, Exited, ExitStatus, JobEnded, Note, Returned, Started
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
@@ -476,8 +476,12 @@ class Session:
     def _conclude(self, attempt: Attempt, replies: Replies) -> tuple[JobOutcome, list[Note]]:
         """Return the outcome of a command as that of a job, and notes about it."""
         report = AttemptReport(
-            returned={rank: reply.returned for rank, (reply, _) in replies.items() if reply.returned},
-            weights={rank: dict(reply.weights) for rank, (reply, _) in replies.items() if reply.returned},
+            returned={
+                rank: reply.returned or Returned(rank, reply.time_s)
+                for rank, (reply, _) in replies.items()
+                if reply.failed is None
+            },
+            weights={rank: dict(reply.weights) for rank, (reply, _) in replies.items()},
             failed={rank: reply.failed for rank, (reply, _) in replies.items() if reply.failed},
             exits={rank: (ExitStatus(0), time.time()) for rank in replies},
             interrupted=self._num_interrupts > 0,

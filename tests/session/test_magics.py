@@ -29,7 +29,8 @@ def test_an_error_fails_the_cell_at_its_own_line(shared: Kernel) -> None:
     cell = shared.run("%%ranks\nbatches = []\nif rank == 1:\n    batches[3]", raises="IndexError")
     assert cell.error is not None
     assert "line 4" in cell.error.text
-    assert "batches[3]" in cell.error.text
+    assert "----> 4     batches[3]" in cell.error.text
+    assert "ranks 0, 2: finished" in cell.error.text
     assert "rank 1" in cell.error.text
 
 
@@ -39,7 +40,7 @@ def test_rich_values_are_shown_as_such(shared: Kernel) -> None:
 
 
 def test_wrong_lines_are_refused(shared: Kernel) -> None:
-    for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x"):
+    for line in ("%%ranks 7\n1", "%%ranks a\n1", "%ranks begin", "%ranks start x", "%ranks use os"):
         assert shared.run(line, raises="ValueError").error is not None
     assert shared.run("%ranks status").result == "[0-2] 'idle'"
 
@@ -50,4 +51,12 @@ def test_the_first_use_starts_a_session(kernel: Kernel) -> None:
     kernel.run("%ranks restart")
     assert kernel.run("%%ranks 1\n4").stdout == "[1] 4\n"
     kernel.run("%ranks stop")
+    assert kernel.processes() == []
+
+
+def test_the_magics_use_a_session_of_a_cell(kernel: Kernel) -> None:
+    kernel.run("from nblaunch import Session\nmine = Session(2)\n%load_ext nblaunch\n%ranks use mine")
+    kernel.run("mine.execute('x = 8')")
+    assert kernel.run("%%ranks\nx").stdout == "[0-1] 8\n"
+    kernel.run("mine.close()")
     assert kernel.processes() == []
