@@ -19,6 +19,9 @@ DOCS_STAMP := $(VENV)/.docs
 BROWSER_STAMP := $(VENV)/.browser
 COLAB_STAMP := .venv-colab-kernel/.complete
 XLA_STAMP := $(XLA_VENV)/.complete
+# libtpu and JAX, for the TPU compiler alone: JAX needs no torch, and torch_xla none of JAX.
+TPU_COMPILER_VENV := .venv-tpu-compiler
+TPU_COMPILER_STAMP := $(TPU_COMPILER_VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
@@ -34,7 +37,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-xla xla-env lint format stubs golden bench picture docs notebooks wheel clean
+.PHONY: help setup demo test test-main browser colab-env test-xla test-tpu-compiler xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -121,6 +124,15 @@ test-xla: xla-env
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
 endif
 
+test-tpu-compiler: xla-env $(TPU_COMPILER_STAMP)  ## compile our training steps with the real TPU compiler, without a TPU (600 MB more); not part of `make test`
+	PJRT_DEVICE=CPU TPU_COMPILER=$(abspath $(TPU_COMPILER_VENV))/bin/python $(XLA_VENV)/bin/python -m pytest tests/tpu_compiler $(ARGS)
+
+$(TPU_COMPILER_STAMP): tests/tpu_compiler/requirements.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
+	$(PYTHON) -m venv $(TPU_COMPILER_VENV)
+	$(TPU_COMPILER_VENV)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
 xla-env: $(XLA_STAMP)  ## make the environment for the XLA tests (2.6 GB)
 
 $(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
@@ -154,5 +166,5 @@ picture: setup browser  ## take the README's picture of the dashboard again, in 
 	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) $(XLA_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(TPU_COMPILER_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

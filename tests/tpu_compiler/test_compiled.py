@@ -1,0 +1,85 @@
+"""Our own training steps, compiled by libtpu for TPUs that are not there: collectives, element types, memory.
+
+It proves that they compile and what they take; not that they run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.cli.memory_needs import ModelSize, Setting, training_need
+
+pytestmark = pytest.mark.timeout(400)
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
+WIDTH = 2048
+
+
+def run(*command: str, **variables: str) -> dict[str, Any]:
+    """The JSON that a program prints last."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def compiled(folder: Path, topology: str, **step: Any) -> dict[str, Any]:
+    """What the TPU compiler makes of a traced step."""
+    file, spmd = folder / "step.hlo", step.get("spmd", False)
+    devices = {"CPU_NUM_DEVICES": "8"} if spmd else {}
+    traced = run(
+        sys.executable, "-m", "tests.tpu_compiler.trace_step", str(file), json.dumps(step), **devices
+    )
+    # libtpu asks for the host it runs on, which has no TPU.
+    host = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TMPDIR": str(folder)}
+    way = "partitions" if spmd else "replicas"
+    program = str(FOLDER / "compile_program.py")
+    return traced | run(
+        os.environ["TPU_COMPILER"], program, str(file), topology, str(traced["devices"]), way, **host
+    )
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(("precision", "downcast"), [("no", False), ("bf16", False), ("bf16", True)])
+def test_gradients_of_eight_replicas_are_reduced_on_the_chips(
+    tmp_path: Path, topology: str, precision: str, downcast: bool
+) -> None:
+    """Weights, state and gradients have the type that was asked for; doubles are what remains of numbers in Python."""
+    found = compiled(tmp_path, topology, precision=precision, downcast=downcast, replicas=8)
+    assert found["collectives"].keys() == {"all-reduce"}
+    types = set(found["types"]) - {"s64", "s32"}
+    expected = {("no", False): {"f32", "f64"}, ("bf16", False): {"bf16"}, ("bf16", True): {"bf16", "f32"}}
+    assert types == expected[precision, downcast]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_replica_needs_no_collective(tmp_path: Path, topology: str) -> None:
+    assert compiled(tmp_path, topology)["collectives"] == {}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_spmd_cuts_a_step_over_eight_devices(tmp_path: Path, topology: str) -> None:
+    found = compiled(tmp_path, topology, spmd=True)
+    assert found["devices"] == 8
+    assert found["collectives"]["all-reduce"] >= 1
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_estimate_of_memory_is_the_compilers(tmp_path: Path, topology: str, precision: str) -> None:
+    found = compiled(tmp_path, topology, precision=precision, width=WIDTH)
+    # Weights and state are updated in place: what lives afterwards, and what lives only meanwhile.
+    needed = found["output_bytes"] + found["temporary_bytes"]
+    size = ModelSize(found["num_parameters"], found["num_parameters"])
+    estimate = training_need("xla", size, Setting(1, 1, precision, 2, "tpu")).device
+    assert estimate == pytest.approx(needed, rel=0.1)
