@@ -402,15 +402,8 @@ class GradientState(View):
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation settings in force, as keyword arguments of the plugin; may be set, as a whole."""
-        plugin = self._accumulation.plugin
-        return {
-            "num_steps": self._accumulation.num_steps,
-            "adjust_scheduler": plugin.adjust_scheduler,
-            "sync_with_dataloader": plugin.sync_with_dataloader,
-            "sync_each_batch": plugin.sync_each_batch,
-            "average_tail": plugin.average_tail,
-        }
+        """The accumulation settings in force that differ from the plugin's own; may be set, as a whole."""
+        return {**self._accumulation.plugin.to_kwargs(), "num_steps": self._accumulation.num_steps}
 
     @plugin_kwargs.setter
     def plugin_kwargs(self, settings: Mapping[str, Any]) -> None:

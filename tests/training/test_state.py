@@ -108,6 +108,7 @@ def test_parts_that_a_job_lacks_can_be_assigned() -> None:
 
 def test_settings_of_accumulation_can_be_assigned() -> None:
     accelerator = Accelerator()
+    assert accelerator.gradient_state.plugin_kwargs == {"num_steps": accelerator.gradient_accumulation_steps}
     accelerator.gradient_state.plugin_kwargs = {"num_steps": 3, "sync_with_dataloader": False}
     assert accelerator.gradient_accumulation_steps == 3
     assert not accelerator.gradient_state.sync_with_dataloader
