@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -565,3 +566,23 @@ def _no_memory(*args: Any, **kwargs: Any) -> None:
 def test_an_error_while_ranks_exchange_names_the_layer() -> None:
     for message in ranks.run(_fail, 2):
         assert message == "in all_gather of blocks.1 (Block): CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def _backends_for(offload: bool) -> list[str | None]:
+    asked: list[str | None] = []
+
+    def new_group(backend: str | None = None) -> Any:
+        asked.append(backend)
+        return dist.group.WORLD
+
+    with pytest.MonkeyPatch.context() as patch:  # there is no NCCL on a CPU
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=offload))
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        patch.setattr(dist, "new_group", new_group)
+        accelerator._strategy._mesh()  # type: ignore[attr-defined]
+    return asked
+
+
+def test_what_is_offloaded_is_exchanged_over_gloo_where_gpus_use_nccl() -> None:
+    assert ranks.run(_backends_for, 2, True) == [["cpu:gloo,cuda:nccl"]] * 2
+    assert ranks.run(_backends_for, 2, False) == [[], []]
