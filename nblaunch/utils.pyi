@@ -28,6 +28,14 @@ from nblaunch.training.checkpoints.model_files import (
     load as load,
     save as save,
 )
+from nblaunch.training.checkpoints.sharded_files import (
+    FSDP_MODEL_NAME as FSDP_MODEL_NAME,
+    load_fsdp_model as load_fsdp_model,
+    load_fsdp_optimizer as load_fsdp_optimizer,
+    merge_fsdp_weights as merge_fsdp_weights,
+    save_fsdp_model as save_fsdp_model,
+    save_fsdp_optimizer as save_fsdp_optimizer,
+)
 from nblaunch.training.collectives.nested import (
     TensorInformation as TensorInformation,
     concatenate as concatenate,
@@ -35,6 +43,7 @@ from nblaunch.training.collectives.nested import (
     find_batch_size as find_batch_size,
     find_device as find_device,
     get_data_structure as get_data_structure,
+    honor_type as honor_type,
     initialize_tensors as initialize_tensors,
     is_namedtuple as is_namedtuple,
     is_tensor_information as is_tensor_information,
@@ -93,17 +102,30 @@ from nblaunch.training.strategies.deepspeed.config import (
     DummyOptim as DummyOptim,
     DummyScheduler as DummyScheduler,
 )
+from nblaunch.training.strategies.deepspeed.hf_config import (
+    HfDeepSpeedConfig as HfDeepSpeedConfig,
+)
+from nblaunch.training.strategies.deepspeed.optimizer import (
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+)
 from nblaunch.training.strategies.deepspeed.plugin import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
 from nblaunch.training.strategies.fsdp2.plugin import (
+    FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE,
+    FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )
 from nblaunch.training.tracking.hub import (
     LoggerType as LoggerType,
 )
 from nblaunch.training.utilities.environment import (
+    check_os_kernel as check_os_kernel,
     clear_environment as clear_environment,
     compare_versions as compare_versions,
     get_int_from_env as get_int_from_env,
@@ -138,6 +160,7 @@ from nblaunch.training.utilities.environment import (
     is_pandas_available as is_pandas_available,
     is_peft_available as is_peft_available,
     is_pippy_available as is_pippy_available,
+    is_port_in_use as is_port_in_use,
     is_pynvml_available as is_pynvml_available,
     is_pytest_available as is_pytest_available,
     is_rich_available as is_rich_available,
@@ -165,6 +188,7 @@ from nblaunch.training.utilities.environment import (
     is_weights_only_available as is_weights_only_available,
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
+    merge_dicts as merge_dicts,
     parse_choice_from_env as parse_choice_from_env,
     parse_flag_from_env as parse_flag_from_env,
     patch_environment as patch_environment,
@@ -179,4 +203,20 @@ from nblaunch.training.utilities.memory import (
     find_executable_batch_size as find_executable_batch_size,
     release_memory as release_memory,
     should_reduce_batch_size as should_reduce_batch_size,
+)
+from nblaunch.training.utilities.modeling import (
+    clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    compute_module_sizes as compute_module_sizes,
+    convert_bytes as convert_bytes,
+    convert_file_size_to_int as convert_file_size_to_int,
+    dtype_byte_size as dtype_byte_size,
+    find_tied_parameters as find_tied_parameters,
+    get_module_children_bottom_up as get_module_children_bottom_up,
+    get_module_class_from_name as get_module_class_from_name,
+    get_parameters_from_modules as get_parameters_from_modules,
+    get_pretty_name as get_pretty_name,
+    id_tensor_storage as id_tensor_storage,
+    load_state_dict as load_state_dict,
+    model_has_dtensor as model_has_dtensor,
+    recursive_getattr as recursive_getattr,
 )

@@ -63,7 +63,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
         ),
         "training.collectives.nested": (
-            "TensorInformation concatenate convert_to_fp32 find_batch_size find_device get_data_structure "
+            "TensorInformation concatenate convert_to_fp32 find_batch_size find_device get_data_structure honor_type "
             "initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify "
             "pad_input_tensors recursively_apply send_to_device slice_tensors"
         ),
@@ -82,11 +82,21 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "training.prepare": "extract_model_from_parallel is_peft_model",
         "training.state": "DistributedType wait_for_everyone",
         "training.strategies.deepspeed.config": "DummyOptim DummyScheduler",
+        "training.strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
+        "training.strategies.deepspeed.optimizer": "DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
         "training.strategies.deepspeed.plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
-        "training.strategies.fsdp2.plugin": "FullyShardedDataParallelPlugin",
+        "training.strategies.fsdp2.plugin": (
+            "FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY "
+            "FSDP_STATE_DICT_TYPE FullyShardedDataParallelPlugin"
+        ),
+        "training.checkpoints.sharded_files": (
+            "FSDP_MODEL_NAME load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model "
+            "save_fsdp_optimizer"
+        ),
         "training.tracking.hub": "LoggerType",
         "training.utilities.environment": (
-            "clear_environment compare_versions get_int_from_env is_4bit_bnb_available is_8bit_bnb_available "
+            "check_os_kernel clear_environment compare_versions get_int_from_env is_4bit_bnb_available "
+            "is_8bit_bnb_available is_port_in_use merge_dicts "
             "is_aim_available is_amdsmi_available is_bf16_available is_bnb_available is_boto3_available "
             "is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available "
             "is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_hpu_available "
@@ -104,6 +114,12 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "purge_accelerate_environment str_to_bool"
         ),
         "training.utilities.log": "tqdm",
+        "training.utilities.modeling": (
+            "clean_state_dict_for_safetensors compute_module_sizes convert_bytes convert_file_size_to_int "
+            "dtype_byte_size find_tied_parameters get_module_children_bottom_up get_module_class_from_name "
+            "get_parameters_from_modules get_pretty_name id_tensor_storage load_state_dict model_has_dtensor "
+            "recursive_getattr"
+        ),
         "training.utilities.memory": (
             "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size"
         ),

@@ -10,6 +10,7 @@ save_round.py        how ranks meet to save it
 files.py             what lies in its folder, and the manifest
 model_files.py       files of weights: safetensors or torch's format, whole or in shards
 loading.py           such a file into a module
+sharded_files.py     sharded models and optimizers in files of their own; shards put together
 safe_save.py         why a folder is never half written
 dispatching.py       weights straight from disk to devices
 """

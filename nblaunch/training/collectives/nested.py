@@ -5,7 +5,7 @@ Structure and types are kept; leaves are replaced. Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,11 @@ def rebuild(original: Any, items: list[Any]) -> Any:
     """Return a sequence of the type of ``original`` with other items; named tuples keep their class."""
     cls = type(original)
     return cls(*items) if hasattr(original, "_fields") else cls(items)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Return the items of ``generator`` in a sequence of the type of ``obj``, a named tuple for instance."""
+    return rebuild(obj, list(generator))
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
@@ -85,7 +90,8 @@ def recursively_apply(
         if error_on_other_type:
             name = getattr(func, "__name__", repr(func))
             raise TypeError(
-                f"{name} can't be applied to a {type(leaf).__name__} in nested data: it wants {test_type.__name__}"
+                f"Unsupported types ({type(leaf)}) passed to `{name}`: of nested lists, tuples and dicts it takes "
+                f"only leaves for which {test_type.__name__} is true"
             )
         return leaf
 

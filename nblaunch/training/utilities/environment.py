@@ -9,7 +9,10 @@ import functools
 import importlib.metadata
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import platform
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from nblaunch import context, env
+from nblaunch.errors import warn
 from nblaunch.packages import is_installed
 from nblaunch.training.options import check_choice
 
@@ -317,3 +321,31 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     variables = env.snapshot()
     numbers = (int(variables[key]) for key in env_keys if key in variables)
     return next((number for number in numbers if number >= 0), default)
+
+
+# --- what libraries of training scripts use beside -----------------------------------------------------------------
+
+
+def check_os_kernel() -> None:
+    """Warn where the Linux kernel is older than 5.5, with which processes have been seen to hang."""
+    release = platform.uname().release
+    numbers = re.match(r"(\d+)\.(\d+)", release) if platform.system() == "Linux" else None
+    if numbers and (int(numbers[1]), int(numbers[2])) < (5, 5):
+        warn(f"the Linux kernel {release} is older than 5.5.0, the recommended minimum; the process may hang")
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Return whether a process of this machine listens on ``port``; None: on 29500, torch's default."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Merge nested mappings into ``destination``, which is returned; what ``source`` has wins."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            node = destination.setdefault(key, {})
+            merge_dicts(value, node)
+        else:
+            destination[key] = value
+    return destination

@@ -2,6 +2,7 @@
 
 plugin.py       the user's settings
 config.py       completes the engine's configuration: "auto" values, contradictions
+hf_config.py    the configuration as transformers and TRL look at it
 library.py      imports DeepSpeed and builds its engine
 strategy.py     what ``prepare`` and the training loop call
 optimizer.py    the engine's optimizer and scheduler, as the loop calls them

@@ -74,3 +74,8 @@ class EngineScheduler(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine steps its scheduler."""
+
+
+# Names of Accelerate, by which trainers recognise what an engine moves on.
+DeepSpeedOptimizerWrapper = EngineOptimizer
+DeepSpeedSchedulerWrapper = EngineScheduler

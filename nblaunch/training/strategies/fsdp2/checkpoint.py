@@ -36,10 +36,10 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     for index, model in enumerate(models):
-        _write({"model": get_model_state_dict(bare_module(model))}, folder / _MODEL.format(index), is_alone)
+        write({"model": get_model_state_dict(bare_module(model))}, folder / _MODEL.format(index), is_alone)
     for index, optimizer in enumerate(optimizers):
         state = get_optimizer_state_dict(_owner(models, optimizer), _torchs(optimizer))
-        _write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
+        write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
 
 
 def of_rank(folder: Path, rank: int) -> list[Path]:
@@ -61,17 +61,22 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], i
         frozen = quantised.entries(module, state["model"])
         for name in frozen:  # their modules can't load them, and training has not changed them
             del state["model"][name]
-        _read(state, folder / _MODEL.format(index), is_alone)
+        read(state, folder / _MODEL.format(index), is_alone)
         options = states.StateDictOptions(strict=not frozen)
         states.set_model_state_dict(module, state["model"], options=options)
     for index, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
         state = {"optimizer": states.get_optimizer_state_dict(owner, _torchs(optimizer))}
-        _read(state, folder / _OPTIMIZER.format(index), is_alone)
+        read(state, folder / _OPTIMIZER.format(index), is_alone)
         states.set_optimizer_state_dict(owner, _torchs(optimizer), state["optimizer"])
 
 
-def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+def write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    """Write this rank's shards of one nested state into ``folder``.
+
+    Raises:
+        CheckpointError: they could not be written.
+    """
     # Imported where it is used: most training never needs it.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -85,7 +90,12 @@ def _write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
         ) from error
 
 
-def _read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
+    """Read this rank's shards of a nested state from ``folder``, into its tensors.
+
+    Raises:
+        CheckpointError: the files are missing, damaged, or of another model.
+    """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 

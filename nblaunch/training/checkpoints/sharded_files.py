@@ -1,0 +1,199 @@
+"""Sharded states outside of ``save_state``: for trainers that write models and optimizers one by one, and merging them.
+
+With the plugin's ``state_dict_type`` ``"FULL_STATE_DICT"`` the main process writes one file of whole tensors, otherwise
+each rank its shards into a folder; names as in Hugging Face Accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nblaunch.errors import CheckpointError
+from nblaunch.training.checkpoints.model_files import save_sharded
+from nblaunch.training.models import bare_module
+from nblaunch.training.strategies.fsdp2 import checkpoint
+
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
+_OPTIMIZER = "optimizer"
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Write the weights of a prepared model below ``output_dir``. All ranks call it.
+
+    Args:
+        fsdp_plugin: whose ``state_dict_type`` says how.
+        accelerator: that has prepared the model.
+        model: prepared.
+        output_dir: made where it does not exist.
+        model_index: part of the name, for the second model and later ones.
+        adapter_only: only the parameters that are trained.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    state = get_model_state_dict(bare_module(model), options=_options(fsdp_plugin, adapter_only))
+    _save(fsdp_plugin, accelerator, {"model": state}, Path(output_dir), FSDP_MODEL_NAME, model_index)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> Any:
+    """Load what :func:`save_fsdp_model` wrote, with the same arguments. All ranks call it.
+
+    Raises:
+        CheckpointError: the files are missing, damaged, or of another model.
+    """
+    from torch.distributed.checkpoint import state_dict as states
+
+    module, options = bare_module(model), _options(fsdp_plugin, adapter_only)
+    current = states.get_model_state_dict(module, options=options)
+    loaded = _load(
+        fsdp_plugin, accelerator, {"model": current}, Path(input_dir), FSDP_MODEL_NAME, model_index
+    )
+    return states.set_model_state_dict(
+        module, loaded["model"], options=_options(fsdp_plugin, adapter_only, strict=not adapter_only)
+    )
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+) -> None:
+    """Write the state of a prepared optimizer below ``output_dir``; otherwise as :func:`save_fsdp_model`."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    inner = getattr(optimizer, "optimizer", optimizer)
+    state = get_optimizer_state_dict(bare_module(model), inner, options=_options(fsdp_plugin))
+    _save(fsdp_plugin, accelerator, {"optimizer": state}, Path(output_dir), _OPTIMIZER, optimizer_index)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Load what :func:`save_fsdp_optimizer` wrote. All ranks call it.
+
+    Raises:
+        CheckpointError: the files are missing, damaged, or of another optimizer.
+    """
+    from torch.distributed.checkpoint import state_dict as states
+
+    module, inner = bare_module(model), getattr(optimizer, "optimizer", optimizer)
+    current = states.get_optimizer_state_dict(module, inner, options=_options(fsdp_plugin))
+    loaded = _load(
+        fsdp_plugin, accelerator, {"optimizer": current}, Path(input_dir), _OPTIMIZER, optimizer_index
+    )
+    states.set_optimizer_state_dict(module, inner, loaded["optimizer"], options=_options(fsdp_plugin))
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Put the shards of a model in a checkpoint together, into files that need no nblaunch. One process is enough.
+
+    Args:
+        checkpoint_dir: the folder with ``.metadata`` and the files of the ranks, as ``pytorch_model_fsdp_0``.
+        output_path: the folder for ``model.safetensors``, or for its shards and their index; made where it is missing.
+        safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
+        remove_checkpoint_dir: remove the shards once the whole is written.
+
+    Raises:
+        CheckpointError: the folder holds no shards, or damaged ones.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    folder = Path(checkpoint_dir)
+    if not (folder / ".metadata").is_file():
+        inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
+        hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
+        raise CheckpointError(f"{folder} holds no shards of a model: it has no file .metadata{hint}")
+    reader = dcp.FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+    checkpoint.read(state, folder, is_alone=True)
+    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    save_sharded(weights, Path(output_path), "10GB", safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def _is_full(plugin: Any) -> bool:
+    return "FULL" in str(getattr(plugin, "state_dict_type", "")).upper()
+
+
+def _options(plugin: Any, adapter_only: bool = False, strict: bool = True) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    is_full = _is_full(plugin)
+    return StateDictOptions(
+        full_state_dict=is_full,
+        cpu_offload=is_full,
+        broadcast_from_rank0=False,
+        ignore_frozen_params=adapter_only,
+        strict=strict,
+    )
+
+
+def _save(
+    plugin: Any, accelerator: Any, state: dict[str, Any], output_dir: Path, name: str, index: int
+) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if _is_full(plugin):
+        (whole,) = state.values()
+        if accelerator.is_main_process:
+            torch.save(whole, _file(output_dir, name, index))
+        accelerator.wait_for_everyone()
+    else:
+        checkpoint.write(state, output_dir / f"{name}_{index}", is_alone=accelerator.num_processes == 1)
+
+
+def _load(
+    plugin: Any, accelerator: Any, state: dict[str, Any], input_dir: Path, name: str, index: int
+) -> dict[str, Any]:
+    if not _is_full(plugin):
+        folder = input_dir / f"{name}_{index}"
+        folder = folder if folder.is_dir() else input_dir
+        checkpoint.read(state, folder, is_alone=accelerator.num_processes == 1)
+        return state
+    path = _file(input_dir, name, index)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    (kind,) = state
+    return {kind: torch.load(path, map_location="cpu", weights_only=True)}
+
+
+def _file(folder: Path, name: str, index: int) -> Path:
+    return folder / (f"{name}.bin" if index == 0 else f"{name}_{index}.bin")

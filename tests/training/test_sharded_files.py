@@ -1,0 +1,71 @@
+"""Sharded models and optimizers that a trainer writes one by one, and shards put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from nblaunch import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, utils
+from tests.training import ranks
+
+
+def _trained(kind: str, seed: int) -> tuple[Any, Any, nn.Module, Any]:
+    torch.manual_seed(seed)
+    plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 3)).pow(2).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return plugin, accelerator, model, optimizer
+
+
+def _whole(model: nn.Module) -> dict[str, list[Any]]:
+    whole = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model.state_dict().items()
+    }
+    return {name: value.tolist() for name, value in whole.items()}
+
+
+def _first_moment(optimizer: Any) -> list[list[Any]]:
+    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+    return [(one.full_tensor() if hasattr(one, "full_tensor") else one).tolist() for one in moments]
+
+
+def _round(kind: str, folder: Path) -> tuple[Any, Any]:
+    plugin, accelerator, model, optimizer = _trained(kind, 0)
+    saved = _whole(model), _first_moment(optimizer)
+    utils.save_fsdp_model(plugin, accelerator, model, folder)
+    utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    plugin, accelerator, model, optimizer = _trained(kind, 1)
+    assert _whole(model) != saved[0]
+    utils.load_fsdp_model(plugin, accelerator, model, folder)
+    utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    assert (_whole(model), _first_moment(optimizer)) == saved
+    return saved
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
+    first, second = ranks.run(_round, 2, kind, tmp_path)
+    assert first == second
+    names = sorted(path.name for path in tmp_path.iterdir())
+    if kind == "FULL_STATE_DICT":
+        assert names == ["optimizer.bin", "pytorch_model_fsdp.bin"]
+        return
+    assert names == ["optimizer_0", "pytorch_model_fsdp_0"]
+    with pytest.raises(CheckpointError, match="do you mean"):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "merged")
+    for safe, file in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
+        utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe, safe)
+        path = tmp_path / "merged" / file
+        merged = load_file(path) if safe else torch.load(path, weights_only=True)
+        assert {name: value.tolist() for name, value in merged.items()} == first[0]
+    assert not (tmp_path / "pytorch_model_fsdp_0").exists()
