@@ -56,6 +56,11 @@ class LogBook:
         elif isinstance(event, Note) and event.rank >= 0:
             self._add_line(event, single_line(event.text))
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no rank has printed anything."""
+        return not self._all
+
     def of_all(self) -> list[tuple[int, str]]:
         """Return ``(rank, line)`` of all ranks, oldest first by the clocks of the workers."""
         return [(rank, line) for _, _, rank, line in sorted(self._all)]

@@ -27,7 +27,6 @@ GRID_COLUMNS = 8
 """Ranks per line in the grid of ranks without a row."""
 
 _NUM_FAILED, _NUM_NOTICED, _NUM_SLOWEST, _NUM_FASTEST = 6, 3, 3, 3
-NUM_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -293,8 +292,14 @@ def tabulate(view: JobView) -> Table:
     rows = [row_of(view, rank) for rank in shown]
     if others:
         rows.append(summary_row(view, others))
-    used = [index for index in range(NUM_COLUMNS) if any(row.cells[index] for row in rows)]
     columns = columns_of(view)
+    # A column that comes and goes would move the others: the time left is unknown now and then.
+    has_eta = not view.is_over and any(rank.total > 0 for rank in view.ranks)
+    used = [
+        index
+        for index, name in enumerate(columns)
+        if any(row.cells[index] for row in rows) or (name == "ETA" and has_eta)
+    ]
     notes = [note for note in view.notes if note not in view.warnings]
     return Table(
         name=view.function_name or "job",

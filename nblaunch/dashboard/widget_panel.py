@@ -213,7 +213,7 @@ class Panel:
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget."""
         table = tabulate(view)
-        if view.is_started and self._logs is None:
+        if view.is_started and self._logs is None and not self._book.is_empty:
             self._logs = LogPane(self._book, view.num_processes, self._throttle)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'

@@ -206,7 +206,7 @@ def test_a_rank_without_progress_has_no_rate_and_no_time_left() -> None:
     assert half.rows[0].cells[moving.columns.index("steps/s")] == "5.00"
     still = tabulate(fold_readings(view, [], START_S + 43))
     cells = dict(zip(still.columns, still.rows[0].cells, strict=True))
-    assert (cells["steps/s"], cells["samples/s"], cells.get("ETA", "")) == ("0", "0", "")
+    assert (cells["steps/s"], cells["samples/s"], cells["ETA"]) == ("0", "0", "")
     assert "ETA" not in still.setting
     assert "samples/s" not in still.setting
     assert still.rows[0].state_text == "no progress for 33 s"

@@ -311,6 +311,25 @@ def test_a_page_that_was_opened_anew_while_a_cell_ran_gets_the_summary_after_it(
     run(shared, "import ipywidgets; ipywidgets.Widget.close_all()")
 
 
+def test_a_silent_job_has_no_pane_for_output(shared: Kernel) -> None:
+    cell = run(
+        shared,
+        """
+d = dashboard.choose()
+tell(d, begin(2))
+tick = threading.Event()
+for step in range(10):
+    look(d, [SlotReading(rank, WorkerState.TRAINING, step, 10) for rank in range(2)])
+    tick.wait(0.05)
+tell(d, end(2))
+close(d)
+""",
+    )
+    shown = FrontEnd(cell.messages)
+    assert len(shown.of("IntProgress")) == 2
+    assert not shown.of("Tab")
+
+
 def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Kernel) -> None:
     cell = run(shared, "begun = time.monotonic(); run(dashboard.choose(), 8, 120, tick_s=0.05)\n"
                        "time.monotonic() - begun")  # fmt: skip
