@@ -197,15 +197,15 @@ def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
 
 
 @contextmanager
-def interrupts_as_requests(requests: JobRequests) -> Iterator[None]:
-    """Let SIGINT be a request to ``requests`` while the block runs, rather than an exception at a random line.
+def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
+    """Let SIGINT call ``request()`` while the block runs, rather than raise an exception at a random line.
 
     Only the main thread can do this; elsewhere nothing changes. The former handler is always put back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda signum, frame: requests.interrupt())
+    before = signal.signal(signal.SIGINT, lambda signum, frame: request())
     try:
         yield
     finally:

@@ -128,7 +128,7 @@ class JobRunner:
             KeyboardInterrupt: an interrupt came when the workers had done all and only their results were loaded: the
                 job is done, and what follows in the cell must not run.
         """
-        with nullcontext() if self._is_inline else interrupts_as_requests(self.requests):
+        with nullcontext() if self._is_inline else interrupts_as_requests(self.requests.interrupt):
             self._start()
             self._finish()
         if self.status == "done" and self.requests.interrupts:
@@ -139,7 +139,7 @@ class JobRunner:
 
         An interrupt meanwhile ends the job, and this returns when it has ended.
         """
-        with interrupts_as_requests(self.requests):
+        with interrupts_as_requests(self.requests.interrupt):
             self._start()
             thread = threading.Thread(target=self._finish, name=f"nblaunch-{self.log.path.name}", daemon=True)
             try:

@@ -4,6 +4,7 @@
        └── JobRunner: starts the workers, watches them, follows their logs, as for any job, of the function ``serve``
 
 session.py       Session: what the caller holds
+exchange.py      a command to the ranks, and their answers
 messages.py      commands and replies
 sockets.py       the connection between the kernel and each rank
 server.py        the loop of a worker

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
@@ -18,31 +15,25 @@ from nblaunch import dashboard as dashboards
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.errors import LaunchError
+from nblaunch.engines.saved_call import save_call
+from nblaunch.errors import PayloadError
 from nblaunch.events import AttemptStarted, Event, Exited, ExitStatus, JobEnded, Note, Returned, Started
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.job import Job
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.messages import Assign, Call, Close, Command, Execute, LeaveGroup, Reply
+from nblaunch.session.exchange import Answer, Answers, Exchange, failed_ranks
+from nblaunch.session.messages import Assign, Call, Execute
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
-from nblaunch.session.sockets import Door, Link
+from nblaunch.session.sockets import Door
 from nblaunch.session.values import RankValues
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire import outbox, payload
+from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.modules import modules_in
-from nblaunch.wire.outbox import RankResult
-
-Replies = dict[int, tuple[Reply, list[int]]]
-"""rank -> its reply, and descriptors of files that came with it."""
-
-_TICK_S = 0.1
-_PATIENCE_S = 0.5
-"""From the first failure until the other ranks, which may wait for the failed one, are interrupted."""
+from nblaunch.wire.pickle_errors import unpicklable_parts
 
 _END_S = 10.0
 
@@ -118,26 +109,26 @@ class Session:
         __tracebackhide__ = True
         with HiddenLauncherFrames():
             self._count += 1
-            replies = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
-            return RankValues({rank: _value_of(rank, *reply) for rank, reply in replies.items()})
+            answers = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
+            return RankValues({rank: _value_of(rank, answer) for rank, answer in answers.items()})
 
     def show_command(self, command: Execute, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """Run a command as :meth:`execute` does; return rank -> the display of a last value, by MIME type."""
         __tracebackhide__ = True
         with HiddenLauncherFrames():
-            replies = self._execute(command, ranks)
-            return {rank: dict(reply.shown) for rank, (reply, _) in replies.items() if reply.shown}
+            answers = self._execute(command, ranks)
+            return {rank: dict(one.reply.shown) for rank, one in answers.items() if one.reply.shown}
 
-    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
-        """Run code on ranks and show what they print meanwhile; return their replies, none of which has failed."""
+    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Answers:
+        """Run code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
         __tracebackhide__ = True
         chosen = self._checked(ranks)
         printer = dashboards.lines_printer()
         printer.on_event(self._announcement("", ""))
         with self._output.shown_by([printer]):
-            replies = self._ask(chosen, command)
-        self._raise_failures(replies)
-        return replies
+            answers = self._exchange.ask(chosen, command)
+        self._raise_failures(answers)
+        return answers
 
     def __getitem__(self, name: str) -> RankValues:
         """Return rank -> the value of a variable.
@@ -162,7 +153,10 @@ class Session:
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
-            self._raise_failures(self._ask(self._checked(ranks), Assign(), values))
+            chosen = self._checked(ranks)
+            with _file_of(values) as fd:
+                answers = self._exchange.ask(chosen, Assign(), [fd])
+            self._raise_failures(answers)
 
     def run(
         self,
@@ -226,10 +220,10 @@ class Session:
         command = Call(sends_weights_of=tuple(attempt.plan.modules))
         start = self._announcement(spec.function_name, spec.mixed_precision)
         _emit(shown, [start, *(Started(rank, now, pid=pid) for rank, pid in self.pids.items())])
-        with self._output.shown_by(shown):
-            replies = self._ask(self.ranks, command, (spec.function, spec.args))
-            outcome, notes = self._conclude(attempt, replies)
-            _emit(shown, [*notes, *_events_of(replies), _end_of(outcome)])
+        with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
+            answers = self._exchange.ask(self.ranks, command, [saved.fd])
+            outcome, notes = self._conclude(attempt, answers)
+            _emit(shown, [*notes, *_events_of(answers), _end_of(outcome)])
         return outcome
 
     # --- the workers -------------------------------------------------------------------------------------------------
@@ -258,18 +252,16 @@ class Session:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
         if not self.is_running:
             return RankValues(dict.fromkeys(self.ranks, "ended"))
-        busy = f"busy for {time.monotonic() - self._busy_since:.0f} s"
-        return RankValues({rank: busy if rank in self._busy else "idle" for rank in self.ranks})
+        exchange = self._exchange
+        busy = f"busy for {time.monotonic() - exchange.busy_since_s:.0f} s"
+        return RankValues({rank: busy if rank in exchange.busy else "idle" for rank in self.ranks})
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
 
         Names that they have set stay. The second time, the workers are killed.
         """
-        self._num_interrupts += 1
-        if self._num_interrupts > 1:
-            self._runner.requests.cancel()
-        self._signal(self._busy)
+        self._exchange.interrupt()
 
     def restart(self) -> None:
         """End the workers, and start new ones from the kernel as it is now. What the ranks had is gone."""
@@ -280,15 +272,11 @@ class Session:
 
     def close(self) -> None:
         """End the workers. What runs on them is killed."""
-        if self._busy:
-            self._runner.requests.cancel()
-        for link in self._links.values():
-            with suppress(OSError):
-                link.send(Close())
+        self._end.detach()
+        self._exchange.close()
         if not self._runner.wait(_END_S):
             self._runner.requests.cancel()
             self._runner.wait()
-        self._release()
 
     def __enter__(self) -> Session:
         return self
@@ -305,13 +293,7 @@ class Session:
     # --- start and end -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._links: dict[int, Link] = {}
-        self._busy: set[int] = set()
-        self._busy_since = 0.0
-        self._num_interrupts = 0
-        self._group = 1
         self._count = 0
-        self._lock = threading.Lock()
         self._output = SessionOutput()
         door = Door()
         try:
@@ -326,32 +308,14 @@ class Session:
             self._runner.run_in_background()
             self._end = weakref.finalize(self, self._runner.requests.cancel)
             Job(self._runner).raise_if_not_started()
-            self._links = door.accept(self.ranks, lambda: self.is_running)
+            links = door.accept(self.ranks, lambda: self.is_running)
         finally:
             door.close()
-        if len(self._links) < len(self.ranks):
-            self._raise_end()
+        self._exchange = Exchange(self._runner, links, self._output)
+        if len(links) < len(self.ranks):
+            self._exchange.raise_end()
 
-    def _release(self) -> None:
-        self._end.detach()
-        for link in self._links.values():
-            link.close()
-        self._links = {}
-        self._busy = set()
-
-    def _raise_end(self) -> None:
-        """Raise why the workers have ended."""
-        __tracebackhide__ = True
-        self._runner.wait()
-        self._release()
-        outcome = self._runner.outcome
-        assert outcome is not None, "the job of the session still runs"
-        if outcome.error is not None:
-            set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), _ENDED])
-            outcome.raise_error()
-        raise LaunchError(_ENDED)
-
-    # --- commands ----------------------------------------------------------------------------------------------------
+    # --- what came of a command --------------------------------------------------------------------------------------
 
     def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """Return the ranks that were chosen.
@@ -366,127 +330,31 @@ class Session:
             )
         return chosen
 
-    def _ask(self, ranks: Sequence[int], command: Command, content: Any = None) -> Replies:
-        """Send a command to ranks and wait for their replies."""
-        if not self.is_running:
-            raise LaunchError(_ENDED)
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "the session is running another command; wait for it, or call session.interrupt()"
-            )
-        try:
-            with self._interruptible():
-                return self._exchange(ranks, command, content)
-        finally:
-            self._busy = set()
-            self._lock.release()
-
-    def _exchange(self, ranks: Sequence[int], command: Command, content: Any) -> Replies:
-        if len(ranks) == len(self.ranks) and isinstance(command, (Execute, Call)):
-            command = replace(command, group=self._group)
-        files = [_file_of(content)] if content is not None else []
-        try:
-            self._busy, self._busy_since = set(ranks), time.monotonic()
-            for rank in ranks:
-                self._send(rank, command, files)
-        finally:
-            for fd in files:
-                os.close(fd)
-        replies = self._collect()
-        if any(reply.has_output for reply, _ in replies.values()):
-            self._runner.requests.ask_logs().result()
-        if len(ranks) > 1 and any(reply.failed is not None for reply, _ in replies.values()):
-            self._group += 1  # the ranks may be at odds in the present one
-        return replies
-
-    def _send(self, rank: int, command: Command, files: Sequence[int] = ()) -> None:
-        try:
-            self._links[rank].send(command, files)
-        except OSError:
-            self._raise_end()
-
-    def _collect(self) -> Replies:
-        """Wait for the replies of the busy ranks; free those that wait for a rank that has failed."""
-        replies: Replies = {}
-        failed_s: float | None = None
-        while self._busy:
-            waiting = {self._links[rank].connection: rank for rank in self._busy}
-            for connection in wait(list(waiting), _TICK_S):
-                rank = waiting[connection]  # type: ignore[index]
-                replies[rank] = self._receive(rank)
-                self._busy.discard(rank)
-                if replies[rank][0].failed is not None and failed_s is None:
-                    failed_s = time.monotonic()
-            self._output.pump()
-            if self._num_interrupts:
-                self._signal(self._busy)  # again: one that arrives before a rank has begun has no effect
-            patience_s = 0.0 if self._num_interrupts else _PATIENCE_S
-            if failed_s is not None and self._busy and time.monotonic() - failed_s > patience_s:
-                failed_s = None
-                self._free_waiting(replies)
-        return {rank: replies[rank] for rank in sorted(replies)}
-
-    def _receive(self, rank: int) -> tuple[Reply, list[int]]:
-        try:
-            return self._links[rank].receive()
-        except (EOFError, OSError):
-            self._raise_end()
-            raise
-
-    def _free_waiting(self, replies: Replies) -> None:
-        """Interrupt the ranks that have not replied. Those in a collective return once the failed ones have left it."""
-        self._signal(self._busy)
-        for rank, (reply, _) in replies.items():
-            if reply.failed is not None:
-                self._send(rank, LeaveGroup())
-                self._receive(rank)
-
-    def _signal(self, ranks: Sequence[int] | set[int]) -> None:
-        pids = self.pids
-        for rank in list(ranks):
-            with suppress(ProcessLookupError, KeyError):
-                os.kill(pids[rank], signal.SIGINT)
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Pass interrupts of the kernel on to the ranks while the block runs; raise KeyboardInterrupt after it."""
-        self._num_interrupts = 0
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, lambda signum, frame: self.interrupt())
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
-
-    # --- what came of a command --------------------------------------------------------------------------------------
-
-    def _raise_failures(self, replies: Replies) -> None:
+    def _raise_failures(self, answers: Answers) -> None:
         """Raise what a command raised on the first rank that failed."""
         __tracebackhide__ = True
-        if all(reply.failed is None for reply, _ in replies.values()):
-            if self._num_interrupts:
-                raise KeyboardInterrupt
-            return
-        spec = LaunchSpec(function=serve, args=("", b""), sync_weights=False)
-        attempt = Attempt(spec, self._runner.plan, 0, self._runner.topology, self._runner.log)
-        self._conclude(attempt, replies)[0].with_traceback().raise_error()
+        if failed_ranks(answers):
+            spec = LaunchSpec(function=serve, args=("", b""), sync_weights=False)
+            attempt = Attempt(spec, self._runner.plan, 0, self._runner.topology, self._runner.log)
+            self._conclude(attempt, answers)[0].with_traceback().raise_error()
+        if self._exchange.num_interrupts:
+            raise KeyboardInterrupt
 
-    def _conclude(self, attempt: Attempt, replies: Replies) -> tuple[JobOutcome, list[Note]]:
+    def _conclude(self, attempt: Attempt, answers: Answers) -> tuple[JobOutcome, list[Note]]:
         """Return the outcome of a command as that of a job, and notes about it."""
+        replies = {rank: answer.reply for rank, answer in answers.items()}
         report = AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
-                for rank, (reply, _) in replies.items()
+                for rank, reply in replies.items()
                 if reply.failed is None
             },
-            weights={rank: dict(reply.weights) for rank, (reply, _) in replies.items()},
-            failed={rank: reply.failed for rank, (reply, _) in replies.items() if reply.failed},
+            weights={rank: dict(reply.weights) for rank, reply in replies.items()},
+            failed={rank: reply.failed for rank, reply in replies.items() if reply.failed},
             exits={rank: (ExitStatus(0), time.time()) for rank in replies},
-            interrupted=self._num_interrupts > 0,
+            interrupted=self._exchange.num_interrupts > 0,
         )
-        results = {rank: _take_result(*reply) for rank, reply in replies.items()}
+        results = {rank: answer.result for rank, answer in answers.items()}
         return conclude_job(attempt, report, results, self.pids, [])
 
     def _announcement(self, function_name: str, mixed_precision: str) -> Event:
@@ -508,7 +376,7 @@ class Session:
 _OF_START = ("num_processes", "backend", "start_method", "threads_per_process", "num_nodes", "engine")
 """Settings that only the start of workers can give them."""
 
-_ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
+_REMEDY = "or launch without session="
 
 
 def _emit(shown: Sequence[Dashboard], events: Sequence[Event]) -> None:
@@ -517,14 +385,13 @@ def _emit(shown: Sequence[Dashboard], events: Sequence[Event]) -> None:
             dashboard.on_event(event)
 
 
-def _events_of(replies: Replies) -> Iterator[Event]:
+def _events_of(answers: Answers) -> Iterator[Event]:
     """Yield how each rank has ended, as a job's dashboards learn it."""
-    for rank, (reply, _) in replies.items():
-        if reply.failed is not None:
-            yield reply.failed
-        elif reply.returned is not None:
-            yield reply.returned
-        yield Exited(rank, time.time(), status=ExitStatus(0 if reply.failed is None else 1))
+    for rank, answer in answers.items():
+        event = answer.reply.failed or answer.reply.returned
+        if event is not None:
+            yield event
+        yield Exited(rank, time.time(), status=ExitStatus(0 if answer.reply.failed is None else 1))
 
 
 def _end_of(outcome: JobOutcome) -> Event:
@@ -533,28 +400,29 @@ def _end_of(outcome: JobOutcome) -> Event:
     )
 
 
-def _file_of(content: Any) -> int:
-    fd = create_memory_file("nblaunch-command")
-    try:
-        payload.dump(content, fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+@contextmanager
+def _file_of(values: Mapping[str, Any]) -> Iterator[int]:
+    """Give a memory file of ``values``.
 
-
-def _take_result(reply: Reply, files: Sequence[int]) -> RankResult:
+    Raises:
+        PayloadError: one can't be pickled.
+    """
+    fd = create_memory_file("nblaunch-values")
     try:
-        if reply.returned is None or not files:
-            return RankResult(value=reply.value)
-        return outbox.read(files[0], reply.returned.value_location, reply.weights)
+        try:
+            payload.dump(values, fd)
+        except Exception as error:
+            parts = [part for name, value in values.items() for part in unpicklable_parts(value, name)]
+            named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+            raise PayloadError(f"put() sends pickled values, and this can't be pickled: {named}") from error
+        yield fd
     finally:
-        for fd in files:
-            os.close(fd)
+        os.close(fd)
 
 
-def _value_of(rank: int, reply: Reply, files: Sequence[int]) -> Any:
-    result = _take_result(reply, files)
-    if result.value_error:
-        raise ValueError(f"the value of rank {rank} can't be rebuilt in the kernel: {result.value_error}")
-    return result.value
+def _value_of(rank: int, answer: Answer) -> Any:
+    if answer.result.value_error:
+        raise ValueError(
+            f"the value of rank {rank} can't be rebuilt in the kernel: {answer.result.value_error}"
+        )
+    return answer.result.value

@@ -28,7 +28,11 @@ _MAX_PATH = 100
 
 
 class Link:
-    """One end of the connection: messages, each with memory files. Of one thread at a time."""
+    """One end of the connection: messages, each with memory files. Of one thread at a time.
+
+    Workers of later jobs inherit the kernel's ends, and close them whenever they drop what refers to them. So the end
+    of a session is announced (:class:`~nblaunch.session.messages.Close`), and that of a rank known from its process.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -62,9 +66,7 @@ class Link:
 
     def close(self) -> None:
         """Close this end."""
-        if not self.connection.closed:
-            descriptors.forget(self.connection.fileno())
-            self.connection.close()
+        self.connection.close()
 
 
 def _socket_of(connection: Connection) -> socket.socket:
@@ -105,7 +107,6 @@ class Door:
                 continue
             rank = self._greeted(channel)
             if rank in ranks and rank not in links:
-                descriptors.keep_from_children(channel.fileno())
                 links[rank] = Link(Connection(channel.detach()))
         return links
 

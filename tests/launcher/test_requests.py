@@ -50,7 +50,7 @@ def test_the_handler_is_put_back_also_after_an_error(handler: object) -> None:
     requests = JobRequests()
 
     def interrupt_and_fail() -> None:
-        with interrupts_as_requests(requests):
+        with interrupts_as_requests(requests.interrupt):
             os.kill(os.getpid(), signal.SIGINT)
             raise ZeroDivisionError
 
@@ -68,7 +68,7 @@ def test_in_another_thread_nothing_changes() -> None:
     requests, seen = JobRequests(), []
 
     def run() -> None:
-        with interrupts_as_requests(requests):
+        with interrupts_as_requests(requests.interrupt):
             seen.append(signal.getsignal(signal.SIGINT))
 
     before = signal.getsignal(signal.SIGINT)

@@ -82,6 +82,15 @@ def test_values_are_sent_to_ranks(shared: Kernel) -> None:
     assert cell.error is not None
 
 
+def test_what_can_not_be_pickled_is_named(shared: Kernel) -> None:
+    shared.run("import threading; lock = threading.Lock()\ndef locked(x): return x")
+    for call in ("session.put(lock=lock)", "session.run(locked, (lock,))"):
+        cell = shared.run(call, raises="PayloadError")
+        assert cell.error is not None
+        assert "lock" in cell.error.value
+    assert shared.run("session.execute('1')").result == "[0-3] 1"
+
+
 def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
     cell.wait_for_text("begun")

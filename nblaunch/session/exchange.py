@@ -1,0 +1,194 @@
+"""Exchange: a command to the ranks of a session, their answers, and what goes wrong in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+
+from nblaunch.errors import LaunchError
+from nblaunch.launcher.requests import interrupts_as_requests
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.session.messages import Call, Close, Command, Execute, LeaveGroup, Reply
+from nblaunch.session.output import SessionOutput
+from nblaunch.session.sockets import Link
+from nblaunch.wire import outbox
+from nblaunch.wire.exceptions import set_attribute
+from nblaunch.wire.outbox import RankResult
+
+_TICK_S = 0.1
+_PATIENCE_S = 0.5
+"""From the first failure until the other ranks, which may wait for the failed one, are interrupted."""
+
+_ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank replied, and what lay in the outbox that came with it."""
+
+    reply: Reply
+    result: RankResult
+
+
+Answers = dict[int, Answer]
+"""rank -> its answer."""
+
+
+class Exchange:
+    """The kernel's side of the connection with the ranks; one command at a time.
+
+    Args:
+        runner: of the job whose workers the ranks are.
+        links: rank -> connection.
+        output: shows what ranks print while a command runs.
+
+    Attributes:
+        busy: ranks that have not answered the present command.
+        busy_since_s: when it was sent, by ``monotonic()``.
+        num_interrupts: interrupts of the present or last command.
+    """
+
+    def __init__(self, runner: JobRunner, links: Mapping[int, Link], output: SessionOutput) -> None:
+        self._runner = runner
+        self._links = dict(links)
+        self._output = output
+        self._lock = threading.Lock()
+        self._group = 1
+        self.busy: set[int] = set()
+        self.busy_since_s = 0.0
+        self.num_interrupts = 0
+
+    def ask(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
+        """Send a command to ranks, and wait for their answers.
+
+        Args:
+            ranks: which.
+            command: what to do.
+            files: descriptors of files that each of them gets.
+
+        Raises:
+            LaunchError: the session has ended before.
+            RuntimeError: another thread's command runs.
+            WorkerDied: a rank has ended.
+        """
+        if not self._runner.is_running:
+            raise LaunchError(_ENDED)
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "the session is running another command; wait for it, or call session.interrupt()"
+            )
+        try:
+            self.num_interrupts = 0
+            with interrupts_as_requests(self.interrupt):
+                return self._ask(ranks, command, files)
+        finally:
+            self.busy = set()
+            self._lock.release()
+
+    def interrupt(self) -> None:
+        """Interrupt the ranks that are busy; the second time kill all. Safe in signal handlers and any thread."""
+        self.num_interrupts += 1
+        if self.num_interrupts > 1:
+            self._runner.requests.cancel()
+        self._signal(self.busy)
+
+    def close(self) -> None:
+        """Let the workers end, and close the connections; workers that are busy are killed."""
+        if self.busy:
+            self._runner.requests.cancel()
+        for link in self._links.values():
+            with suppress(OSError):
+                link.send(Close())
+            link.close()
+        self._links = {}
+
+    def raise_end(self) -> None:
+        """Raise why the workers have ended."""
+        __tracebackhide__ = True
+        self._runner.wait()
+        self.close()
+        outcome = self._runner.outcome
+        if outcome is not None and outcome.error is not None:
+            set_attribute(outcome.error, "__notes__", [*getattr(outcome.error, "__notes__", ()), _ENDED])
+            outcome.raise_error()
+        raise LaunchError(_ENDED)
+
+    def _ask(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Answers:
+        if len(ranks) == len(self._links) and isinstance(command, (Execute, Call)):
+            command = replace(command, group=self._group)
+        self.busy, self.busy_since_s = set(ranks), time.monotonic()
+        for rank in ranks:
+            self._send(rank, command, files)
+        answers = self._collect()
+        if any(answer.reply.has_output for answer in answers.values()):
+            self._runner.requests.ask_logs().result()
+        if len(ranks) > 1 and failed_ranks(answers):
+            self._group += 1  # the ranks may be at odds in the present one
+        return answers
+
+    def _collect(self) -> Answers:
+        """Wait for the answers of the busy ranks; free those that wait for a rank that has failed."""
+        answers: Answers = {}
+        failed_s: float | None = None
+        while self.busy:
+            waiting = {self._links[rank].connection: rank for rank in self.busy}
+            for connection in wait(list(waiting), _TICK_S):
+                rank = waiting[connection]  # type: ignore[index]
+                answers[rank] = self._receive(rank)
+                self.busy.discard(rank)
+                if answers[rank].reply.failed is not None and failed_s is None:
+                    failed_s = time.monotonic()
+            if not self._runner.is_running:
+                self.raise_end()  # a process that a rank has left behind may keep its connection open
+            self._output.pump()
+            if self.num_interrupts:
+                self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
+            patience_s = 0.0 if self.num_interrupts else _PATIENCE_S
+            if failed_s is not None and self.busy and time.monotonic() - failed_s > patience_s:
+                failed_s = None
+                self._free_waiting(failed_ranks(answers))
+        return {rank: answers[rank] for rank in sorted(answers)}
+
+    def _free_waiting(self, failed: Iterable[int]) -> None:
+        """Interrupt the busy ranks. Those in a collective return once the failed ones have left the group."""
+        self._signal(self.busy)
+        for rank in failed:
+            self._send(rank, LeaveGroup())
+            self._receive(rank)
+
+    def _send(self, rank: int, command: Command, files: Sequence[int] = ()) -> None:
+        try:
+            self._links[rank].send(command, files)
+        except OSError:
+            self.raise_end()
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            reply, files = self._links[rank].receive()
+        except (EOFError, OSError):
+            self.raise_end()
+            raise
+        try:
+            if reply.returned is None or not files:
+                return Answer(reply, RankResult(value=reply.value))
+            return Answer(reply, outbox.read(files[0], reply.returned.value_location, reply.weights))
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def _signal(self, ranks: Iterable[int]) -> None:
+        pids = self._runner.pids
+        for rank in list(ranks):
+            with suppress(ProcessLookupError, KeyError):
+                os.kill(pids[rank], signal.SIGINT)
+
+
+def failed_ranks(answers: Answers) -> list[int]:
+    """Return the ranks whose command has raised."""
+    return [rank for rank, answer in answers.items() if answer.reply.failed is not None]
