@@ -88,8 +88,9 @@ class Buttons:
         self._cells = CellWatch(get_ipython(), self._clock)
 
     def close(self) -> None:
-        """Stop following cells."""
+        """Stop following cells, and give up the job: the panel stays for some seconds, and its result need not."""
         self._cells.close()
+        self._controls = None
 
     def show(self, *, is_running: bool) -> None:
         """Update the buttons; sent at the throttle's next flush."""

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
@@ -56,15 +56,18 @@ class Interrupts:
         if not _forked_by_main_thread:
             self._held = 0  # by the main thread, which is not in this process
 
-    @contextmanager
-    def raised(self) -> Iterator[None]:
+    def raised(self) -> AbstractContextManager[None]:
         """Raise interrupts in the block, which runs the user's code; one that came before it at once."""
+        return _Raised(self)
+
+    def allow(self) -> None:
+        """Raise interrupts from now on, and one that has come before."""
         self._held -= 1
-        try:
-            self._raise_pending()
-            yield
-        finally:
-            self._held += 1
+        self._raise_pending()
+
+    def hold(self) -> None:
+        """Hold interrupts back from now on."""
+        self._held += 1
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -83,6 +86,26 @@ class Interrupts:
         if self._is_pending and not self._held:
             self._is_pending = False
             raise KeyboardInterrupt
+
+
+class _Raised(AbstractContextManager[None]):
+    """The block of :meth:`Interrupts.raised`.
+
+    A class, since ``contextmanager`` sets an attribute of the exceptions that pass, which the user's may refuse.
+    """
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    def __enter__(self) -> None:
+        try:
+            self._interrupts.allow()
+        except KeyboardInterrupt:
+            self._interrupts.hold()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._interrupts.hold()
 
 
 @contextmanager

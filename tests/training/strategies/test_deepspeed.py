@@ -547,9 +547,10 @@ def test_what_prepare_is_given_must_make_an_engine() -> None:
     assert model is module
     with pytest.raises(ValueError, match=r"backward .*prepared"):
         accelerator.backward(model(torch.ones(2, 8)).sum())
-    Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, average_tail=True))
+    tail = GradientAccumulationPlugin(num_steps=2, average_tail=True)
+    other = Accelerator(deepspeed_plugin=DeepSpeedPlugin(), gradient_accumulation_plugin=tail)
     with pytest.raises(ValueError, match="average_tail=True"):
-        accelerator.prepare(module)
+        other.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 def test_without_deepspeed_there_is_nothing_to_stand_for() -> None:
