@@ -73,7 +73,6 @@ class Reply:
     Args:
         time_s: when it ended, by the wall clock.
         failed: the exception that it raised.
-        is_interrupted: that was a KeyboardInterrupt which the session caused.
         value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
         returned: where any other value lies in the outbox (``wire/outbox.py``).
         weights: of a call: where the trained weights lie there, by argument path.
@@ -83,7 +82,6 @@ class Reply:
 
     time_s: float = 0.0
     failed: Failed | None = None
-    is_interrupted: bool = False
     value: Any = None
     returned: Returned | None = None
     weights: Mapping[ArgPath, WeightsSent] = field(default_factory=dict)

@@ -92,7 +92,7 @@ class _Server:
             raise KeyboardInterrupt
 
     def _reply(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
-        failed, is_interrupted, done = None, False, Reply()
+        failed, done = None, Reply()
         try:
             try:
                 self._is_interruptible = True
@@ -101,13 +101,11 @@ class _Server:
                 self._is_interruptible = False
         except BaseException as error:
             self._is_interruptible = False
-            is_interrupted = isinstance(error, KeyboardInterrupt)
             failed = describe_failure(self._topology.rank, error)
         return replace(
             done,
             time_s=time.time(),
             failed=failed,
-            is_interrupted=is_interrupted,
             has_output=self._has_printed(),
         )
 
