@@ -4,10 +4,10 @@ It meets the launcher only in ``nblaunch.context``, so that the same function ru
 and in plain ``python``. One process, from the outside in:
 
     context.WorkerContext        what the launcher gave the process: ranks, backend, board; there without training, too
-      .training: Session         session.py          what all Accelerators, loaders and optimizers of the process share
+      .training: SharedState     shared_state.py    what Accelerators, loaders and optimizers of the process share
         .process: JoinedProcess  joining.py          its rank and device, once it has joined the process group
         .accumulation            accumulation.py     where in a window of micro-steps it is, and the loaders being read
-    PartialState and others      state.py            what users read of the session; they hold nothing themselves
+    PartialState and others      state.py            what users read of the shared state; they hold nothing themselves
     ProcessMethods               process_methods.py  what the Accelerator and these states do with the joined process
 
 The :class:`Accelerator`, and what it is built of:

@@ -55,7 +55,7 @@ from nblaunch.training.options import (
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.rejoining import Rejoining
-from nblaunch.training.session import Session, open_session
+from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
@@ -157,25 +157,25 @@ class Accelerator(PreparationProperties, Rejoining):
         plugin = arguments.given_plugin(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, strategy)
         # 2. The process: its device is configured before the device is first used, which joining the job does.
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
-        self._session = session = open_session(cpu, handlers.get(InitProcessGroupKwargs))
+        self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
         self._choose_strategy(plugin, mixed_precision, accumulation, data.split_batches)
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
-            session,
+            shared,
             self._precision,
             self._strategy,
-            session.accumulation,
+            shared.accumulation,
             data,
             generators,
             device_placement,
             step_scheduler_with_optimizer,
             dynamo,
         )
-        self._gradients = Gradients(session, self._precision, self._strategy, self._preparer)
-        self._checkpoints = Checkpointer(session, self._preparer, project)
-        self._trackers = TrackerHub(log_with, project, session.process)
+        self._gradients = Gradients(shared, self._precision, self._strategy, self._preparer)
+        self._checkpoints = Checkpointer(shared, self._preparer, project)
+        self._trackers = TrackerHub(log_with, project, shared.process)
         self.flag_tensor: torch.Tensor | None = None
 
     def _choose_strategy(
@@ -186,25 +186,25 @@ class Accelerator(PreparationProperties, Rejoining):
         splits_batches: bool,
     ) -> None:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
-        session, backend = self._session, self._session.process.backend
-        plugin = session.plugin = given or arguments.default_plugin(session.plugin, self._handlers)
+        shared, backend = self._shared, self._shared.process.backend
+        plugin = shared.plugin = given or arguments.default_plugin(shared.plugin, self._handlers)
         name = plugin.precision_name(mixed_precision, backend)
-        asked = arguments.resolve_precision(name, session.precision, backend, self._handlers)
-        window = AccumulationState(session.loaders, plugin.accumulation(accumulation))
-        setup = TrainingSetup(session.process, asked, window, splits_batches)
+        asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
+        window = AccumulationState(shared.loaders, plugin.accumulation(accumulation))
+        setup = TrainingSetup(shared.process, asked, window, splits_batches)
         self._strategy = plugin.build(setup)
-        self._precision = session.adopt(self._strategy, window, asked)
+        self._precision = shared.adopt(self._strategy, window, asked)
 
     @property
     def _process(self) -> JoinedProcess:
         return self._check_state().process
 
-    def _check_state(self) -> Session:
-        """Return the session; AttributeError where its state was reset since this Accelerator was made."""
-        session: Session = self._session
-        if session.precision is None:
+    def _check_state(self) -> SharedState:
+        """Return the shared state; AttributeError where its state was reset since this Accelerator was made."""
+        shared: SharedState = self._shared
+        if shared.precision is None:
             raise AttributeError(reset_message(AcceleratorState))
-        return session
+        return shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # one per process: trainers that copy their settings go on sharing it
@@ -222,7 +222,7 @@ class Accelerator(PreparationProperties, Rejoining):
     @property
     def state(self) -> AcceleratorState:
         """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        return AcceleratorState._of(self._session)
+        return AcceleratorState._of(self._shared)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -568,7 +568,7 @@ class Accelerator(PreparationProperties, Rejoining):
 
     def set_trigger(self) -> None:
         """Set a flag that the next :meth:`check_trigger` reports to all ranks, as for stopping early."""
-        self.flag_tensor = torch.ones(1, device=self._session.process.device)
+        self.flag_tensor = torch.ones(1, device=self._shared.process.device)
 
     def check_trigger(self) -> bool:
         """Return whether any rank set the flag since the last check, and clear it. A collective: call it on all ranks.
@@ -582,7 +582,7 @@ class Accelerator(PreparationProperties, Rejoining):
         """
         mine = self.flag_tensor
         if mine is None:
-            mine = torch.zeros(1, device=self._session.process.device)
+            mine = torch.zeros(1, device=self._shared.process.device)
         is_set = bool(operations.reduce(mine, "sum") >= 1)
         if is_set:
             self.flag_tensor = None
@@ -863,7 +863,7 @@ class Accelerator(PreparationProperties, Rejoining):
         if desc is not None and context.current().is_launched:
             print(desc, end="\r", flush=True)
         length = total if total is not None else _length_of(iterable)
-        loops = self._session.loops
+        loops = self._shared.loops
         is_over_epochs = desc is not None and "epoch" in desc.lower()
         loop = loops.begin(length, 0, WorkerState.RUNNING, is_over_epochs=is_over_epochs)
         try:
@@ -871,7 +871,7 @@ class Accelerator(PreparationProperties, Rejoining):
                 yield item
                 loops.advance(loop)
         finally:
-            self._session.losses.flush()
+            self._shared.losses.flush()
             loops.end(loop)
 
     @contextmanager

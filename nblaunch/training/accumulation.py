@@ -143,5 +143,5 @@ class AccumulationState:
 
 
 def _of_this_process() -> AccumulationState:
-    session = context.current().training
-    return AccumulationState() if session is None else session.accumulation
+    shared = context.current().training
+    return AccumulationState() if shared is None else shared.accumulation

@@ -18,7 +18,7 @@ from nblaunch.training.data.sharding import BatchSamplerShard
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.session import Session, open_session
+from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.strategies import Strategy
 
 
@@ -26,16 +26,16 @@ class Gradients:
     """Computes and accumulates the gradients of this process.
 
     Args:
-        session: what all Accelerators of this process share.
+        shared: what all Accelerators of this process share.
         precision: scales losses and gradients.
         strategy: averages gradients over ranks.
         preparer: has the prepared models, optimizers and loaders, and the accumulation window.
     """
 
     def __init__(
-        self, session: Session, precision: Precision, strategy: Strategy, preparer: Preparer
+        self, shared: SharedState, precision: Precision, strategy: Strategy, preparer: Preparer
     ) -> None:
-        self._session = session
+        self._shared = shared
         self._precision = precision
         self._strategy = strategy
         self._preparer = preparer
@@ -43,24 +43,24 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step."""
-        session = self._session
-        if not session.has_checked_models:
-            session.check_models()
+        shared = self._shared
+        if not shared.has_checked_models:
+            shared.check_models()
         divisor = self._accumulation.divisor
-        session.own_time.begin_backward()
+        shared.own_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
-        session.own_time.end_backward()
-        session.losses.note(loss, not session.process.backend.is_lazy)
+        shared.own_time.end_backward()
+        shared.losses.note(loss, not shared.process.backend.is_lazy)
 
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Run the block as one micro-step; see ``Accelerator.accumulate``."""
-        accumulation = self._session.accumulation = self._accumulation
+        accumulation = self._shared.accumulation = self._accumulation
         accumulation.advance()
         if accumulation.num_steps > 1:
             is_first = accumulation.step % accumulation.num_steps == 1
             window = (is_first, accumulation.sync_gradients, accumulation.rescale)
-            self._session.process.backend.mark_step(window)
+            self._shared.process.backend.mark_step(window)
         if accumulation.rescale != 1.0:
             for model in models or self._preparer.models:
                 self._strategy.multiply_gradients(model, accumulation.rescale)
@@ -76,7 +76,7 @@ class Gradients:
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
         """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
         with ExitStack() as stack:
-            if even_batches is not None and self._session.process.topology.world_size > 1:
+            if even_batches is not None and self._shared.process.topology.world_size > 1:
                 stack.enter_context(_even_batches(self._preparer.loaders, even_batches))
             stack.enter_context(self._strategy.join_uneven_inputs(list(joinables)))
             yield
@@ -110,7 +110,7 @@ class Gradients:
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
     with ExitStack() as stack:
-        for strategy in list(open_session().strategies.values()):
+        for strategy in list(get_shared_state().strategies.values()):
             stack.enter_context(strategy.sync_in_backward(model))
         yield
 

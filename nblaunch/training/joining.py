@@ -26,7 +26,7 @@ from nblaunch.wire.board import Slot
 class JoinedProcess:
     """This process, once it has joined the process group of its job: its rank and device, which stay.
 
-    Everything in ``nblaunch.training`` that needs them is passed this one object of the session, as ``process``.
+    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``.
 
     Args:
         topology: its ranks, those of the process group where there is one.
@@ -80,8 +80,8 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 
 
 def _of_this_process() -> JoinedProcess:
-    session = context.current().training
-    return join() if session is None else session.process
+    shared = context.current().training
+    return join() if shared is None else shared.process
 
 
 def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKwargs) -> None:

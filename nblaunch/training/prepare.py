@@ -30,7 +30,7 @@ from nblaunch.training.optimizer import (
 from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import stays_in_place
 from nblaunch.training.precision import Precision
-from nblaunch.training.session import Session
+from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
@@ -41,7 +41,7 @@ class Preparer:
     """Prepares objects, and keeps what it has prepared.
 
     Args:
-        session: what all Accelerators of this process share.
+        shared: what all Accelerators of this process share.
         precision: put around the forward of models.
         strategy: spreads models.
         accumulation: says when optimizers step.
@@ -54,7 +54,7 @@ class Preparer:
 
     def __init__(
         self,
-        session: Session,
+        shared: SharedState,
         precision: Precision,
         strategy: Strategy,
         accumulation: AccumulationState,
@@ -64,7 +64,7 @@ class Preparer:
         step_scheduler_with_optimizer: bool,
         dynamo: TorchDynamoPlugin,
     ) -> None:
-        self.session = session
+        self.shared = shared
         self.precision = precision
         self.strategy = strategy
         self.accumulation = accumulation
@@ -92,7 +92,7 @@ class Preparer:
             {OPTIMIZERS: self.prepare_optimizer},
             {SCHEDULERS: lambda scheduler, placement: self.prepare_scheduler(scheduler)},
         )
-        objects = [self.session.process.backend.reading_loader(one) for one in objects]
+        objects = [self.shared.process.backend.reading_loader(one) for one in objects]
         self.strategy.on_prepare(objects)
         prepared = list(objects)
         for stage in stages:
@@ -116,7 +116,7 @@ class Preparer:
             return model
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
-        moves = self._places(placement) and not stays_in_place(inner, self.session.process)
+        moves = self._places(placement) and not stays_in_place(inner, self.shared.process)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.before_move(inner)
@@ -127,12 +127,12 @@ class Preparer:
         prepared = models.compile_model(prepared, self.dynamo) if compiled is None else compiled
         prepared._is_accelerate_prepared = True
         self.models.append(prepared)
-        self.session.models.add(prepared)
+        self.shared.models.add(prepared)
         return prepared
 
     def _spread(self, model: torch.nn.Module, inner: torch.nn.Module) -> torch.nn.Module:
         with self._replacements.noted(inner):
-            prepared = self.strategy.setup_module(model, self.session.process)
+            prepared = self.strategy.setup_module(model, self.shared.process)
         self._hand_over()
         return prepared
 
@@ -143,9 +143,9 @@ class Preparer:
 
     def _to_device(self, inner: torch.nn.Module) -> None:
         with self._replacements.noted(inner):
-            to_device(inner, self.session.process)
+            to_device(inner, self.shared.process)
         self._hand_over()
-        usage = gather_host_memory(inner, self.session.process)
+        usage = gather_host_memory(inner, self.shared.process)
         if usage is not None:
             context.current().emit(Note.of_job(describe_host_memory(usage)))
 
@@ -174,7 +174,7 @@ class Preparer:
             optimizer,
             self.accumulation,
             self.precision,
-            self.session.process.backend,
+            self.shared.process.backend,
             self._places(placement),
         )
 
@@ -193,7 +193,7 @@ class Preparer:
             for optimizer in self.optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
-        world_size = self.session.process.topology.world_size
+        world_size = self.shared.process.topology.world_size
         return AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
@@ -206,9 +206,9 @@ class Preparer:
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
         """Return this rank's part of ``loader``."""
-        loader = self.session.process.backend.reading_loader(loader)
+        loader = self.shared.process.backend.reading_loader(loader)
         if not isinstance(loader, PreparedLoader):
-            process = self.session.process
+            process = self.shared.process
             target = LoaderTarget(
                 rank=process.topology.rank,
                 world_size=process.topology.world_size,

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessMethods(ABC):
-    """Ranks, barriers, and work that only some ranks do. Final classes provide ``_process``, as of their session."""
+    """Ranks, barriers, and work that only some ranks do. Final classes provide ``_process``."""
 
     @property
     @abstractmethod

@@ -48,7 +48,7 @@ class Rejoining:
     """Base of the ``Accelerator``: its parts, per process."""
 
     _handlers: Any = _PerProcess()
-    _session: Any = _PerProcess()
+    _shared: Any = _PerProcess()
     _strategy: Any = _PerProcess()
     _precision: Any = _PerProcess()
     _preparer: Any = _PerProcess()

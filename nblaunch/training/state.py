@@ -1,6 +1,6 @@
 """The views on a process's training that users know by name: ``PartialState``, ``AcceleratorState``, ``GradientState``.
 
-They hold nothing: they read the session (``session.py``). ``DistributedType`` is a label, derived when asked
+They hold nothing: they read the shared state (``shared_state.py``). ``DistributedType`` is a label, derived when asked
 for; no code here decides anything by it.
 """
 
@@ -17,7 +17,7 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
 from nblaunch.training.process_methods import ProcessMethods
-from nblaunch.training.session import Session, open_session
+from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
 from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
@@ -62,26 +62,26 @@ def label(process: JoinedProcess, strategy: str = "") -> DistributedType:
     return DistributedType[process.backend.distributed_type]
 
 
-class _SharedState:
+class _ViewAttributes:
     """``View._shared_state``: what all instances of a view share; empty where the process has no such state (yet)."""
 
     def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
-        session = context.current().training
-        if session is None:
+        shared = context.current().training
+        if shared is None:
             return {}
-        if cls not in session.attributes and cls._is_in(session):
-            session.attributes[cls] = {"initialized": True}
-        attributes: dict[str, Any] = session.attributes.get(cls, {})
+        if cls not in shared.attributes and cls._is_in(shared):
+            shared.attributes[cls] = {"initialized": True}
+        attributes: dict[str, Any] = shared.attributes.get(cls, {})
         return attributes
 
 
 class View:
-    """A way to look at the session. Attributes that users set on one instance are seen on all of its class.
+    """A way to look at the shared state. Attributes that users set on one instance are seen on all of its class.
 
     One that was made in a notebook cell, or was unpickled, shows the worker in which it is used, see :meth:`_join`.
     """
 
-    _shared_state = _SharedState()
+    _shared_state = _ViewAttributes()
     _home: WorkerContext | None = None
 
     def __init_subclass__(cls) -> None:
@@ -94,20 +94,20 @@ class View:
                 setattr(cls, name, _assignable(name, declared))
 
     @classmethod
-    def _is_in(cls, session: Session) -> bool:
-        """Return whether the session has this state already, without an instance of the class."""
+    def _is_in(cls, shared: SharedState) -> bool:
+        """Return whether the process has what this view shows already, without an instance of the class."""
         return False
 
     def _join(self) -> None:
-        """Open the session of this worker, in which the view was not made."""
-        self._share(open_session())
+        """Attach to the shared state of this worker, in which the view was not made."""
+        self._attach(get_shared_state())
 
-    def _share(self, session: Session) -> None:
+    def _attach(self, shared: SharedState) -> None:
         object.__setattr__(self, "_home", context.current())
-        session.attributes.setdefault(type(self), {"initialized": True})
+        shared.attributes.setdefault(type(self), {"initialized": True})
 
     @property
-    def _session(self) -> Session:
+    def _live_state(self) -> SharedState:
         return _live(self)
 
     @property
@@ -131,12 +131,12 @@ class View:
             self._assign(name, value)
 
     def _assign(self, name: str, value: Any) -> None:
-        """Keep the value of an attribute, which all instances show; only this one where the process has no session."""
-        session: Session | None = context.current().training
-        if session is None:
+        """Keep the value of an attribute, which all instances show; only this one where there is no shared state."""
+        shared: SharedState | None = context.current().training
+        if shared is None:
             vars(self)[name] = value
         else:
-            session.attributes.setdefault(type(self), {})[name] = value
+            shared.attributes.setdefault(type(self), {})[name] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self), self._arguments())  # shows the process that it is used in
@@ -153,15 +153,15 @@ def _assignable(name: str, declared: property) -> property:
     return property(show, lambda view, value: view._assign(name, value), doc=declared.__doc__)
 
 
-def _live(view: View) -> Session:
-    """Return the session, where it has the state that ``view`` shows; AttributeError where it was reset."""
+def _live(view: View) -> SharedState:
+    """Return the shared state, where it has the state that ``view`` shows; AttributeError where it was reset."""
     here, cls = context.current(), type(view)
     if not cls._shared_state and here.is_launched and view._home is not here:
         view._join()
-    session: Session | None = here.training
-    if session is None or cls not in session.attributes:
+    shared: SharedState | None = here.training
+    if shared is None or cls not in shared.attributes:
         raise AttributeError(reset_message(cls))
-    return session
+    return shared
 
 
 def reset_message(cls: type[View]) -> str:
@@ -174,7 +174,7 @@ def reset_message(cls: type[View]) -> str:
 
 
 def _unpickled(cls: type[View], arguments: Mapping[str, Any]) -> View:
-    """Return a view without a session: the process that loads a call may not be the one that runs it."""
+    """Return a view without a shared state: the process that loads a call may not be the one that runs it."""
     view = cls.__new__(cls)
     vars(view).update(arguments)
     return view
@@ -199,19 +199,19 @@ class PartialState(View, ProcessMethods):
         self._join()
 
     @classmethod
-    def _is_in(cls, session: Session) -> bool:
-        return True  # to open a session is to join the job
+    def _is_in(cls, shared: SharedState) -> bool:
+        return True  # to make the shared state is to join the job
 
     def _join(self) -> None:
         cpu, kwargs = self._asked
-        self._share(open_session(cpu, InitProcessGroupKwargs(**kwargs)))
+        self._attach(get_shared_state(cpu, InitProcessGroupKwargs(**kwargs)))
 
     def _arguments(self) -> dict[str, Any]:
         return {"_asked": self._asked}
 
     @property
     def _process(self) -> JoinedProcess:
-        return self._session.process
+        return self._live_state.process
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -246,11 +246,11 @@ class AcceleratorState(View, ProcessMethods):
         self._show(mixed_precision)
 
     @classmethod
-    def _of(cls, session: Session) -> AcceleratorState:
-        """Return the state of the Accelerators of a session; one without any attribute where it was reset."""
+    def _of(cls, shared: SharedState) -> AcceleratorState:
+        """Return the view of a shared state; one without any attribute where it was reset."""
         state = cls.__new__(cls)
-        if session.precision is not None:
-            state._share(session)
+        if shared.precision is not None:
+            state._attach(shared)
         else:
             object.__setattr__(state, "_home", context.current())
         return state
@@ -259,29 +259,29 @@ class AcceleratorState(View, ProcessMethods):
         self._show(None)
 
     def _show(self, mixed_precision: str | None) -> None:
-        session: Session | None = context.current().training
-        if session is None or session.precision is None:
+        shared: SharedState | None = context.current().training
+        if shared is None or shared.precision is None:
             raise ValueError("AcceleratorState() needs an Accelerator; build `Accelerator()` first")
-        if mixed_precision is not None and mixed_precision != session.precision.name:
+        if mixed_precision is not None and mixed_precision != shared.precision.name:
             raise ValueError(
                 f"mixed_precision={mixed_precision!r}, but the Accelerator of this process was built with "
-                f"mixed_precision={session.precision.name!r}"
+                f"mixed_precision={shared.precision.name!r}"
             )
-        self._share(session)
+        self._attach(shared)
 
     @property
     def _process(self) -> JoinedProcess:
-        return self._session.process
+        return self._live_state.process
 
     @property
     def distributed_type(self) -> DistributedType:
         """A derived label; nothing branches on it."""
-        return label(self._process, self._session.label)
+        return label(self._process, self._live_state.label)
 
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"`` or ``"bf16"``."""
-        precision = self._session.precision
+        precision = self._live_state.precision
         if precision is None:
             raise AttributeError(reset_message(AcceleratorState))
         return precision.name
@@ -289,24 +289,24 @@ class AcceleratorState(View, ProcessMethods):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded over ranks."""
-        return self._session.label == "FSDP"
+        return self._live_state.label == "FSDP"
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The plugin by which models are sharded; None where they are not."""
-        plugin = self._session.plugin
+        plugin = self._live_state.plugin
         return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
         """DeepSpeed's plugins by name; None where it does not train."""
-        plugins = self._session.plugin
+        plugins = self._live_state.plugin
         return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The plugin that ``prepare`` uses; None where DeepSpeed does not train."""
-        plugins = self._session.plugin
+        plugins = self._live_state.plugin
         return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
     device_mesh = parallelism_config = torch_tp_plugin = megatron_lm_plugin = None
@@ -322,7 +322,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def _named_plugins(self) -> DeepSpeedPlugins:
-        plugins = self._session.plugin
+        plugins = self._live_state.plugin
         if not isinstance(plugins, DeepSpeedPlugins):
             raise ValueError(
                 "DeepSpeed has no plugins here; give the Accelerator deepspeed_plugins={name: ...}"
@@ -331,10 +331,10 @@ class AcceleratorState(View, ProcessMethods):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        session: Session | None = context.current().training
-        if session is not None:
-            session.precision = session.plugin = None
-            session.attributes.pop(AcceleratorState, None)
+        shared: SharedState | None = context.current().training
+        if shared is not None:
+            shared.precision = shared.plugin = None
+            shared.attributes.pop(AcceleratorState, None)
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -355,10 +355,10 @@ class GradientState(View):
     _window: AccumulationState | None = None
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
-        session = open_session()
-        self._share(session)
+        shared = get_shared_state()
+        self._attach(shared)
         if gradient_accumulation_plugin is not None:
-            session.accumulation.configure(gradient_accumulation_plugin)
+            shared.accumulation.configure(gradient_accumulation_plugin)
 
     @classmethod
     def _of(cls, window: AccumulationState) -> GradientState:
@@ -369,8 +369,8 @@ class GradientState(View):
 
     @property
     def _accumulation(self) -> AccumulationState:
-        session = self._session
-        return self._window or session.accumulation
+        shared = self._live_state
+        return self._window or shared.accumulation
 
     @property
     def sync_gradients(self) -> bool:
@@ -436,10 +436,10 @@ class GradientState(View):
 
     @staticmethod
     def _reset_state() -> None:
-        session: Session | None = context.current().training
-        if session is not None:
-            session.accumulation = AccumulationState(session.loaders)
-            session.attributes.pop(GradientState, None)
+        shared: SharedState | None = context.current().training
+        if shared is not None:
+            shared.accumulation = AccumulationState(shared.loaders)
+            shared.attributes.pop(GradientState, None)
 
     def __repr__(self) -> str:
         return (

@@ -19,7 +19,7 @@ from nblaunch.training.options import (
     DistributedDataParallelKwargs,
     TorchDynamoPlugin,
 )
-from nblaunch.training.session import open_session
+from nblaunch.training.shared_state import get_shared_state
 from nblaunch.training.strategies.ddp import DdpStrategy
 from tests.training import ranks
 
@@ -253,7 +253,7 @@ def test_batch_normalisation_is_converted_before_it_is_spread(monkeypatch: pytes
 
 
 def _process(device: torch.device) -> JoinedProcess:
-    return dataclasses.replace(open_session().process, device=device)
+    return dataclasses.replace(get_shared_state().process, device=device)
 
 
 def _assigned_after_the_constructor() -> tuple[bool, bool]:

@@ -374,7 +374,7 @@ def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
     precision = Fp16Precision(context.current().backend)
     preparer = accelerator._preparer
     preparer.precision = precision
-    accelerator._gradients = Gradients(accelerator._session, precision, preparer.strategy, preparer)
+    accelerator._gradients = Gradients(accelerator._shared, precision, preparer.strategy, preparer)
     weight = nn.Parameter(torch.ones(2))
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
     accelerator.backward((weight * torch.tensor([3.0, 4.0])).sum())

@@ -12,7 +12,7 @@ from nblaunch.backends.cpu import CpuBackend
 from nblaunch.host import memory
 from nblaunch.training.host_memory import JobHostMemory, describe_host_memory, gather_host_memory
 from nblaunch.training.joining import JoinedProcess
-from nblaunch.training.session import open_session
+from nblaunch.training.shared_state import get_shared_state
 
 MODEL = nn.Linear(10, 10, bias=False)  # 400 bytes
 
@@ -23,7 +23,7 @@ class _DeviceInHostMemory(CpuBackend):
 
 
 def _process() -> JoinedProcess:
-    return dataclasses.replace(open_session().process, backend=_DeviceInHostMemory())
+    return dataclasses.replace(get_shared_state().process, backend=_DeviceInHostMemory())
 
 
 def test_what_stands_for_device_memory_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_what_stands_for_device_memory_is_taken_off(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_reported_where_the_host_or_the_device_family_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert gather_host_memory(MODEL, open_session().process) is None
+    assert gather_host_memory(MODEL, get_shared_state().process) is None
     monkeypatch.setattr(memory, "proportional_bytes", lambda *pid: None)
     assert gather_host_memory(MODEL, _process()) is None
 

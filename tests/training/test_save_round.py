@@ -53,7 +53,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, batch: torch.Ten
 
 def _wait_until_asked(accelerator: Accelerator, number: int) -> None:
     """Be so late that rank 0 has asked where this rank is, and knows that it has not come."""
-    mail = accelerator._session.save_round._mail
+    mail = accelerator._shared.save_round._mail
     while True:
         found = mail.read(f"rank/{accelerator.process_index}", Whereabouts)
         if found is not None and found.number == number:
@@ -236,7 +236,7 @@ def _disk_full(*_: Any, **__: Any) -> None:
 def _leave_in_the_middle(folder: str) -> str:
     accelerator, *_ = _prepare()
     if accelerator.process_index == 1:
-        participant = accelerator._session.save_round
+        participant = accelerator._shared.save_round
         participant.report = participant.leave  # as if the process ended before it could report
         accelerator.register_save_state_pre_hook(_disk_full)
     with pytest.raises((CheckpointError, OSError, TypeError)) as caught:

@@ -79,7 +79,7 @@ def test_an_accelerator_whose_state_was_reset_says_so_at_once() -> None:
     assert accelerator.state.colour == "red"
 
 
-def test_a_view_without_a_session_keeps_what_is_assigned_to_it() -> None:
+def test_a_view_without_a_shared_state_keeps_what_is_assigned_to_it() -> None:
     state = PartialState()
     PartialState._reset_state()
     state.colour = "red"
@@ -174,7 +174,7 @@ def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
         copy = pickle.loads(pickle.dumps((accelerator, *prepared)))
     other, model, optimizer, loader = copy
     assert other.gradient_accumulation_steps == 2
-    assert other._session is accelerator._session
+    assert other._shared is accelerator._shared
     assert len(list(loader)) == 4
     model(torch.ones(1, 1)).backward()
     optimizer.step()

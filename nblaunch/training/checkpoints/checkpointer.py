@@ -26,7 +26,7 @@ from nblaunch.training.checkpoints.snapshot import TrainingState
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.session import Session
+from nblaunch.training.shared_state import SharedState
 
 
 class Checkpointer:
@@ -35,21 +35,21 @@ class Checkpointer:
     ``saver`` and ``restorer`` handle whole checkpoints; ``state`` is what these consist of.
 
     Args:
-        session: what all Accelerators of this process share.
+        shared: what all Accelerators of this process share.
         preparer: has the prepared objects.
         project: says where checkpoints go and how many stay.
     """
 
-    def __init__(self, session: Session, preparer: Preparer, project: ProjectConfiguration) -> None:
+    def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
         self.project = project
-        self.state = TrainingState(session, preparer, project)
+        self.state = TrainingState(shared, preparer, project)
         self.saver = Saver(self.state)
         self.restorer = Restorer(self.state, self.saver.wait)
 
     @property
     def writes(self) -> bool:
         """Whether this process writes what is saved once: the main process of the job, or of every machine."""
-        topology = self.state.session.process.topology
+        topology = self.state.shared.process.topology
         on_each = self.project.save_on_each_node
         return topology.local_rank == 0 if on_each else topology.rank == 0
 

@@ -53,7 +53,7 @@ class Restorer:
                 f"Unsupported optimizer map location passed: map_location={map_location!r}; valid are None, 'cpu' "
                 "and 'on_device'"
             )
-        device = self._state.session.process.device if map_location == "on_device" else "cpu"
+        device = self._state.shared.process.device if map_location == "on_device" else "cpu"
         reading = {"map_location": device, **(load_kwargs or {})}
         self._wait_for_save()
         folder = self._common(self._agree(lambda: self._find(input_dir)))
@@ -189,7 +189,7 @@ class Restorer:
         if order is None:
             warn(f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch")
             return
-        resuming.restore(loader, order, self._state.session)
+        resuming.restore(loader, order, self._state.shared)
         if own is not None:
             loader.load_state_dict(own)
         elif loader.use_stateful_dataloader:
@@ -204,7 +204,7 @@ class Restorer:
         is_own = found.random_rank == self._state.rank
         self._state.preparer.accumulation.step = found.random.get("step", 0)
         if is_same_size and is_own:
-            restore_random_states(found.random, self._state.session.process.backend)
+            restore_random_states(found.random, self._state.shared.process.backend)
         elif is_same_size:
             warn(f"checkpoint {folder} has no random states of rank {self._state.rank}, only those of rank 0")
 

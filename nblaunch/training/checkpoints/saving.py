@@ -94,23 +94,23 @@ class Saver:
             if error is not None:
                 raise error
         elif number:
-            self._state.session.save_round.outcome(number).check()
+            self._state.shared.save_round.outcome(number).check()
 
     def _meet(self) -> Any:
         """Return this rank's side of the save rounds of its process group; None for a lone process."""
-        state, session = self._state, self._state.session
+        state, shared = self._state, self._state.shared
         if state.world_size == 1 or not is_distributed():
             return None
-        if session.save_round is None or not session.save_round.is_current():
+        if shared.save_round is None or not shared.save_round.is_current():
             # The store has no public name; torch's own modules take it so, since 1.13 at least.
             store = dist.distributed_c10d._get_default_store()
-            collectives = partial(save_round.collectives_begun, session.process.backend)
-            session.save_round = (
+            collectives = partial(save_round.collectives_begun, shared.process.backend)
+            shared.save_round = (
                 Coordinator(store, state.world_size, collectives)
                 if state.rank == 0
                 else Participant(store, state.rank, collectives)
             )
-        return session.save_round
+        return shared.save_round
 
     def _refuse_to_save_alone(self) -> None:
         strategy = self._state.strategy

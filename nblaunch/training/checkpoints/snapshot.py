@@ -28,7 +28,7 @@ from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
-from nblaunch.training.session import Session
+from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
 from nblaunch.wire import quantised
 
@@ -39,7 +39,7 @@ class TrainingState:
     """One process's share of a job's state.
 
     Args:
-        session: its session.
+        shared: what all Accelerators of this process share.
         preparer: has the prepared objects.
         project: says where checkpoints go, and how many are kept.
 
@@ -49,8 +49,8 @@ class TrainingState:
         load_hooks: called before weights are read, likewise.
     """
 
-    def __init__(self, session: Session, preparer: Preparer, project: ProjectConfiguration) -> None:
-        self.session = session
+    def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
+        self.shared = shared
         self.preparer = preparer
         self.project = project
         self.custom: list[Any] = []
@@ -60,12 +60,12 @@ class TrainingState:
     @property
     def rank(self) -> int:
         """Of this process."""
-        return self.session.process.topology.rank
+        return self.shared.process.topology.rank
 
     @property
     def world_size(self) -> int:
         """Of the job."""
-        return self.session.process.topology.world_size
+        return self.shared.process.topology.world_size
 
     @property
     def strategy(self) -> Strategy:
@@ -145,7 +145,7 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
         for index, one in enumerate(states):
             snapshot.objects[files.numbered(name, index)] = one
     for index, loader in enumerate(prepared.loaders):
-        order = resuming.capture(loader, state.session)
+        order = resuming.capture(loader, state.shared)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
     snapshot.objects |= _loader_states(state)
     if state.scaler is not None:
@@ -225,7 +225,7 @@ def _loader_states(state: TrainingState) -> dict[str, bytes]:
 
 
 def _random_states(state: TrainingState) -> bytes:
-    generators = capture_random_states(state.session.process.backend)
+    generators = capture_random_states(state.shared.process.backend)
     return _as_bytes({**generators, "step": state.preparer.accumulation.step})
 
 

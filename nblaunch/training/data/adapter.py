@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from nblaunch.packages import is_installed
-from nblaunch.training.session import open_session
+from nblaunch.training.shared_state import get_shared_state
 
 FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
 ORDER = "_order"  # ours, beside those of torchdata
@@ -41,11 +41,11 @@ class DataLoaderStateMixin:
         """Make this loader the active one, at the start of its epoch."""
         self.reset()
         self.remainder = self._expected_remainder()
-        open_session().loaders.enter(self)
+        get_shared_state().loaders.enter(self)
 
     def end(self) -> None:
         """Give way to the loader around this one, if any: its epoch is over, or was left."""
-        open_session().loaders.leave(self)
+        get_shared_state().loaders.leave(self)
 
     def _expected_remainder(self) -> int:
         """Return the real rows of the last global batch by arithmetic, before the epoch is read."""

@@ -20,7 +20,7 @@ from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.session import Session, open_session
+from nblaunch.training.shared_state import SharedState, get_shared_state
 
 _END, _FAILED, _SAME_STRUCTURE, _NEW_STRUCTURE = range(4)
 
@@ -61,7 +61,7 @@ class DataLoaderDispatcher(PreparedLoader):
         num_processes: int | None = None,
         **options: Any,
     ) -> None:
-        process = open_session().process
+        process = get_shared_state().process
         super().__init__(
             dataset,
             device=process.device if device is None else device,
@@ -104,11 +104,11 @@ class DataLoaderDispatcher(PreparedLoader):
     def _is_reader(self) -> bool:
         return operations.rank() == 0
 
-    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
+    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
         rank, size = operations.rank(), self.num_processes
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
-        for whole, num_rows, is_last in self._send(session, skipped) if self._is_reader else self._receive():
+        for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():
             rows = nested.count_rows(whole) // size
             part = slice_fn(
                 whole, slice(rank * rows, (rank + 1) * rows), process_index=rank, num_processes=size
@@ -116,16 +116,16 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 self.remainder = num_rows
                 self.end_of_dataloader = True
-            session.loops.advance(loop, rows)
-            self._begin_step(session, loop, part)
+            shared.loops.advance(loop, rows)
+            self._begin_step(shared, loop, part)
             yield part
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
-    def _send(self, session: Session, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+    def _send(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         """Yield joined rounds, with the number of real rows and whether each is the last one; once it was sent."""
         structure = b""
-        rounds = self._rounds(session, skipped)
+        rounds = self._rounds(shared, skipped)
         while True:
             try:
                 found = next(rounds, None)
@@ -149,8 +149,8 @@ class DataLoaderDispatcher(PreparedLoader):
             if is_last:
                 return
 
-    def _rounds(self, session: Session, skipped: int) -> Iterator[tuple[Any, int, bool]]:
-        batches = self._read(session, skipped)
+    def _rounds(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
+        batches = self._read(shared, skipped)
         head: Any = None
         current = self._join(list(islice(batches, self.batches_per_round)))
         while current is not None:

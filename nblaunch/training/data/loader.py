@@ -36,7 +36,7 @@ from nblaunch.training.data.samplers import (
     sampler_of,
 )
 from nblaunch.training.data.sharding import BatchSamplerShard, IterableDatasetShard
-from nblaunch.training.session import Session, open_session
+from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import GradientState
 
 
@@ -126,45 +126,45 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if resume_at is not None:
             yield from self._read_rest(resume_at)
             return
-        session = open_session()
+        shared = get_shared_state()
         self._start_epoch()
-        self._loop = loop = self._begin_loop(session)
+        self._loop = loop = self._begin_loop(shared)
         try:
-            yield from self._hand_out(session, loop)
-            session.process.backend.end_loop()
+            yield from self._hand_out(shared, loop)
+            shared.process.backend.end_loop()
             self.iteration += 1
             if self._follower is not None:
                 self._follower.iteration = self.iteration
         except GeneratorExit:
-            session.process.backend.leave_loop()
+            shared.process.backend.leave_loop()
             raise
         finally:
             self._loop = None
             self._begins_at = Position()  # later epochs are whole
             self.end()
-            session.losses.flush()
-            session.own_time.pause()
-            session.loops.end(loop)
+            shared.losses.flush()
+            shared.own_time.pause()
+            shared.loops.end(loop)
 
     @abstractmethod
-    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
+    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
         """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board."""
 
-    def _read(self, session: Session, num_skipped: int) -> Iterator[Any]:
+    def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
         """Yield batches as they are read here, behind those that are skipped."""
-        with rng.untouched(session.take_resuming()):  # making an iterator draws a number; it was drawn before
+        with rng.untouched(shared.take_resuming()):  # making an iterator draws a number; it was drawn before
             batches: Iterator[Any] = iter(self.base_dataloader)
         if num_skipped and not self._skips_indices:
             batches = islice(batches, num_skipped, None)
         return batches
 
     @staticmethod
-    def _begin_step(session: Session, loop: Loop, batch: Any) -> None:
-        backend = session.process.backend
+    def _begin_step(shared: SharedState, loop: Loop, batch: Any) -> None:
+        backend = shared.process.backend
         if backend.is_lazy:
             # Between the steps: what is read here is of neither.
             backend.end_step()
-            session.losses.show_due()
+            shared.losses.show_due()
         backend.begin_step(loop.phase, batch)
 
     def _place(self, batch: Any) -> Any:
@@ -194,15 +194,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._resumed_start = []
         self.epoch_start = [generator.get_state() for generator in generators]
 
-    def _begin_loop(self, session: Session) -> Loop:
-        is_training = session.is_training
+    def _begin_loop(self, shared: SharedState) -> Loop:
+        is_training = shared.is_training
         epoch = self.iteration + 1 if is_training else 0
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, skipped = self._rounds_behind, self.skip_batches
         length = self._length_or_unknown()
         if length >= 0:  # the bar is that of the whole epoch, and begins in the middle
             length += behind + (skipped if self._skips_indices else 0)
-        return session.loops.begin(length, epoch, state, behind + skipped)
+        return shared.loops.begin(length, epoch, state, behind + skipped)
 
     @property
     def _skips_indices(self) -> bool:
@@ -397,10 +397,10 @@ def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
 class DataLoaderShard(PreparedLoader):
     """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
 
-    def _hand_out(self, session: Session, loop: Loop) -> Iterator[Any]:
+    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
         """Yield all batches, the next one always read before the current one is handed out."""
         nothing = object()
-        batches, backend = self._read(session, self._take_skip()), session.process.backend
+        batches, backend = self._read(shared, self._take_skip()), shared.process.backend
         is_placed = self.device is None or self.device.type == "cpu"
         if backend.prefetches_to_device:
             batches, is_placed = map(self._place, batches), True
@@ -408,7 +408,7 @@ class DataLoaderShard(PreparedLoader):
         if current is nothing:
             return
         # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
-        advance, rows = session.loops.advance, nested.count_rows(current)
+        advance, rows = shared.loops.advance, nested.count_rows(current)
         is_plain = is_placed and not self.use_stateful_dataloader and self._has_equal_batches
         is_watched = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
         if not is_plain:
@@ -416,7 +416,7 @@ class DataLoaderShard(PreparedLoader):
         for upcoming in batches:
             advance(loop, rows)
             if is_watched:
-                self._begin_step(session, loop, current)
+                self._begin_step(shared, loop, current)
             yield current
             current = upcoming
             if not is_plain:
@@ -424,8 +424,8 @@ class DataLoaderShard(PreparedLoader):
                 rows = nested.count_rows(current)
         rows = nested.count_rows(current)
         self._finish_epoch(rows)
-        session.loops.advance(loop, rows)
-        self._begin_step(session, loop, current)
+        shared.loops.advance(loop, rows)
+        self._begin_step(shared, loop, current)
         yield current
 
     def _take_in(self, batch: Any, is_placed: bool) -> Any:

@@ -16,13 +16,13 @@ from typing import Any
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.position import Position
 from nblaunch.training.data.samplers import SeedableRandomSampler
-from nblaunch.training.session import Session
+from nblaunch.training.shared_state import SharedState
 
 
-def capture(loader: PreparedLoader, session: Session) -> dict[str, Any]:
+def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     """Return where ``loader`` is."""
-    reading = _being_read(loader, session)
-    is_read = reading in session.loaders.entered()
+    reading = _being_read(loader, shared)
+    is_read = reading in shared.loaders.entered()
     is_mid_epoch = is_read and not reading.end_of_dataloader
     # With its last batch returned, an epoch counts as done: what follows is the next one.
     is_done = is_read and reading.end_of_dataloader
@@ -46,7 +46,7 @@ def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
     return state.get("position") is not None and loader.has_portable_position
 
 
-def restore(loader: PreparedLoader, state: dict[str, Any], session: Session) -> None:
+def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) -> None:
     """Bring ``loader`` to where :func:`capture` saw it: to its epoch, and to the generators at its start.
 
     The first part of the epoch is left out by :func:`skip_first_batches`, or by a loader that resumes by itself.
@@ -60,14 +60,14 @@ def restore(loader: PreparedLoader, state: dict[str, Any], session: Session) -> 
     loader.resume_at(None)
     loader.saved_position = None
     if state["is_mid_epoch"]:
-        session.is_resuming = True
+        shared.is_resuming = True
         if can_continue(loader, state):
             loader.saved_position = Position(**state["position"])
 
 
-def _being_read(loader: PreparedLoader, session: Session) -> PreparedLoader:
+def _being_read(loader: PreparedLoader, shared: SharedState) -> PreparedLoader:
     """Return the loader that reads what ``loader`` would: itself, or one made of it that begins further on."""
-    for other in session.loaders.entered():
+    for other in shared.loaders.entered():
         if isinstance(other, PreparedLoader) and loader in other.followed():
             return other
     return loader

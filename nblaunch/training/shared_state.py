@@ -1,4 +1,4 @@
-"""What training keeps per process: :class:`Session`, which lives in ``context.current().training``."""
+"""What training keeps per process: :class:`SharedState`, which lives in ``context.current().training``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Session:
+class SharedState:
     """One process of a training job: what all its Accelerators, loaders and optimizers share.
 
     Args:
@@ -63,7 +63,7 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.
-        return open_session, ()
+        return get_shared_state, ()
 
     def check_models(self) -> None:
         """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""
@@ -104,8 +104,8 @@ class Session:
         return torch.is_grad_enabled() and any(model.training for model in self.models)
 
 
-def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Session:
-    """Return the session of this process; the first call joins the job.
+def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> SharedState:
+    """Return the shared state of this process; the first call joins the job.
 
     Raises:
         ValueError: ``cpu`` was asked for, but the process computes on another device already.
@@ -119,7 +119,7 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
         process = joining.join(cpu, init)
         losses = LossReport(process.slot, DeviceMemoryReport(process.slot, process.backend))
         loaders = LoaderStack()
-        worker.training = Session(
+        worker.training = SharedState(
             process,
             loaders,
             AccumulationState(loaders),
@@ -127,10 +127,10 @@ def open_session(cpu: bool = False, init: InitProcessGroupKwargs | None = None) 
             losses,
             OwnTime(process.slot),
         )
-    session: Session = worker.training
-    if cpu and session.process.device.type != "cpu":
+    shared: SharedState = worker.training
+    if cpu and shared.process.device.type != "cpu":
         raise ValueError(
-            f"cpu=True, but this process computes on {session.process.device} since its first Accelerator "
+            f"cpu=True, but this process computes on {shared.process.device} since its first Accelerator "
             "or PartialState"
         )
-    return session
+    return shared
