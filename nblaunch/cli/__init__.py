@@ -22,6 +22,7 @@ remedy, and exit code 2.
       selfcheck_ranks.py what their workers run
     estimate.py          ``nblaunch estimate-memory``
       memory_needs.py    its arithmetic
+    merge.py             ``nblaunch merge-weights``
     environment.py       ``nblaunch env``
 """
 
@@ -56,6 +57,7 @@ COMMANDS = {
     "env": ("nblaunch.cli.environment", "report versions, devices and problems of this machine"),
     "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
     "estimate-memory": ("nblaunch.cli.estimate", "estimate how much memory a model takes, by strategy"),
+    "merge-weights": ("nblaunch.cli.merge", "put the shards of a model's checkpoint together"),
     "run-notebook": ("nblaunch.cli.run_notebook", "execute a notebook, with progress in the terminal"),
 }
 """Command -> its module and its line of the help, in the order of the help."""

@@ -2,6 +2,7 @@
 
 nblaunch config            ask questions and write the file
 nblaunch config default    write the default answers
+nblaunch config update     write the settings of a file anew, as this version does
 nblaunch config show       show the file
 """
 
@@ -19,7 +20,7 @@ from nblaunch.cli.questions import Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
 
-_ACTIONS = ("default", "show")
+_ACTIONS = ("default", "update", "show")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,7 +35,8 @@ def add_parser(subparsers: Any) -> None:
         "action",
         nargs="?",
         choices=_ACTIONS,
-        help="default: write the defaults for this machine, without questions; show: show the file",
+        help="default: write the defaults for this machine, without questions; update: write an existing file anew, "
+        "with its settings in the names of this version; show: show the file",
     )
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="another file than the default one"
@@ -48,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.action == "show":
             return _show(path)
+        if arguments.action == "update":
+            return _update(path)
         return _write_default(path) if arguments.action == "default" else _ask(path)
     except ConfigError as error:
         raise UsageError(str(error)) from None
@@ -85,6 +89,14 @@ def _show(path: Path) -> int:
     for note in layer.notes:
         print(f"# note: {note}")
     return 0
+
+
+def _update(path: Path) -> int:
+    """Write a file anew: its settings stay, names of older versions and of Accelerate become those of this one."""
+    layer = files.read(path)
+    for note in layer.notes:
+        print(f"left out: {note}")
+    return _write(path, layer.values)
 
 
 def _write_default(path: Path) -> int:

@@ -9,6 +9,7 @@ written by ``accelerate config`` have the same format and are read as they are.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -338,7 +339,7 @@ def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write settings atomically as YAML, with a comment for each.
+    """Write settings atomically as YAML, with a comment for each; as JSON where the name of the file ends so.
 
     If ``path`` is a symbolic link, as in a folder of dotfiles, its target is written.
 
@@ -351,7 +352,7 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
         fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
             with os.fdopen(fd, "w", encoding="utf-8") as file:
-                file.write(render(values))
+                file.write(render_json(values) if path.suffix == ".json" else render(values))
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(temporary, 0o644)
@@ -379,6 +380,16 @@ def render(values: Mapping[str, Any]) -> str:
         for name in (name for name in SETTINGS if name in chosen):
             lines += [f"{indent}# {SETTINGS[name].meaning}", f"{indent}{name}: {_scalar(chosen[name])}"]
     return "\n".join(lines) + "\n"
+
+
+def render_json(values: Mapping[str, Any]) -> str:
+    """Return settings as JSON, which YAML's reader takes as well; in the order of the table."""
+    content: dict[str, Any] = {}
+    for name in (name for name in SETTINGS if name in values):
+        group = SETTINGS[name].group
+        section = content.setdefault(group, {}) if group in SECTIONS else content
+        section[name] = "none" if values[name] is None else values[name]  # null would mean "not set"
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _scalar(value: Any) -> str:

@@ -52,6 +52,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     project_of,
 )
+from nblaunch.training.placement import is_dispatched
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
 from nblaunch.training.rejoining import Rejoining
@@ -321,6 +322,10 @@ class Accelerator(PreparationProperties, Rejoining):
             keep_torch_compile: True: the module of a compiled model comes back compiled.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Return whether a device map has cut ``model`` into pieces, as ``device_map="auto"`` does."""
+        return is_dispatched(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget what was prepared and return unused memory to the device.

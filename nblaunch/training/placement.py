@@ -16,13 +16,11 @@ _HOST = ("cpu", "disk")
 def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
     """Return the device map that ``model``, or a module in it, was loaded with; empty where there is none.
 
-    transformers and Accelerate leave it as ``hf_device_map``: name of a module -> device, or ``"disk"``.
+    transformers and Accelerate leave it as ``hf_device_map``: name of a module -> device, or ``"disk"``. Of several,
+    the one with the most entries.
     """
-    for module in model.modules():
-        found = module.__dict__.get("hf_device_map")
-        if isinstance(found, Mapping):
-            return found
-    return {}
+    maps = (module.__dict__.get("hf_device_map") for module in model.modules())
+    return max((found for found in maps if isinstance(found, Mapping)), key=len, default={})
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:

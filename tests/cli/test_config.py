@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -239,6 +240,39 @@ def test_a_notebook_writes_the_default_file_as_tutorials_do(
     with pytest.raises(ValueError, match="fp5"):
         write_basic_config("fp5", tmp_path / "other.yaml")
     assert not (tmp_path / "other.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["old.yaml", "old.json"])
+def test_update_keeps_the_settings_of_a_file_of_accelerate(
+    command: Command, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    old = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "enable_cpu_affinity": [1],
+        "fsdp_config": {"fsdp_version": 2, "fsdp_backward_prefetch_policy": "BACKWARD_PRE"},
+        "mixed_precision": "bf16",
+        "num_processes": 2,
+    }
+    path.write_text(json.dumps(old))
+    before = files.read(path).values
+    ended = command("config", "update", "--config_file", str(path))
+    assert ended.code == 0, ended.err
+    assert "left out: enable_cpu_affinity" in ended.out
+    assert files.read(path) == files.Layer(f"file {path}", before)
+    assert before["strategy"] == "fsdp"
+    assert "distributed_type" not in path.read_text()
+    if name.endswith("json"):
+        assert json.loads(path.read_text())["num_processes"] == 2
+    else:
+        assert "# " in path.read_text()
+
+
+def test_update_needs_a_file(command: Command, tmp_path: Path) -> None:
+    assert command("config", "update").code == 2
+    assert command("config", "update", "--config_file", str(tmp_path / "none.yaml")).code == 2
+    assert not (tmp_path / "none.yaml").exists()
 
 
 def test_an_empty_name_is_not_the_default_file(command: Command) -> None:

@@ -36,6 +36,15 @@ def test_a_model_that_is_cut_by_a_device_map_is_not_moved() -> None:
         Accelerator(cpu=True).prepare(Fixed(**{"": "cpu"}))  # whole: it is moved as any other
 
 
+def test_a_device_map_of_several_places_is_reported_wherever_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    whole = Fixed(**{"": "cpu"})
+    assert not accelerator.verify_device_map(torch.nn.Linear(1, 1))
+    assert not accelerator.verify_device_map(whole)
+    whole.add_module("inner", Fixed(embed="cpu", head="disk"))
+    assert accelerator.verify_device_map(whole)
+
+
 def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = True  # type: ignore[assignment]

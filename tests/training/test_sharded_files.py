@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from nblaunch import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, utils
+from nblaunch import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, cli, utils
 from tests.training import ranks
 
 
@@ -63,6 +63,11 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
     assert names == ["optimizer_0", "pytorch_model_fsdp_0"]
     with pytest.raises(CheckpointError, match="do you mean"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "merged")
+    assert cli.main(["merge-weights", str(tmp_path), str(tmp_path / "merged")]) == 2
+    shards, merged = str(tmp_path / "pytorch_model_fsdp_0"), str(tmp_path / "by_command")
+    assert cli.main(["merge-weights", shards, merged, "--unsafe_serialization"]) == 0
+    by_command = torch.load(tmp_path / "by_command" / "pytorch_model.bin", weights_only=True)
+    assert {name: value.tolist() for name, value in by_command.items()} == first[0]
     for safe, file in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
         utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe, safe)
         path = tmp_path / "merged" / file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import math
 from pathlib import Path
@@ -34,6 +35,44 @@ AUTO = {
 
 def _complete(config: dict[str, Any], **prepared: Any) -> dict[str, Any]:
     return complete(DeepSpeedPlugin(config), EngineInputs(**{"model": MODEL, **prepared}))
+
+
+@pytest.mark.parametrize("asked", ["no", "fp16", "bf16", "fp8"])
+@pytest.mark.parametrize("given", [{}, {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}])
+def test_a_precision_goes_where_the_configuration_leaves_it_open(asked: str, given: dict[str, Any]) -> None:
+    plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, **given})
+    plugin.set_mixed_precision(asked)
+    config = plugin.deepspeed_config
+    assert config["fp16"]["enabled"] is (asked == "fp16")
+    assert config["bf16"]["enabled"] is (asked in ("bf16", "fp8"))
+    assert config["fp16"].get("auto_cast", False) is (asked == "fp16" and not given)
+
+
+def test_a_precision_that_the_configuration_contradicts_is_refused() -> None:
+    plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
+    with pytest.raises(
+        ValueError, match="cannot be set to `fp16` when `bf16` is set in the DeepSpeed config"
+    ):
+        plugin.set_mixed_precision("fp16")
+    with pytest.raises(ValueError, match="fp5"):
+        plugin.set_mixed_precision("fp5")
+    plugin.set_mixed_precision("no")
+    assert plugin.deepspeed_config["bf16"]["enabled"] is True
+
+
+def test_transformers_sees_the_configuration_while_the_plugin_lives() -> None:
+    pytest.importorskip("deepspeed")
+    from transformers.integrations import deepspeed as integration
+
+    plugin = DeepSpeedPlugin({**AUTO, "zero_optimization": {"stage": 3}})
+    plugin.set_deepspeed_weakref()
+    assert integration.is_deepspeed_zero3_enabled()
+    assert integration.deepspeed_config()["train_micro_batch_size_per_gpu"] == 1
+    assert "train_batch_size" not in integration.deepspeed_config()
+    assert plugin.deepspeed_config["train_batch_size"] == "auto"
+    del plugin
+    gc.collect()
+    assert not integration.is_deepspeed_zero3_enabled()
 
 
 # --- the plugin -------------------------------------------------------------------------------------------------------

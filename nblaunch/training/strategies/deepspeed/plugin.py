@@ -6,6 +6,7 @@ Plain data that checks itself, and builds the strategy from it. Nothing here imp
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class DeepSpeedPlugin(StrategyPlugin):
 
     deepspeed_config: dict[str, Any] = field(init=False, default_factory=dict)
     selected: bool = field(init=False, default=False)
+    dschf: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
@@ -184,6 +186,48 @@ class DeepSpeedPlugin(StrategyPlugin):
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether a key of the configuration is still "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write a precision into the configuration, where that leaves it open.
+
+        Args:
+            mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or ``"fp8"``, beside which DeepSpeed computes in bf16.
+
+        Raises:
+            ValueError: an unknown precision, or the configuration has the other 16-bit format enabled.
+        """
+        check_choice("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
+        asked = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
+        for name in ("fp16", "bf16"):
+            if asked not in ("no", name) and str(self.get_value(f"{name}.enabled")).lower() == "true":
+                raise ValueError(
+                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{name}` is set in the "
+                    f"DeepSpeed config file; set {name}.enabled there to false or auto"
+                )
+        if asked == "fp16" and "fp16" not in self.deepspeed_config:
+            put(self.deepspeed_config, "fp16.auto_cast", True)
+        for name in ("fp16", "bf16"):
+            if self.get_value(f"{name}.enabled") in (None, AUTO):
+                put(self.deepspeed_config, f"{name}.enabled", name == asked)
+
+    def set_deepspeed_weakref(self) -> None:
+        """Show transformers this configuration: with stage 3 its ``from_pretrained`` then shards models as it loads.
+
+        transformers keeps a weak reference, the plugin the object itself, in ``dschf``.
+
+        Raises:
+            ImportError: transformers or DeepSpeed is not installed.
+        """
+        from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+        config = copy.deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, AUTO) == AUTO:  # what builds models has no use for them, but checks them
+                config[key] = 1
+        if config.get("train_batch_size") == AUTO:
+            del config["train_batch_size"]
+        unset_hf_deepspeed_config()
+        self.dschf = HfDeepSpeedConfig(config)
 
     def is_zero3_init_enabled(self) -> bool:
         """Return whether models are sharded while they are built: never by this plugin."""

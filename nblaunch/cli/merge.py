@@ -1,0 +1,53 @@
+"""``nblaunch merge-weights``: the shards of a model in a checkpoint, put together into files that need no nblaunch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from nblaunch.cli import UsageError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "merge-weights",
+        help="put the shards of a model's checkpoint together",
+        description="Put the shards of a model, as FSDP2 writes them into a checkpoint, together into "
+        "model.safetensors. The whole model must fit into the memory of this machine; no device is needed.",
+    )
+    parser.add_argument(
+        "checkpoint_directory", help="the folder with the shards, as checkpoint/pytorch_model_fsdp_0"
+    )
+    parser.add_argument("output_path", help="the folder for the whole model; made where it is missing")
+    parser.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="write pytorch_model.bin, in torch's own format",
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir",
+        "--remove-checkpoint-dir",
+        action="store_true",
+        help="remove the shards once the whole is written",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, and return the exit code."""
+    # Imported here, since they import torch.
+    from nblaunch.errors import CheckpointError
+    from nblaunch.training.checkpoints.sharded_files import merge_fsdp_weights
+
+    try:
+        merge_fsdp_weights(
+            arguments.checkpoint_directory,
+            arguments.output_path,
+            not arguments.unsafe_serialization,
+            arguments.remove_checkpoint_dir,
+        )
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    print(f"written to {arguments.output_path}")
+    return 0
