@@ -232,6 +232,7 @@ class LaunchSpec:
         return_all: return a list of the values of all ranks instead of rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
         interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
+        takes_commands: this process sends the workers commands while they run, as a session does.
         is_spmd: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
@@ -271,6 +272,7 @@ class LaunchSpec:
     log_dir: str | None = None
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
+    takes_commands: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)

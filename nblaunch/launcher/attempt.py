@@ -33,6 +33,7 @@ from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, create_memory_file
 from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.link import Link, connect
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class RunningAttempt:
         group: the processes.
         board: the progress of all ranks.
         receivers: rank -> where its events arrive.
+        links: rank -> the connection for commands; empty where none are sent.
         tails: rank -> its log.
         store: the store that workers may ask for; None where another node hosts it.
         selector: to wait for all of these.
@@ -91,6 +93,7 @@ class RunningAttempt:
     group: WorkerGroup
     board: Board
     receivers: Mapping[int, EventReceiver]
+    links: Mapping[int, Link]
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -147,7 +150,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, receivers = assign(attempt, board, descendants.tag, stack, worker_ends)
+        assignments, receivers, links = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
         group = engine.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -160,7 +163,7 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, receivers, tails, store, _open_selector(stack), memory, monitor,
+        attempt, assignments, group, board, receivers, links, tails, store, _open_selector(stack), memory, monitor,
         guardian, leak_check, left_running, stack.pop_all(),
     )  # fmt: skip
 
@@ -205,7 +208,7 @@ def _end_descendants(
 
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[list[Assignment], dict[int, EventReceiver]]:
+) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, Link]]:
     """Make each worker's descriptors and assignment.
 
     Args:
@@ -216,12 +219,14 @@ def assign(
         worker_ends: closes what only the workers need, once they have it.
 
     Returns:
-        The assignments, and rank -> where its events arrive.
+        The assignments; rank -> where its events arrive; rank -> its connection for commands, if there is one.
 
     Raises:
         OSError: descriptors or memory ran out.
     """
-    assignments, receivers = [], {}
+    assignments: list[Assignment] = []
+    receivers: dict[int, EventReceiver] = {}
+    links: dict[int, Link] = {}
     key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
@@ -230,7 +235,10 @@ def assign(
         receivers[rank] = EventReceiver(reading, f"rank {rank}")
         stack.callback(descriptors.close, reading)
         worker_ends.callback(os.close, writing)
-        outbox_fd = -1
+        command_fd = outbox_fd = -1
+        if attempt.spec.takes_commands:
+            links[rank], command_fd = connect()
+            worker_ends.callback(os.close, command_fd)
         # Any rank may hold shards of weights, so each gets an outbox.
         if _returns_value(attempt, topology) or attempt.plan.modules:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
@@ -246,6 +254,7 @@ def assign(
                 board_fd=board.fd,
                 event_fd=writing,
                 outbox_fd=outbox_fd,
+                command_fd=command_fd,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=attempt.plan.num_threads,
@@ -255,7 +264,7 @@ def assign(
                 descendant_tag=tag,
             )
         )
-    return assignments, receivers
+    return assignments, receivers, links
 
 
 def _returns_value(attempt: Attempt, topology: Topology) -> bool:

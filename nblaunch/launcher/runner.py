@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
@@ -35,6 +35,7 @@ from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.link import Link
 from nblaunch.wire.outbox import RankResult
 
 _REMEDY = (
@@ -81,6 +82,7 @@ class JobRunner:
         topology: of the first rank of this machine.
         attempt: number of the present attempt, from 0.
         pids: rank -> process of the ranks of this machine that have started in it.
+        links: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
         past_failures: one line for each attempt that failed.
         status: ``"starting"``, ``"running"``, or that of the outcome.
         outcome: how the job ended; None before that.
@@ -106,6 +108,7 @@ class JobRunner:
         self.requests = JobRequests()
         self.attempt = 0
         self.pids: dict[int, int] = {}
+        self.links: Mapping[int, Link] = {}
         self.past_failures: list[str] = []
         self.metrics: list[dict[str, Any]] = []
         self.status = "starting"
@@ -236,6 +239,7 @@ class JobRunner:
             _clear_variables(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={})
         self.requests.close()
+        self.links = {}
         self.log.end()
         with self._end_lock:
             self._ended.set()
@@ -323,6 +327,7 @@ class JobRunner:
 
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
         running = start_attempt(self._attempt(peers, restart_count))
+        self.links = running.links
         self._supervisor = Supervisor(running, self.requests, self.emit, self.update)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -14,11 +14,10 @@ from multiprocessing.connection import wait
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.messages import Call, Close, Command, Execute, LeaveGroup, Reply
 from nblaunch.session.output import SessionOutput
-from nblaunch.session.sockets import Link
 from nblaunch.wire import outbox
 from nblaunch.wire.exceptions import set_attribute
+from nblaunch.wire.messages import Call, Close, Command, Execute, LeaveGroup, Reply
 from nblaunch.wire.outbox import RankResult
 
 _TICK_S = 0.1
@@ -45,7 +44,6 @@ class Exchange:
 
     Args:
         runner: of the job whose workers the ranks are.
-        links: rank -> connection.
         output: shows what ranks print while a command runs.
 
     Attributes:
@@ -54,9 +52,9 @@ class Exchange:
         num_interrupts: interrupts of the present or last command.
     """
 
-    def __init__(self, runner: JobRunner, links: Mapping[int, Link], output: SessionOutput) -> None:
+    def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
-        self._links = dict(links)
+        self._links = dict(runner.links)
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
@@ -105,7 +103,6 @@ class Exchange:
         for link in self._links.values():
             with suppress(OSError):
                 link.send(Close())
-            link.close()
         self._links = {}
 
     def raise_end(self) -> None:
@@ -137,9 +134,9 @@ class Exchange:
         answers: Answers = {}
         failed_s: float | None = None
         while self.busy:
-            waiting = {self._links[rank].connection: rank for rank in self.busy}
-            for connection in wait(list(waiting), _TICK_S):
-                rank = waiting[connection]  # type: ignore[index]
+            waiting = {self._links[rank].fileno(): rank for rank in self.busy}
+            for fd in wait(list(waiting), _TICK_S):
+                rank = waiting[fd]  # type: ignore[index]
                 answers[rank] = self._receive(rank)
                 self.busy.discard(rank)
                 if answers[rank].reply.failed is not None and failed_s is None:

@@ -16,8 +16,8 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import formatting
 from nblaunch.session import cells
-from nblaunch.session.messages import Execute
 from nblaunch.session.session import Session
+from nblaunch.wire.messages import Execute
 
 _USAGE = "%ranks start [number of processes] | use VARIABLE | status | restart | stop"
 

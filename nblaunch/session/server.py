@@ -15,7 +15,10 @@ from nblaunch import context
 from nblaunch.backends import process_group
 from nblaunch.events import Event, Returned, WeightsSent
 from nblaunch.session import cells
-from nblaunch.session.messages import (
+from nblaunch.wire import payload
+from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.link import Link
+from nblaunch.wire.messages import (
     PLAIN_TYPES,
     Assign,
     Call,
@@ -25,9 +28,6 @@ from nblaunch.session.messages import (
     LeaveGroup,
     Reply,
 )
-from nblaunch.session.sockets import Link, connect
-from nblaunch.wire import payload
-from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.outbox import Outbox
 from nblaunch.worker import output
@@ -37,14 +37,10 @@ from nblaunch.worker.failure import describe_failure
 _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
 
-def serve(address: str, key: bytes) -> None:
-    """Do what the session asks of this rank until it is closed, or its kernel has gone.
-
-    Args:
-        address: of the session's socket.
-        key: by which this rank makes itself known.
-    """
-    link = connect(address, key, context.current().topology.rank)
+def serve() -> None:
+    """Do what the session asks of this rank until it is closed, or its kernel has gone."""
+    link = context.current().link
+    assert link is not None, "the launch of a session gives its workers a connection"
     _Server(link).run()
 
 

@@ -24,14 +24,13 @@ from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.exchange import Answer, Answers, Exchange, failed_ranks
-from nblaunch.session.messages import Assign, Call, Execute
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
-from nblaunch.session.sockets import Door
 from nblaunch.session.values import RankValues
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.messages import Assign, Call, Execute
 from nblaunch.wire.modules import modules_in
 from nblaunch.wire.pickle_errors import unpicklable_parts
 
@@ -295,25 +294,14 @@ class Session:
     def _start(self) -> None:
         self._count = 0
         self._output = SessionOutput()
-        door = Door()
-        try:
-            spec = LaunchSpec(
-                function=serve,
-                args=(door.address, door.key),
-                sync_weights=False,
-                hang_timeout_s=None,
-                **self._settings,
-            )
-            self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
-            self._runner.run_in_background()
-            self._end = weakref.finalize(self, self._runner.requests.cancel)
-            Job(self._runner).raise_if_not_started()
-            links = door.accept(self.ranks, lambda: self.is_running)
-        finally:
-            door.close()
-        self._exchange = Exchange(self._runner, links, self._output)
-        if len(links) < len(self.ranks):
-            self._exchange.raise_end()
+        spec = LaunchSpec(
+            function=serve, takes_commands=True, sync_weights=False, hang_timeout_s=None, **self._settings
+        )
+        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
+        self._runner.run_in_background()
+        self._end = weakref.finalize(self, self._runner.requests.cancel)
+        Job(self._runner).raise_if_not_started()
+        self._exchange = Exchange(self._runner, self._output)
 
     # --- what came of a command --------------------------------------------------------------------------------------
 
@@ -334,7 +322,7 @@ class Session:
         """Raise what a command raised on the first rank that failed."""
         __tracebackhide__ = True
         if failed_ranks(answers):
-            spec = LaunchSpec(function=serve, args=("", b""), sync_weights=False)
+            spec = LaunchSpec(function=serve, sync_weights=False)
             attempt = Attempt(spec, self._runner.plan, 0, self._runner.topology, self._runner.log)
             self._conclude(attempt, answers)[0].with_traceback().raise_error()
         if self._exchange.num_interrupts:

@@ -21,6 +21,8 @@ From a worker:
 
 Both ways between launcher and workers:
 
+    link.py             a connection for commands
+    messages.py         commands, and the replies to them
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:

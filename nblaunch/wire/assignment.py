@@ -40,6 +40,7 @@ class Assignment:
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
         outbox_fd: empty memory file for its result; -1 where none is wanted.
+        command_fd: socket on which the kernel sends it commands (``wire/link.py``); -1 where it sends none.
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
@@ -64,6 +65,7 @@ class Assignment:
     log_path: str
     stacks_path: str
     num_threads: int
+    command_fd: int = -1
     is_spmd: bool = False
     returns_value: bool = True
     sends_weights_of: tuple[ArgPath, ...] = ()
@@ -81,7 +83,7 @@ class Assignment:
     @property
     def own_fds(self) -> tuple[int, ...]:
         """Return the descriptors that no other worker needs."""
-        return (self.event_fd,) if self.outbox_fd < 0 else (self.event_fd, self.outbox_fd)
+        return tuple(fd for fd in (self.event_fd, self.outbox_fd, self.command_fd) if fd >= 0)
 
 
 @dataclass(frozen=True)

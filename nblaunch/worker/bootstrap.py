@@ -38,6 +38,7 @@ from nblaunch.host import descendants
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
+from nblaunch.wire.link import Link
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.turns import Turns
@@ -164,6 +165,7 @@ class _Worker:
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
+                link=Link(assignment.command_fd) if assignment.command_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,
             )

@@ -1,4 +1,4 @@
-"""What the kernel asks of the ranks of a session, and what they reply. Pickled, on a socket that only they share."""
+"""The commands that the kernel sends to workers, and their replies. Pickled, on a socket that only the two share."""
 
 from __future__ import annotations
 
