@@ -10,6 +10,7 @@ stall.py           ranks without progress, and rates that fall to 0
 notices.py         slow and stuck ranks, losses that are not finite
 text.py            the table on terminals, and the progress line
 html.py            the table as HTML
+charts.py          losses and logged metrics as curves
 notebook.py        the dashboard for notebooks: an output of a cell that is updated
 widgets.py         the dashboard with live widgets
   widget_panel.py      headline, buttons, charts, logs

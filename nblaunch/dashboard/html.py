@@ -1,4 +1,4 @@
-"""HTML of a job: one fragment without scripts, style sheets or resources to load; curves are inline SVG.
+"""HTML of a job: one fragment without scripts, style sheets or resources to load. Charts are SVG (``charts.py``).
 
 All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. Where
 inline styles and SVG are removed too, a plain table with numbers and captions is left. Colours of text are inherited
@@ -8,17 +8,15 @@ the text next to them states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from math import log10
 
-from nblaunch import formatting
+from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
-from nblaunch.formatting import loss, single_line
 
 LIVE, GOOD, BAD, CALM = "#3b82d6", "#2f9e6e", "#d64545", "#8a8f98"
 CAUTION = "#b97c12"
@@ -44,13 +42,6 @@ def outcome_colour(outcome: str) -> str:
 
 _SPARK_WIDTH, _SPARK_HEIGHT = 72, 16
 _SPARK_POINTS = 24  # a point for 3 pixels
-_WIDTH, _HEIGHT, _MARGIN = 286, 90, 4  # three of them side by side in the cell of a laptop
-_GAP = 20
-_MAX_LINES = 8
-_MAX_CHARTS = 6
-_LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a logarithmic scale
-
-Point = tuple[float, float]
 
 
 def sparkline(history: Sequence[float]) -> str:
@@ -69,87 +60,6 @@ def sparkline(history: Sequence[float]) -> str:
     return (
         f'<svg width="{_SPARK_WIDTH}" height="{_SPARK_HEIGHT}" role="img" style="vertical-align:middle;opacity:.75">'
         f'<title>{label}</title><polyline points="{points}" fill="none" stroke="currentColor"></polyline></svg>'
-    )
-
-
-def charts(view: JobView) -> str:
-    """Return charts of the losses of the first ranks and of logged metrics, side by side; empty without values."""
-    drawn = [rank for rank in view.ranks[:_MAX_LINES] if len(rank.losses) > 1]
-    losses = {f"rank {rank.rank}": rank.losses for rank in drawn}
-    name = "loss" if len(view.ranks) < 2 else f"loss of {formatting.ranks([rank.rank for rank in drawn])}"
-    parts = [chart(name, losses, first_step=0)] if losses else []
-    for name, curve in view.curves.items():
-        points = curve.points()
-        if len(parts) >= _MAX_CHARTS:
-            break
-        if len(points) > 1:
-            parts.append(chart(single_line(name), {"": points}, first_step=round(points[0][0])))
-    return f"<div>{''.join(parts)}</div>" if parts else ""
-
-
-def chart(name: str, curves: Mapping[str, Sequence[Point]], first_step: int) -> str:
-    """Return one chart with a caption.
-
-    Args:
-        name: of the quantity.
-        curves: label -> at least two points; the first one is emphasized, and the caption gives its values.
-        first_step: where the first curve begins; the caption counts from there.
-    """
-    lines = list(curves.values())
-    ys = [y for line in lines for _, y in line]
-    is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
-    caption = _caption(lines[0], first_step)
-    whose = f", {next(iter(curves))} in colour" if len(curves) > 1 else ""
-    about = f"{whose}{', logarithmic' if is_log else ''}"
-    drawn = "".join(
-        _polyline(points, is_main=index == 0)
-        for index, points in reversed(list(enumerate(_scaled(lines, is_log=is_log))))
-    )
-    axes = "border-left:1px solid rgba(128,128,128,.4);border-bottom:1px solid rgba(128,128,128,.4)"
-    return (
-        f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
-        f'<div style="max-width:{_WIDTH}px;overflow-wrap:anywhere">{escape(name)}'
-        f'<span style="opacity:.65">{escape(about)}</span></div>'
-        f'<div style="max-width:{_WIDTH}px;opacity:.65">{escape(caption)}</div>'
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(f"{name}: {caption}")}" '
-        f'style="display:block;{axes}">{drawn}</svg></div>'
-    )
-
-
-def _caption(line: Sequence[Point], first_step: int) -> str:
-    """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
-    ys = [y for _, y in line]
-    first, last = line[0], line[-1]
-    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0]) - first_step, 'step')}"
-    # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
-    if ys[-1] <= ys[0]:
-        return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
-    return text + (f", highest {loss(max(ys))}" if max(ys) > ys[-1] else "")
-
-
-def _scaled(lines: Sequence[Sequence[Point]], *, is_log: bool) -> list[list[Point]]:
-    """Return the points of all lines in pixels, on the same axes."""
-    heights = [[log10(y) if is_log else y for _, y in line] for line in lines]
-    low_x, high_x = min(line[0][0] for line in lines), max(line[-1][0] for line in lines)
-    low_y, high_y = min(map(min, heights)), max(map(max, heights))
-    width, height = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
-    scale_x = width / (high_x - low_x) if high_x > low_x else 0.0
-    scale_y = height / (high_y - low_y) if high_y > low_y else 0.0
-    return [
-        [
-            (_MARGIN + (x - low_x) * scale_x, _HEIGHT - _MARGIN - (y - low_y) * scale_y)
-            for (x, _), y in zip(line, ys, strict=True)
-        ]
-        for line, ys in zip(lines, heights, strict=True)
-    ]
-
-
-def _polyline(points: Sequence[Point], *, is_main: bool) -> str:
-    drawn = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
-    colour, width, opacity = (LIVE, 1.6, 1.0) if is_main else ("currentColor", 1.0, 0.35)
-    return (
-        f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
-        f'stroke-linejoin="round" opacity="{opacity:g}"></polyline>'
     )
 
 
@@ -192,7 +102,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
     parts += [grid(table.grid)] if table.grid else []
     parts.append(remarks(table))
     parts += [line(table.metrics)] if table.metrics else []
-    parts += [charts(view)] if view.is_over else []
+    parts += [charts(view, has_values=True)] if view.is_over else []
     if with_output:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(view.tail)] if view.tail else []

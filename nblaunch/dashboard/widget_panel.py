@@ -26,7 +26,7 @@ from IPython import get_ipython
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Controls
-from nblaunch.dashboard.html import charts
+from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.lines import LogBook
 from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
@@ -153,7 +153,8 @@ _PRE = (
     "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "line-height:17px"
 )
-_TITLE_S, _CHART_S, _GRID_S = 0.8, 4.0, 1.0
+_TITLE_S, _CHART_S, _GRID_S = 0.8, 0.9, 1.0
+_CHART_BYTES_S = 3_000.0  # of charts; those of many ranks and metrics are updated less often
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
 
@@ -223,9 +224,7 @@ class Panel:
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_ranks(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
-        if self._throttle.is_due(self._charts, _CHART_S):
-            drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
-            self._show_block(self._charts, drawn, every_s=_CHART_S)
+        self._show_charts(view)
         self._show_block(self._footer, _footer(table), every_s=1.0)
         if self._logs is not None:
             self._logs.show()
@@ -240,6 +239,12 @@ class Panel:
             self._rows.show(table)
         elif self._throttle.is_due(self._grid, _GRID_S):
             self._show_block(self._grid, html.table_of(table) + html.grid(table.grid), every_s=_GRID_S)
+
+    def _show_charts(self, view: JobView) -> None:
+        every_s = max(_CHART_S, len(self._charts.value) / _CHART_BYTES_S)
+        if self._throttle.is_due(self._charts, every_s):
+            drawn = charts(view) if view.elapsed_s >= _FIRST_CHART_S else ""
+            self._show_block(self._charts, drawn, every_s=every_s)
 
     def close(self, lasting: str) -> None:
         """Close all widgets, so that nothing of them stays in the kernel or the notebook.

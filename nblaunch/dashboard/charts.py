@@ -1,0 +1,292 @@
+"""Charts as SVG: losses and logged metrics over steps, with axes, ticks, a legend, and values under the pointer.
+
+    loss  ━ smoothed mean  ─ each rank
+    2.3026 to 0.4127 in 320 steps, lowest 0.3988
+    2.0 │╲
+    1.0 │ ╲___
+        │     ╲_______
+    step└──┬────┬────┬──
+          100  200  300
+
+Raw values are thin and behind; what is smoothed is drawn over them in colour. Captions and values under the pointer are
+never smoothed. A chart depends on the values alone, so that equal runs have equal charts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, log10
+from statistics import median
+
+from nblaunch import formatting
+from nblaunch.dashboard.view import JobView
+from nblaunch.formatting import loss, single_line
+
+Point = tuple[float, float]
+
+LINE_COLOUR = "#3b82d6"
+"""Of the curve in front."""
+
+_WIDTH, _HEIGHT = 256, 118  # three of them side by side in the cell of a laptop
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 250, 6, 100  # edges of the curves, in pixels
+_GAP = 18
+_MAX_LINES = 8  # raw lines of ranks
+_MAX_CHARTS = 6
+_MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
+_MAX_VALUES = 32  # under the pointer
+_LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a logarithmic scale
+_SMOOTHED_FROM = 20  # points; fewer are drawn as they are
+_SMOOTHED_PART = 20  # a smoothed value is the weighted mean of this part of all points to either side
+
+
+def charts(view: JobView, *, has_values: bool = False) -> str:
+    """Return charts of the losses and of logged metrics, side by side; empty without values.
+
+    Args:
+        view: the job.
+        has_values: show values under the pointer; they would go away with every update.
+    """
+    parts = [_losses(view, has_values=has_values)]
+    for name, curve in view.curves.items():
+        points = curve.points()
+        if len(points) > 1:
+            parts.append(chart(single_line(name), points, raw_name="as logged", has_values=has_values))
+    return f"<div>{''.join(parts[:_MAX_CHARTS])}</div>" if any(parts) else ""
+
+
+def _losses(view: JobView, *, has_values: bool) -> str:
+    """Return the chart of the losses: the mean of all ranks before those of the first ranks."""
+    drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
+    if not drawn:
+        return ""
+    if len(view.ranks) == 1:
+        return chart("loss", drawn[0].losses, first_step=0, has_values=has_values)
+    shown = drawn[:_MAX_LINES]
+    return chart(
+        "loss",
+        mean_of([rank.losses for rank in drawn]),
+        [rank.losses for rank in shown],
+        name_of_main="mean",
+        raw_name="each rank" if len(shown) == len(drawn) else formatting.ranks(rank.rank for rank in shown),
+        first_step=0,
+        has_values=has_values,
+    )
+
+
+def chart(
+    name: str,
+    main: Sequence[Point],
+    raw: Sequence[Sequence[Point]] = (),
+    *,
+    name_of_main: str = "",
+    raw_name: str = "raw",
+    first_step: float | None = None,
+    has_values: bool = False,
+) -> str:
+    """Return one chart with its legend and caption.
+
+    Args:
+        name: of the quantity.
+        main: at least two points; smoothed where they are many.
+        raw: thin lines behind; without any, ``main`` itself is behind where it is smoothed.
+        name_of_main: in the legend.
+        raw_name: in the legend.
+        first_step: where the caption counts from; None: the first point.
+        has_values: show the values of ``main`` under the pointer.
+    """
+    front = smoothed(thinned(main))
+    is_smoothed = len(thinned(main)) >= _SMOOTHED_FROM
+    behind = raw or ([main] if is_smoothed else [])
+    behind = [thinned(line, min(_MAX_RAW_POINTS // len(behind), _MAX_POINTS)) for line in behind]
+    axes = _Axes.around([front, *behind])
+    caption = _caption(main, main[0][0] if first_step is None else first_step)
+    drawn = [
+        axes.drawn(),
+        *(_polyline(axes, line, 0, 'stroke="currentColor" opacity=".35"') for line in behind),
+        _polyline(axes, front, 1, f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
+        _values(axes, thinned(main, _MAX_VALUES)) if has_values else "",
+    ]
+    legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed, is_log=axes.is_log)
+    return (
+        f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
+        f'<div style="max-width:{_WIDTH}px;overflow-wrap:anywhere"><b>{escape(name)}</b>{legend}</div>'
+        f'<div style="max-width:{_WIDTH}px;opacity:.75">{escape(caption)}</div>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(f"{name}: {caption}")}" '
+        f'style="display:block">{"".join(drawn)}</svg></div>'
+    )
+
+
+def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
+    """Return the mean of lines of at least two points each, which may be 2, 4, 8... times as far apart as others'."""
+    # The last point of a line is closer where its bin is not complete, and others are missing where losses were nan.
+    width = max(median(b[0] - a[0] for a, b in pairwise(line)) for line in lines) or 1.0
+    bins: dict[int, list[Point]] = {}
+    for line in lines:
+        for x, y in line:
+            bins.setdefault(ceil(x / width), []).append((x, y))
+    return [
+        (max(x for x, _ in points), sum(y for _, y in points) / len(points))
+        for _, points in sorted(bins.items())
+    ]
+
+
+def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]:
+    """Return evenly spaced points of a line, the first and the last one included."""
+    if len(line) <= max_points:
+        return list(line)
+    step = (len(line) - 1) / (max_points - 1)
+    return [line[round(index * step)] for index in range(max_points)]
+
+
+def smoothed(line: Sequence[Point]) -> list[Point]:
+    """Return a line of many points smoothed, by means of neighbours that weigh less the further they are away."""
+    if len(line) < _SMOOTHED_FROM:
+        return list(line)
+    reach = len(line) // _SMOOTHED_PART
+    result = []
+    for index, (x, _) in enumerate(line):
+        near = range(max(index - reach, 0), min(index + reach + 1, len(line)))
+        weights = [reach + 1 - abs(other - index) for other in near]
+        total = sum(weight * line[other][1] for weight, other in zip(weights, near, strict=True))
+        result.append((x, total / sum(weights)))
+    return result
+
+
+def ticks(low: float, high: float, max_ticks: int) -> list[float]:
+    """Return round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``."""
+    if high <= low:
+        return [low]
+    exponent = floor(log10((high - low) / max_ticks))
+    for size in (1, 2, 5, 10, 20):
+        step = float(f"{size}e{exponent}")
+        first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
+        if last - first < max_ticks:
+            return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+    return [low]
+
+
+def _log_ticks(low: float, high: float, max_ticks: int) -> list[float]:
+    """Return powers of ten from ``low`` to ``high``."""
+    first, last = ceil(log10(low) - 1e-9), floor(log10(high) + 1e-9)
+    stride = -(-(last - first + 1) // max_ticks)
+    return [float(f"1e{exponent}") for exponent in range(first, last + 1, stride)]
+
+
+def _tick_texts(values: Sequence[float]) -> list[str]:
+    """Return ``0.90``, ``0.95``, ``1.00``; ``1,500``, ``20k``, ``1e-5``."""
+    size = max(map(abs, values), default=0.0)
+    if size and not 1e-3 <= size < 1e7:
+        return [
+            re.sub(r"e([+-])0*", lambda sign: f"e{sign[1].strip('+')}", f"{value:.3g}") for value in values
+        ]
+    if size >= 10_000:
+        return [f"{value / 1000:,.6g}k" for value in values]
+    digits = max(len(f"{value:.6g}".partition(".")[2]) for value in values)
+    return [f"{value:,.{digits}f}" for value in values]
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes of a chart: from values to pixels."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+    is_log: bool
+
+    @classmethod
+    def around(cls, lines: Sequence[Sequence[Point]]) -> _Axes:
+        """Return axes for all points of some lines."""
+        xs = [x for line in lines for x, _ in line]
+        ys = [y for line in lines for _, y in line]
+        is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO
+        return cls(min(xs), max(xs), min(ys), max(ys), is_log)
+
+    def x(self, value: float) -> float:
+        """Return the pixels from the left."""
+        return _placed(value, self.low_x, self.high_x, _LEFT + 1, _RIGHT)
+
+    def y(self, value: float) -> float:
+        """Return the pixels from the top."""
+        if self.is_log:
+            return _placed(log10(value), log10(self.low_y), log10(self.high_y), _BOTTOM - 2, _TOP)
+        return _placed(value, self.low_y, self.high_y, _BOTTOM - 2, _TOP)
+
+    def _texts(self, at_y: Sequence[float]) -> list[str]:
+        return [_tick_texts([y])[0] for y in at_y] if self.is_log else _tick_texts(at_y)
+
+    def drawn(self) -> str:
+        """Return both axes with ticks, faint lines at those of the values, and numbers."""
+        at_y = (_log_ticks if self.is_log else ticks)(self.low_y, self.high_y, 5)
+        at_x = ticks(self.low_x, self.high_x, 5)
+        across = "".join(f"M{_LEFT} {self.y(y):.0f}H{_RIGHT}" for y in at_y)
+        notches = "".join(f"M{self.x(x):.0f} {_BOTTOM}v3" for x in at_x)
+        numbers = [
+            *(
+                f'<text x="{_LEFT - 4}" y="{self.y(y) + 3.5:.0f}">{text}</text>'
+                for y, text in zip(at_y, self._texts(at_y), strict=True)
+            ),
+            f'<text x="{_LEFT - 12}" y="{_HEIGHT - 4}">step</text>',
+            *(_under(self.x(x), text) for x, text in zip(at_x, _tick_texts(at_x), strict=True)),
+        ]
+        return (
+            f'<path d="{across}" stroke="currentColor" opacity=".15"></path>'
+            f'<path d="M{_LEFT} {_TOP - 4}V{_BOTTOM}H{_RIGHT}{notches}" fill="none" stroke="currentColor" '
+            f'opacity=".45"></path>'
+            f'<g font-size="10" fill="currentColor" opacity=".75" text-anchor="end">{"".join(numbers)}</g>'
+        )
+
+
+def _placed(value: float, low: float, high: float, at_low: float, at_high: float) -> float:
+    part = (value - low) / (high - low) if high > low else 0.5
+    return at_low + part * (at_high - at_low)
+
+
+def _under(x: float, text: str) -> str:
+    """Return a number below the horizontal axis; the last one stays in the picture."""
+    if x + 3 * len(text) > _WIDTH:
+        return f'<text x="{_WIDTH - 1}" y="{_HEIGHT - 4}">{text}</text>'
+    return f'<text x="{x:.0f}" y="{_HEIGHT - 4}" text-anchor="middle">{text}</text>'
+
+
+def _polyline(axes: _Axes, line: Sequence[Point], digits: int, style: str) -> str:
+    drawn = " ".join(f"{axes.x(x):.0f},{axes.y(y):.{digits}f}" for x, y in line)
+    return f'<polyline points="{drawn}" fill="none" stroke-linejoin="round" {style}></polyline>'
+
+
+def _values(axes: _Axes, line: Sequence[Point]) -> str:
+    """Return invisible bars, from one point to the next, whose titles browsers show under the pointer."""
+    edges = [_LEFT, *((axes.x(a[0]) + axes.x(b[0])) / 2 for a, b in pairwise(line)), _WIDTH]
+    bars = [
+        f'<rect x="{left:.0f}" y="0" width="{right - left:.0f}" height="{_BOTTOM}">'
+        f"<title>step {x:,.0f}: {loss(y)}</title></rect>"
+        for (left, right), (x, y) in zip(pairwise(edges), line, strict=True)
+    ]
+    return f'<g fill="transparent">{"".join(bars)}</g>'
+
+
+def _legend(main: str, raw: str, *, is_smoothed: bool, is_log: bool) -> str:
+    """Return the names of the lines, where there are several, and the kind of the scale where it is not linear."""
+    parts = ["(log scale)"] if is_log else []
+    if raw:
+        named = " ".join(part for part in ("smoothed" if is_smoothed else "", main) if part)
+        parts += [f'<span style="color:{LINE_COLOUR}">━</span> {escape(named)}']
+        parts += [f'<span style="opacity:.5">─</span> {escape(raw)}']
+    style = "opacity:.9;padding-left:.7em;display:inline-block"
+    return "".join(f'<span style="{style}">{part}</span>' for part in parts)
+
+
+def _caption(line: Sequence[Point], first_step: float) -> str:
+    """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
+    ys = [y for _, y in line]
+    first, last = line[0], line[-1]
+    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0] - first_step), 'step')}"
+    # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
+    if ys[-1] <= ys[0]:
+        return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
+    return text + (f", highest {loss(max(ys))}" if max(ys) > ys[-1] else "")

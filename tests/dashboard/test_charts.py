@@ -1,0 +1,138 @@
+"""Charts: axes with round numbers, a legend, smoothed curves before raw ones, and values without scripts."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from nblaunch.dashboard.charts import chart, charts, mean_of, smoothed, thinned, ticks
+from nblaunch.dashboard.fold import fold_readings
+from nblaunch.wire.loss_curve import LossCurve
+from tests.dashboard.scenes import START_S, sample, started, trained, view_of
+from tests.dashboard.test_render import Reader
+
+NOISY = [(float(step), 1.0 + (step % 2)) for step in range(40)]
+
+
+def lines(html: str) -> list[list[tuple[float, float]]]:
+    """The points of each line, in pixels."""
+    return [
+        [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
+        for points in re.findall(r'<polyline points="([^"]+)"', html)
+    ]
+
+
+def numbers(html: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", html)
+
+
+def test_a_chart_has_axes_with_round_numbers_and_stays_in_its_frame() -> None:
+    html = chart("x", [(0, 3.0), (1, -1.0), (2, 2.0), (3, 2.5)])
+    width, height = map(int, re.search(r'<svg width="(\d+)" height="(\d+)"', html).groups())  # type: ignore[union-attr]
+    ((first, *_, last),) = lines(html)
+    assert first[0] < last[0] <= width
+    assert all(0 <= y <= height for line in lines(html) for _, y in line)
+    assert numbers(html) == ["-1", "0", "1", "2", "3", "step", "0", "1", "2", "3"]
+    assert "x3.0000 to 2.5000 in 3 steps, lowest -1.0000" in Reader(html).text
+    gap = re.search(r"margin:6px (\d+)px", html)[1]  # type: ignore[index]
+    assert 3 * (width + int(gap)) <= 832  # three fit into the cell of a laptop
+    assert "vertical-align:bottom" in html  # frames stand side by side below captions of one line and of two
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.03, 0.98, [0.2, 0.4, 0.6, 0.8]),
+        (0, 132, [0, 50, 100]),
+        (1e-5, 4e-5, [1e-5, 2e-5, 3e-5, 4e-5]),
+        (-3.0, 4.0, [-2, 0, 2, 4]),
+        (7, 7, [7]),
+    ],
+)
+def test_ticks_are_round_numbers_within_the_values(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == expected
+
+
+def test_values_over_several_powers_of_ten_are_on_a_logarithmic_scale() -> None:
+    html = chart("loss", [(step, 10.0**-step) for step in range(5)])
+    assert numbers(html)[:5] == ["0.0001", "0.001", "0.01", "0.1", "1"]
+    assert "(log scale)" in Reader(html).text
+    heights = [y for _, y in lines(html)[0]]
+    assert [round(b - a) for a, b in pairwise(heights)] == [23] * 4
+
+
+def test_many_values_are_smoothed_in_front_of_the_raw_ones_and_few_are_not() -> None:
+    raw, front = lines(chart("x", NOISY))
+    assert len(raw) == len(front) == 40
+    assert max(y for _, y in front) - min(y for _, y in front) < max(y for _, y in raw) - min(
+        y for _, y in raw
+    )
+    assert "━ smoothed─ raw" in Reader(chart("x", NOISY)).text
+    assert "1.0000 to 2.0000 in 39 steps, highest 2.0000" not in chart(
+        "x", NOISY
+    )  # the last value is the highest
+    assert "1.0000 to 2.0000 in 39 steps" in chart("x", NOISY)  # of what was measured
+    assert len(lines(chart("x", NOISY[:10]))) == 1
+    assert "smoothed" not in chart("x", NOISY[:10])
+    assert [x for x, _ in smoothed(NOISY)] == [x for x, _ in NOISY]
+    assert smoothed([(float(x), 2.0) for x in range(50)]) == [(float(x), 2.0) for x in range(50)]
+
+
+def test_every_value_of_a_short_curve_and_many_of_a_long_one_are_shown_under_the_pointer() -> None:
+    html = chart("x", [(0, 3.0), (5, 1.0)], has_values=True)
+    assert re.findall(r"<title>([^<]*)</title>", html) == ["step 0: 3.0000", "step 5: 1.0000"]
+    titles = re.findall(r"<title>([^<]*)</title>", chart("x", NOISY * 3, has_values=True))
+    assert (len(titles), titles[0], titles[-1]) == (32, "step 0: 1.0000", "step 39: 2.0000")
+    assert "<title>" not in chart("x", NOISY)
+
+
+def test_the_mean_of_ranks_is_of_the_same_steps_whatever_was_read() -> None:
+    fine = [(float(step), 1.0) for step in range(1, 9)]
+    coarse = [(2.0, 3.0), (4.0, 3.0), (6.0, 3.0)]
+    assert mean_of([fine, fine[:5]]) == fine
+    assert mean_of([fine, coarse]) == [
+        (2, pytest.approx(5 / 3)),
+        (4, pytest.approx(5 / 3)),
+        (6, pytest.approx(5 / 3)),
+        (8, 1),
+    ]
+
+
+def test_the_losses_of_many_ranks_are_their_mean_before_those_of_the_first_eight() -> None:
+    html = charts(trained(12))
+    assert len(lines(html)) == 9
+    assert "━ smoothed mean─ ranks 0-7" in Reader(html).text
+    assert charts(trained(1)).count("<polyline") == 2
+
+
+def test_a_rank_without_losses_is_left_out_of_the_mean() -> None:
+    view = view_of(started(2))
+    for step in range(5):
+        losses = [LossCurve(step, 1, (0.5,) * step), LossCurve()]
+        samples = [sample(rank, step, losses=losses[rank]) for rank in range(2)]
+        view = fold_readings(view, samples, START_S + step)
+    assert "━ mean─ each rank" in Reader(charts(view)).text
+
+
+def test_thinned_lines_keep_their_ends() -> None:
+    line = [(float(x), 0.0) for x in range(1000)]
+    assert len(thinned(line)) == 64
+    assert (thinned(line)[0], thinned(line)[-1]) == (line[0], line[-1])
+    assert thinned(line[:3]) == line[:3]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.9, 0.95, 1.0], ["0.90", "0.95", "1.00"]),
+        ([0, 500, 1000], ["0", "500", "1,000"]),
+        ([0, 20_000, 40_000], ["0k", "20k", "40k"]),
+        ([0.0, 2e-5, 4e-5], ["0", "2e-5", "4e-5"]),
+        ([1e8, 2e8], ["1e8", "2e8"]),
+    ],
+)
+def test_numbers_at_ticks_have_equal_digits(values: list[float], expected: list[str]) -> None:
+    html = chart("x", [(0, values[0]), (1, values[-1])])
+    assert [text for text in numbers(html) if text in expected] == expected
