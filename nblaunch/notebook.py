@@ -127,7 +127,8 @@ def notebook_launcher(
         on_hang: ``"report"`` that, or ``"stop"`` the job as well, where it is a hang for certain.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
-        session: run on the workers of a :class:`Session` instead of new ones; what concerns their start is its own.
+        session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
+            the session; others are refused.
 
     Returns:
         The return value of rank 0, its tensors on the CPU; the list of all ranks' with ``return_all``; a
@@ -158,7 +159,9 @@ def notebook_launcher(
         # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
         del function, args
         if session is not None:
-            return session.run_spec(specs.pop(), background=background, dashboard=dashboard)
+            from nblaunch.session.session import run_spec
+
+            return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
 
 
@@ -256,7 +259,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     remember(job)
     if background:
         runner.run_in_background()
-        job.raise_if_not_started()
+        runner.raise_if_not_started()
         return job
     runner.run()
     return job.result()

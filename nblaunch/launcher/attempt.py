@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.engines.base import Engine, WorkerGroup
 from nblaunch.engines.saved_call import SavedCall
 from nblaunch.errors import LaunchError
+from nblaunch.events import AttemptStarted
 from nblaunch.host import descriptors
 from nblaunch.host.descendants import Descendants
 from nblaunch.launcher.guardian import Guardian
@@ -65,6 +67,26 @@ class Attempt:
     def ranks(self) -> range:
         """Those that run on this machine."""
         return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
+
+    def start_event(self) -> AttemptStarted:
+        """Return the event that announces this attempt to listeners."""
+        return AttemptStarted(
+            rank=-1,
+            time_s=time.time(),
+            function_name=self.spec.function_name,
+            num_processes=self.topology.world_size,
+            backend=self.plan.backend.name,
+            start_method=self.plan.start_method,
+            reason=self.plan.reason,
+            fallback=self.plan.fallback,
+            log_dir=str(self.log.attempt_path(self.number)),
+            attempt=self.number,
+            label_template=self.spec.log_line_prefix_template,
+            is_spmd=self.spec.is_spmd,
+            mixed_precision=self.spec.mixed_precision,
+            first_rank=self.topology.rank,
+            hang_timeout_s=self.spec.hang_timeout_s,
+        )
 
 
 @dataclass(frozen=True)

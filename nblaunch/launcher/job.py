@@ -235,21 +235,6 @@ class Job:
         """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
         self._show_again = show_again
 
-    def raise_if_not_started(self) -> None:
-        """Raise what kept the workers from starting, if anything did.
-
-        Raises:
-            KeyboardInterrupt: the job was interrupted, and has ended.
-            BaseException: why they did not start.
-        """
-        __tracebackhide__ = True
-        is_interrupted = self._runner.requests.interrupts > 0
-        if self.is_running or (self.pids and not is_interrupted):
-            return
-        self._outcome.raise_error()
-        if is_interrupted:
-            raise KeyboardInterrupt  # it was done before the interrupt had any effect
-
     @property
     def _outcome(self) -> JobOutcome:
         assert self._runner.outcome is not None, "the job still runs"

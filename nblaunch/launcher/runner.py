@@ -22,7 +22,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobHung, LaunchError
-from nblaunch.events import AttemptStarted, Event, JobEnded, Metric, Note, Started
+from nblaunch.events import Event, JobEnded, Metric, Note, Started
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.metrics import row_of
@@ -152,6 +152,22 @@ class JobRunner:
             self._may_return.wait()
             if self.requests.interrupts:
                 self._ended.wait()
+
+    def raise_if_not_started(self) -> None:
+        """Raise what kept the workers of a job in the background from starting, if anything did.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted, and has ended.
+            BaseException: why they did not start.
+        """
+        __tracebackhide__ = True
+        is_interrupted = self.requests.interrupts > 0
+        if self.is_running or (self.pids and not is_interrupted):
+            return
+        assert self.outcome is not None, "the job still runs"
+        self.outcome.raise_error()
+        if is_interrupted:
+            raise KeyboardInterrupt  # it was done before the interrupt had any effect
 
     @property
     def is_running(self) -> bool:
@@ -379,25 +395,7 @@ class JobRunner:
             listener.on_readings(readings)
 
     def _announce(self) -> None:
-        self.emit(
-            AttemptStarted(
-                rank=-1,
-                time_s=time.time(),
-                function_name=self.spec.function_name,
-                num_processes=self.topology.world_size,
-                backend=self.plan.backend.name,
-                start_method=self.plan.start_method,
-                reason=self.plan.reason,
-                fallback=self.plan.fallback,
-                log_dir=str(self.log.attempt_path(self.attempt)),
-                attempt=self.attempt,
-                label_template=self.spec.log_line_prefix_template,
-                is_spmd=self.spec.is_spmd,
-                mixed_precision=self.spec.mixed_precision,
-                first_rank=self.topology.rank,
-                hang_timeout_s=self.spec.hang_timeout_s,
-            )
-        )
+        self.emit(self._attempt().start_event())
 
 
 def _clear_variables(error: BaseException) -> None:

@@ -1,13 +1,12 @@
-"""Sessions: workers that stay, and run what they are sent, one command after the other.
+"""Sessions: workers that stay between cells, and execute one command after the other.
 
     Session ── command ──> Link of each rank ──> serve: run it in ``__main__`` ── Reply ──> Session
        └── JobRunner: starts the workers, watches them, follows their logs, as for any job, of the function ``serve``
 
 session.py       Session: what the caller holds
-exchange.py      a command to the ranks, and their answers
-server.py        the loop of a worker
+client.py        in the kernel: sends commands to the ranks, waits for their answers
+server.py        in each worker: executes commands
   cells.py       code that runs like a notebook cell
-values.py        values by rank
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        what ranks print while a command runs, shown in the cell
 """

@@ -16,7 +16,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from nblaunch import formatting
 from nblaunch.session import cells
-from nblaunch.session.session import Session
+from nblaunch.session.session import Session, displays_of
 from nblaunch.wire.messages import Execute
 
 _USAGE = "%ranks start [number of processes] | use VARIABLE | status | restart | stop"
@@ -44,7 +44,7 @@ class RankMagics(Magics):
         filename = _name_of_running_cell(_shell_of(self).user_ns)
         cells.remember_source(filename, source)  # IPython has that of a call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
-        self._show(session.show_command(command, chosen))
+        self._show(displays_of(session, command, chosen))
         return None
 
     def _control(self, words: Sequence[str]) -> Any:

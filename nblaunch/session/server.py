@@ -1,4 +1,4 @@
-"""The loop of a worker of a session: receive a command, do it, reply. It is the function of the session's job."""
+"""The server of a session in each worker: executes commands and replies. It is the function of the session's job."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
 
 def serve() -> None:
-    """Do what the session asks of this rank until it is closed, or its kernel has gone."""
+    """Execute the commands of a session on this rank until it is closed, or its kernel has gone."""
     link = context.current().link
     assert link is not None, "the launch of a session gives its workers a connection"
     _Server(link).run()
 
 
 class _Server:
-    """One rank.
+    """The server of one rank.
 
     Args:
         link: to the session.
@@ -147,7 +147,7 @@ class _Server:
         return Reply(returned=returned, weights=weights)
 
     def _enter_group(self, command: Command) -> None:
-        """Be in the process group that the command needs, with all other ranks; torch may not be imported yet."""
+        """Join the process group that the command needs, with all other ranks; nothing where torch is not used yet."""
         if not command.group or self._topology.world_size == 1:
             return
         code = command.code if isinstance(command, Execute) else ""

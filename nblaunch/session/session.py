@@ -7,26 +7,26 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
 
 from nblaunch import dashboard as dashboards
+from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
+from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.saved_call import save_call
 from nblaunch.errors import PayloadError
-from nblaunch.events import AttemptStarted, Event, Exited, ExitStatus, JobEnded, Note, Returned, Started
+from nblaunch.events import Event, Exited, ExitStatus, JobEnded, Returned, Started
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.job import Job
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.exchange import Answer, Answers, Exchange, failed_ranks
+from nblaunch.session.client import Answer, Answers, SessionClient, failed_ranks
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
-from nblaunch.session.values import RankValues
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
@@ -37,8 +37,22 @@ from nblaunch.wire.pickle_errors import unpicklable_parts
 _END_S = 10.0
 
 
+class RankValues(dict[int, Any]):
+    """rank -> value. Its text shows equal values once: ``[0-3] 2``."""
+
+    def __repr__(self) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(self):
+            ranks_of.setdefault(repr(self[rank]), []).append(rank)
+        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in ranks_of.items())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """Show the same text in IPython, whose own one is that of a dict."""
+        printer.text(repr(self))
+
+
 class Session:
-    """Workers that stay, one per device, and run what they are sent.
+    """Workers, one per device, that stay between cells and execute code and functions.
 
     They are forked from the kernel: every variable that the notebook has then is there on every rank, and each rank
     keeps its own from cell to cell.
@@ -46,7 +60,7 @@ class Session:
     Example::
 
         with Session(num_processes=4) as session:
-            session.execute("x = torch.full((2,), float(rank))")
+            session.execute("x = torch.full((2,), float(torch.distributed.get_rank()))")
             session["x"]                              # rank -> tensor
             accuracy = session.run(train, (model,))   # as notebook_launcher(train, (model,)), on warm workers
 
@@ -85,7 +99,7 @@ class Session:
         with HiddenLauncherFrames():
             self._start()
 
-    # --- what ranks do -----------------------------------------------------------------------------------------------
+    # --- commands ----------------------------------------------------------------------------------------------------
 
     def execute(self, code: str, *, ranks: Sequence[int] | None = None) -> RankValues:
         """Run ``code`` on the ranks as a cell is run: ``await`` at the top, ``%`` magics, ``!`` commands.
@@ -111,21 +125,14 @@ class Session:
             answers = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
             return RankValues({rank: _value_of(rank, answer) for rank, answer in answers.items()})
 
-    def show_command(self, command: Execute, ranks: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Run a command as :meth:`execute` does; return rank -> the display of a last value, by MIME type."""
-        __tracebackhide__ = True
-        with HiddenLauncherFrames():
-            answers = self._execute(command, ranks)
-            return {rank: dict(one.reply.shown) for rank, one in answers.items() if one.reply.shown}
-
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Answers:
-        """Run code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
+        """Execute code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
         __tracebackhide__ = True
-        chosen = self._checked(ranks)
+        chosen = self._checked_ranks(ranks)
         printer = dashboards.lines_printer()
-        printer.on_event(self._announcement("", ""))
+        printer.on_event(self._attempt(self._runner.spec).start_event())
         with self._output.shown_by([printer]):
-            answers = self._exchange.ask(chosen, command)
+            answers = self._client.request(chosen, command)
         self._raise_failures(answers)
         return answers
 
@@ -152,9 +159,9 @@ class Session:
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
-            chosen = self._checked(ranks)
-            with _file_of(values) as fd:
-                answers = self._exchange.ask(chosen, Assign(), [fd])
+            chosen = self._checked_ranks(ranks)
+            with _memory_file(values) as fd:
+                answers = self._client.request(chosen, Assign(), [fd])
             self._raise_failures(answers)
 
     def run(
@@ -180,7 +187,7 @@ class Session:
             The return value of rank 0, or of all ranks.
 
         Raises:
-            BaseException: as :func:`nblaunch.notebook_launcher`. After one of the function's the session goes on.
+            BaseException: as :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():
@@ -188,41 +195,21 @@ class Session:
                 LaunchSpec(function=function, args=args, return_all=return_all, sync_weights=sync_weights)
             ]
             del function, args  # IPython keeps tracebacks and so this frame
-            return self.run_spec(specs.pop(), dashboard=dashboard)
+            return run_spec(self, specs.pop(), dashboard=dashboard)
 
-    def run_spec(self, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
-        """Run the call of ``spec`` as :meth:`run` describes.
-
-        Raises:
-            ValueError: a setting of it can't hold for workers that run already.
-        """
-        __tracebackhide__ = True
-        if background:
-            raise ValueError("background=True: a session does one thing at a time; launch without session=")
-        own = self._runner.spec
-        for name in _OF_START:
-            value = getattr(spec, name)
-            if value not in (getattr(LaunchSpec, name, None), getattr(own, name)):
-                raise ValueError(
-                    f"{name}={value!r}: the workers of the session run already, with {getattr(own, name)!r}"
-                )
-        spec = replace(spec, **{name: getattr(own, name) for name in _OF_START})
-        plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
-        attempt = Attempt(spec, plan, 0, self._runner.topology, self._runner.log)
-        outcome = self._run_shown(attempt, dashboards.choose(dashboard))
-        outcome.with_traceback().raise_error()
-        return [outcome.values.get(rank) for rank in self.ranks] if spec.return_all else outcome.values.get(0)
-
-    def _run_shown(self, attempt: Attempt, shown: Sequence[Dashboard]) -> JobOutcome:
-        """Run a call on all ranks and show it as a job; return its outcome."""
-        spec, now = attempt.spec, time.time()
+    def _run_call(self, spec: LaunchSpec, shown: Sequence[Dashboard]) -> JobOutcome:
+        """Call a function on all ranks and show it as a job; return its outcome."""
+        attempt = self._attempt(spec)
         command = Call(sends_weights_of=tuple(attempt.plan.modules))
-        start = self._announcement(spec.function_name, spec.mixed_precision)
-        _emit(shown, [start, *(Started(rank, now, pid=pid) for rank, pid in self.pids.items())])
+        now = time.time()
+        _emit(
+            shown, [attempt.start_event(), *(Started(rank, now, pid=pid) for rank, pid in self.pids.items())]
+        )
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
-            answers = self._exchange.ask(self.ranks, command, [saved.fd])
-            outcome, notes = self._conclude(attempt, answers)
-            _emit(shown, [*notes, *_events_of(answers), _end_of(outcome)])
+            answers = self._client.request(self.ranks, command, [saved.fd])
+            results = {rank: answer.result for rank, answer in answers.items()}
+            outcome, notes = conclude_job(attempt, self._report(answers), results, self.pids, [])
+            _emit(shown, [*notes, *_end_events(answers, outcome)])
         return outcome
 
     # --- the workers -------------------------------------------------------------------------------------------------
@@ -251,16 +238,16 @@ class Session:
         """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
         if not self.is_running:
             return RankValues(dict.fromkeys(self.ranks, "ended"))
-        exchange = self._exchange
-        busy = f"busy for {time.monotonic() - exchange.busy_since_s:.0f} s"
-        return RankValues({rank: busy if rank in exchange.busy else "idle" for rank in self.ranks})
+        client = self._client
+        busy = f"busy for {time.monotonic() - client.busy_since_s:.0f} s"
+        return RankValues({rank: busy if rank in client.busy else "idle" for rank in self.ranks})
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in what the ranks run now, as the notebook's interrupt button does. Any thread.
 
         Names that they have set stay. The second time, the workers are killed.
         """
-        self._exchange.interrupt()
+        self._client.interrupt()
 
     def restart(self) -> None:
         """End the workers, and start new ones from the kernel as it is now. What the ranks had is gone."""
@@ -272,7 +259,7 @@ class Session:
     def close(self) -> None:
         """End the workers. What runs on them is killed."""
         self._end.detach()
-        self._exchange.close()
+        self._client.close()
         if not self._runner.wait(_END_S):
             self._runner.requests.cancel()
             self._runner.wait()
@@ -289,7 +276,7 @@ class Session:
         state = "running" if self.is_running else "ended"
         return f"<Session of {self.num_processes} {self._runner.plan.backend.name} workers, {state}>"
 
-    # --- start and end -----------------------------------------------------------------------------------------------
+    # --- start -------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._count = 0
@@ -300,12 +287,12 @@ class Session:
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
         self._runner.run_in_background()
         self._end = weakref.finalize(self, self._runner.requests.cancel)
-        Job(self._runner).raise_if_not_started()
-        self._exchange = Exchange(self._runner, self._output)
+        self._runner.raise_if_not_started()
+        self._client = SessionClient(self._runner, self._output)
 
-    # --- what came of a command --------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
-    def _checked(self, ranks: Sequence[int] | None) -> Sequence[int]:
+    def _checked_ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """Return the ranks that were chosen.
 
         Raises:
@@ -319,50 +306,93 @@ class Session:
         return chosen
 
     def _raise_failures(self, answers: Answers) -> None:
-        """Raise what a command raised on the first rank that failed."""
+        """Raise KeyboardInterrupt after an interrupt, or what a command raised on the first rank that failed."""
         __tracebackhide__ = True
-        if failed_ranks(answers):
-            spec = LaunchSpec(function=serve, sync_weights=False)
-            attempt = Attempt(spec, self._runner.plan, 0, self._runner.topology, self._runner.log)
-            self._conclude(attempt, answers)[0].with_traceback().raise_error()
-        if self._exchange.num_interrupts:
+        if self._client.num_interrupts:
             raise KeyboardInterrupt
+        if failed_ranks(answers):
+            failure = failure_of(self._report(answers), self.pids, self._runner.log, 0)
+            JobOutcome("failed", failure.error).with_traceback().raise_error()
 
-    def _conclude(self, attempt: Attempt, answers: Answers) -> tuple[JobOutcome, list[Note]]:
-        """Return the outcome of a command as that of a job, and notes about it."""
-        replies = {rank: answer.reply for rank, answer in answers.items()}
-        report = AttemptReport(
+    def _attempt(self, spec: LaunchSpec) -> Attempt:
+        """Return a call of ``spec`` as an attempt of a job that has this session's workers."""
+        plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
+        return Attempt(spec, plan, 0, self._runner.topology, self._runner.log)
+
+    def _report(self, answers: Answers) -> AttemptReport:
+        """Return the facts about a command as those of an attempt."""
+        by_rank = {rank: answer.reply for rank, answer in answers.items()}
+        return AttemptReport(
             returned={
                 rank: reply.returned or Returned(rank, reply.time_s)
-                for rank, reply in replies.items()
+                for rank, reply in by_rank.items()
                 if reply.failed is None
             },
-            weights={rank: dict(reply.weights) for rank, reply in replies.items()},
-            failed={rank: reply.failed for rank, reply in replies.items() if reply.failed},
-            exits={rank: (ExitStatus(0), time.time()) for rank in replies},
-            interrupted=self._exchange.num_interrupts > 0,
-        )
-        results = {rank: answer.result for rank, answer in answers.items()}
-        return conclude_job(attempt, report, results, self.pids, [])
-
-    def _announcement(self, function_name: str, mixed_precision: str) -> Event:
-        """Return the event that begins a display."""
-        plan = self._runner.plan
-        return AttemptStarted(
-            rank=-1,
-            time_s=time.time(),
-            function_name=function_name,
-            num_processes=self.num_processes,
-            backend=plan.backend.name,
-            start_method=plan.start_method,
-            reason=plan.reason,
-            log_dir=str(self._runner.log.attempt_path(0)),
-            mixed_precision=mixed_precision,
+            weights={rank: dict(reply.weights) for rank, reply in by_rank.items()},
+            failed={rank: reply.failed for rank, reply in by_rank.items() if reply.failed},
+            exits={rank: (ExitStatus(0), time.time()) for rank in by_rank},
+            interrupted=self._client.num_interrupts > 0,
         )
 
 
-_OF_START = ("num_processes", "backend", "start_method", "threads_per_process", "num_nodes", "engine")
-"""Settings that only the start of workers can give them."""
+def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
+    """Run the call of ``spec`` on a session, as :meth:`Session.run` describes.
+
+    Raises:
+        TypeError: ``session`` is no session.
+        ValueError: a setting of ``spec`` can't hold for workers that run already.
+    """
+    __tracebackhide__ = True
+    if not isinstance(session, Session):
+        raise TypeError(f"session={session!r} is a {type(session).__name__}; pass an nblaunch.Session")
+    if background:
+        raise ValueError("background=True: a session does one thing at a time; launch without session=")
+    own = session._runner.spec
+    for name, default in _START_SETTINGS.items():
+        value = getattr(spec, name)
+        if value not in (default, getattr(own, name)):
+            shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
+            raise ValueError(
+                f"{shown}: the workers of the session run already, with {getattr(own, name)!r}. Leave it out, or "
+                "launch without session="
+            )
+    spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
+    outcome = session._run_call(spec, dashboards.choose(dashboard))
+    outcome.with_traceback().raise_error()
+    return [outcome.values.get(rank) for rank in session.ranks] if spec.return_all else outcome.values.get(0)
+
+
+def displays_of(
+    session: Session, command: Execute, ranks: Sequence[int] | None = None
+) -> dict[int, dict[str, Any]]:
+    """Execute a command as :meth:`Session.execute` does; return rank -> the display of a last value, by MIME type."""
+    __tracebackhide__ = True
+    with HiddenLauncherFrames():
+        answers = session._execute(command, ranks)
+        return {rank: dict(answer.reply.shown) for rank, answer in answers.items() if answer.reply.shown}
+
+
+_START_SETTINGS = {
+    field.name: field.default
+    for field in fields(LaunchSpec)
+    if field.name
+    in (
+        "num_processes",
+        "mixed_precision",
+        "backend",
+        "engine",
+        "start_method",
+        "num_nodes",
+        "threads_per_process",
+        "log_dir",
+        "is_spmd",
+        "max_restarts",
+        "hang_timeout_s",
+        "on_hang",
+        "interrupt_grace_s",
+    )
+}
+"""Settings that hold from the start of the workers to their end, with their defaults."""
 
 _REMEDY = "or launch without session="
 
@@ -373,24 +403,21 @@ def _emit(shown: Sequence[Dashboard], events: Sequence[Event]) -> None:
             dashboard.on_event(event)
 
 
-def _events_of(answers: Answers) -> Iterator[Event]:
-    """Yield how each rank has ended, as a job's dashboards learn it."""
+def _end_events(answers: Answers, outcome: JobOutcome) -> Iterator[Event]:
+    """Yield how each rank and the job have ended, as a job's dashboards receive it."""
     for rank, answer in answers.items():
         event = answer.reply.failed or answer.reply.returned
         if event is not None:
             yield event
         yield Exited(rank, time.time(), status=ExitStatus(0 if answer.reply.failed is None else 1))
-
-
-def _end_of(outcome: JobOutcome) -> Event:
-    return JobEnded(
+    yield JobEnded(
         -1, time.time(), outcome=outcome.status, failed_rank=outcome.failed_rank, message=outcome.message
     )
 
 
 @contextmanager
-def _file_of(values: Mapping[str, Any]) -> Iterator[int]:
-    """Give a memory file of ``values``.
+def _memory_file(values: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the descriptor of a memory file with ``values``, pickled.
 
     Raises:
         PayloadError: one can't be pickled.

@@ -12,7 +12,7 @@ from nblaunch.wire.modules import ArgPath
 
 @dataclass(frozen=True)
 class Command:
-    """One thing to do for a rank.
+    """A command to a rank.
 
     Args:
         group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
@@ -58,7 +58,7 @@ class Call(Command):
 
 @dataclass(frozen=True)
 class LeaveGroup(Command):
-    """Leave the process group: another rank waits in it for one that does not come."""
+    """Leave the process group, in which another rank waits for this one in vain."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Close(Command):
 
 @dataclass(frozen=True)
 class Reply:
-    """How a command went. Its outbox follows as a memory file where ``returned`` says that there is something in it.
+    """The reply to a command. Its outbox follows as a memory file if ``returned`` is set.
 
     Args:
         time_s: when it ended, by the wall clock.
-        failed: the exception that it raised.
+        failed: the exception that the command raised.
         value: of an expression, where its type is one of :data:`PLAIN_TYPES`.
         returned: where any other value lies in the outbox (``wire/outbox.py``).
         weights: of a call: where the trained weights lie there, by argument path.

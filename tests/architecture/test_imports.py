@@ -34,6 +34,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.config.launching"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.config.resolving"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.config.settings"): "only launch() reads configuration files",
+    ("nblaunch.notebook", "nblaunch.session.session"): "only session= needs it",
     ("nblaunch", "nblaunch.session"): "magics need IPython",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.notebook", "nblaunch.nodes.attempts"): "a launch on one machine does not load it",

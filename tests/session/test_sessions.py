@@ -131,10 +131,23 @@ def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
         "notebook_launcher(pid, (), session=session, return_all=True) == list(session.pids.values())"
     )
     assert cell.value is True
-    for settings in ("num_processes=2", "background=True", "start_method='spawn'"):
+    for settings in (
+        "num_processes=2",
+        "background=True",
+        "start_method='spawn'",
+        "mixed_precision='bf16'",
+        "strategy='spmd'",
+        "max_restarts=1",
+    ):
         assert shared.run(
             f"notebook_launcher(pid, (), session=session, {settings})", raises="ValueError"
         ).error
+
+
+def test_only_a_session_is_taken_for_one(shared: Kernel) -> None:
+    cell = shared.run("notebook_launcher(print, (), session='session')", raises="TypeError")
+    assert cell.error is not None
+    assert "'session'" in cell.error.value
 
 
 def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Exchange: a command to the ranks of a session, their answers, and what goes wrong in between."""
+"""The client of a session: sends a command to the ranks, waits for their answers, and handles failures."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Answers = dict[int, Answer]
 """rank -> its answer."""
 
 
-class Exchange:
-    """The kernel's side of the connection with the ranks; one command at a time.
+class SessionClient:
+    """The kernel's side of the connections with the ranks. It sends one command at a time.
 
     Args:
         runner: of the job whose workers the ranks are.
@@ -62,7 +62,7 @@ class Exchange:
         self.busy_since_s = 0.0
         self.num_interrupts = 0
 
-    def ask(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
+    def request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
         """Send a command to ranks, and wait for their answers.
 
         Args:
@@ -84,7 +84,7 @@ class Exchange:
         try:
             self.num_interrupts = 0
             with interrupts_as_requests(self.interrupt):
-                return self._ask(ranks, command, files)
+                return self._request(ranks, command, files)
         finally:
             self.busy = set()
             self._lock.release()
@@ -116,7 +116,7 @@ class Exchange:
             outcome.raise_error()
         raise LaunchError(_ENDED)
 
-    def _ask(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Answers:
+    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Answers:
         if len(ranks) == len(self._links) and isinstance(command, (Execute, Call)):
             command = replace(command, group=self._group)
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
@@ -130,7 +130,7 @@ class Exchange:
         return answers
 
     def _collect(self) -> Answers:
-        """Wait for the answers of the busy ranks; free those that wait for a rank that has failed."""
+        """Wait for the answers of the busy ranks; interrupt those that wait for a rank that has failed."""
         answers: Answers = {}
         failed_s: float | None = None
         while self.busy:
@@ -149,10 +149,10 @@ class Exchange:
             patience_s = 0.0 if self.num_interrupts else _PATIENCE_S
             if failed_s is not None and self.busy and time.monotonic() - failed_s > patience_s:
                 failed_s = None
-                self._free_waiting(failed_ranks(answers))
+                self._interrupt_waiting(failed_ranks(answers))
         return {rank: answers[rank] for rank in sorted(answers)}
 
-    def _free_waiting(self, failed: Iterable[int]) -> None:
+    def _interrupt_waiting(self, failed: Iterable[int]) -> None:
         """Interrupt the busy ranks. Those in a collective return once the failed ones have left the group."""
         self._signal(self.busy)
         for rank in failed:
