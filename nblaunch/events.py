@@ -130,10 +130,32 @@ class Displayed(Event):
 
 @dataclass(frozen=True)
 class Metric(Event):
-    """Values logged by ``accelerator.log``."""
+    """Values logged by ``accelerator.log``.
+
+    Args:
+        step: as passed to ``log``.
+        values: by name.
+        epoch: number of the current or last epoch, from 1; 0 before the first.
+    """
 
     step: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class EpochEnded(Event):
+    """A loop over a training loader has ended, perhaps before its last batch.
+
+    Args:
+        epoch: its number, from 1.
+        loss: mean of the rank's losses since the last such event; None without any.
+        duration_s: of the loop.
+    """
+
+    epoch: int = 0
+    loss: float | None = None
+    duration_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ base.py            Dashboard: what the launcher calls with events and readings o
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
 table.py           the view as rows and columns
+epochs.py          losses and metrics of each epoch
 stall.py           ranks without progress, and rates that fall to 0
 notices.py         slow and stuck ranks, losses that are not finite
 text.py            the table on terminals, and the progress line

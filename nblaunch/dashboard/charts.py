@@ -33,7 +33,7 @@ LINE_COLOUR = "#3b82d6"
 
 _WIDTH, _HEIGHT = 256, 118  # three of them side by side in the cell of a laptop
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 250, 6, 100  # edges of the curves, in pixels
-_GAP = 18
+_GAP = 14
 _MAX_LINES = 8  # raw lines of ranks
 _MAX_CHARTS = 6
 _MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
@@ -110,11 +110,12 @@ def chart(
         _polyline(axes, front, 1, f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
         _values(axes, thinned(main, _MAX_VALUES)) if has_values else "",
     ]
-    legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed, is_log=axes.is_log)
+    legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed)
+    text = f"width:{_WIDTH}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
     return (
         f'<div style="display:inline-block;vertical-align:bottom;margin:6px {_GAP}px 6px 0;font-size:12px">'
-        f'<div style="max-width:{_WIDTH}px;overflow-wrap:anywhere"><b>{escape(name)}</b>{legend}</div>'
-        f'<div style="max-width:{_WIDTH}px;opacity:.75">{escape(caption)}</div>'
+        f'<div style="{text}"><b>{escape(name)}</b>{legend}</div>'
+        f'<div style="{text};opacity:.75;font-size:11px">{escape(caption)}</div>'
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{escape(f"{name}: {caption}")}" '
         f'style="display:block">{"".join(drawn)}</svg></div>'
     )
@@ -232,6 +233,7 @@ class _Axes:
                 for y, text in zip(at_y, self._texts(at_y), strict=True)
             ),
             f'<text x="{_LEFT - 12}" y="{_HEIGHT - 4}">step</text>',
+            *([f'<text x="{_RIGHT}" y="{_TOP + 6}">log scale</text>'] if self.is_log else []),
             *(_under(self.x(x), text) for x, text in zip(at_x, _tick_texts(at_x), strict=True)),
         ]
         return (
@@ -270,15 +272,15 @@ def _values(axes: _Axes, line: Sequence[Point]) -> str:
     return f'<g fill="transparent">{"".join(bars)}</g>'
 
 
-def _legend(main: str, raw: str, *, is_smoothed: bool, is_log: bool) -> str:
-    """Return the names of the lines, where there are several, and the kind of the scale where it is not linear."""
-    parts = ["(log scale)"] if is_log else []
-    if raw:
-        named = " ".join(part for part in ("smoothed" if is_smoothed else "", main) if part)
-        parts += [f'<span style="color:{LINE_COLOUR}">━</span> {escape(named)}']
-        parts += [f'<span style="opacity:.5">─</span> {escape(raw)}']
-    style = "opacity:.9;padding-left:.7em;display:inline-block"
-    return "".join(f'<span style="{style}">{part}</span>' for part in parts)
+def _legend(main: str, raw: str, *, is_smoothed: bool) -> str:
+    """Return the names of the lines, where there are several."""
+    if not raw:
+        return ""
+    named = " ".join(part for part in ("smoothed" if is_smoothed else "", main) if part)
+    return (
+        f'<span style="padding-left:.7em;opacity:.9"><span style="color:{LINE_COLOUR}">━</span> {escape(named)} '
+        f'<span style="opacity:.5">─</span> {escape(raw)}</span>'
+    )
 
 
 def _caption(line: Sequence[Point], first_step: float) -> str:

@@ -14,9 +14,11 @@ from nblaunch import events
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
     LINE_STAYS_S,
+    NUM_EPOCHS,
     TAIL_LENGTH,
     WINDOW_S,
     Curve,
+    EpochView,
     JobView,
     RankView,
     RatePoint,
@@ -292,7 +294,32 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
         return view
     rank = view.ranks[event.rank]
     rank = replace(rank, metrics={**rank.metrics, **event.values}, metrics_step=event.step)
-    return replace(_with_rank(view, rank), curves=_with_points(view.curves, event))
+    view = replace(_with_rank(view, rank), curves=_with_points(view.curves, event))
+    if not event.epoch:
+        return view
+    epoch = _epoch(view, event.epoch)
+    return _with_epoch(view, event.epoch, replace(epoch, metrics={**epoch.metrics, **event.values}))
+
+
+def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
+    epoch = _epoch(view, event.epoch)
+    epoch = replace(epoch, duration_s=max(epoch.duration_s, event.duration_s))
+    if event.loss is not None:
+        epoch = replace(epoch, losses=epoch.losses + event.loss, num_losses=epoch.num_losses + 1)
+    return _with_epoch(view, event.epoch, epoch)
+
+
+def _epoch(view: JobView, number: int) -> EpochView:
+    """Return an epoch of this attempt, empty if nothing is known of it."""
+    known = view.epochs.get(number)
+    return known if known is not None and known.attempt == view.attempt else EpochView(view.attempt)
+
+
+def _with_epoch(view: JobView, number: int, epoch: EpochView) -> JobView:
+    epochs = {**view.epochs, number: epoch}
+    for oldest in sorted(epochs)[:-NUM_EPOCHS]:
+        del epochs[oldest]
+    return replace(view, epochs=epochs)
 
 
 def _with_points(curves: Mapping[str, Curve], event: events.Metric) -> Mapping[str, Curve]:
@@ -395,6 +422,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.LogLines: _log_lines,
     events.Displayed: _displayed,
     events.Metric: _metric,
+    events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,
 }
 

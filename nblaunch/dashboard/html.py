@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from html import escape
 
 from nblaunch.dashboard.charts import charts
+from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, tabulate
 from nblaunch.dashboard.text import render_text
@@ -103,6 +104,7 @@ def render_html(view: JobView, *, with_output: bool = False) -> str:
     parts.append(remarks(table))
     parts += [line(table.metrics)] if table.metrics else []
     parts += [charts(view, has_values=True)] if view.is_over else []
+    parts.append(epochs(table.epochs))
     if with_output:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(view.tail)] if view.tail else []
@@ -208,6 +210,21 @@ def _tile(cell: GridCell) -> str:
         f'<td style="border:0;padding:1px 8px 3px 0;text-align:left;min-width:72px">'
         f'<span style="{_MUTED}">{cell.rank}</span> <span>{escape(cell.text)}</span>'
         f'<div style="height:3px;background:rgba(128,128,128,.25)">{bar}</div></td>'
+    )
+
+
+def epochs(table: EpochTable) -> str:
+    """Return the table of epochs; empty without any."""
+    if not table.columns:
+        return ""
+    free = ("&nbsp;",) * len(table.columns)
+    heads = "".join(f'<th scope="col" style="{_RIGHT};{_HEAD}">{escape(name)}</th>' for name in table.columns)
+    cells = [[escape(text) for text in row] for row in table.rows] + [list(free)] * table.num_free
+    rows = "".join(f'<tr style="{_ROW}">{"".join(_cell(text, _RIGHT) for text in row)}</tr>' for row in cells)
+    note = line(table.note) if table.note else ""
+    return (
+        f'<table style="{_TABLE};font-size:13px">'
+        f'<thead><tr style="{_ROW}">{heads}</tr></thead><tbody>{rows}</tbody></table>{note}'
     )
 
 

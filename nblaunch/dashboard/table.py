@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from nblaunch import formatting
+from nblaunch.dashboard.epochs import EpochTable, metrics_of_epochs, tabulate_epochs
 from nblaunch.dashboard.notices import Notice, notices
 from nblaunch.dashboard.stall import as_of_now, stall_text
 from nblaunch.dashboard.view import JobView, RankView
@@ -261,7 +262,8 @@ class Table:
         grid: the ranks without a row, by rank; :data:`GRID_COLUMNS` per line.
         failures: ``(ranks, failure)``, root cause first.
         notices: slow and stuck ranks, losses that are not finite.
-        metrics: the last logged values in one line; may be empty.
+        epochs: losses and metrics of each epoch.
+        metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
         memory: memory of the job in one line; may be empty.
         warnings: of the launcher and the workers.
         notes: of the launcher and the workers, without the warnings.
@@ -277,6 +279,7 @@ class Table:
     grid: tuple[GridCell, ...]
     failures: tuple[tuple[str, str], ...]
     notices: tuple[Notice, ...]
+    epochs: EpochTable
     metrics: str
     memory: str
     warnings: tuple[str, ...]
@@ -311,6 +314,7 @@ def tabulate(view: JobView) -> Table:
         grid=tuple(grid_cell(rank) for rank in others),
         failures=_failures(view),
         notices=found,
+        epochs=tabulate_epochs(view),
         metrics=_metrics(view),
         memory=_memory(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
@@ -387,7 +391,7 @@ def _failures(view: JobView) -> tuple[tuple[str, str], ...]:
 
 def _metrics(view: JobView) -> str:
     source = next((rank for rank in view.ranks if rank.metrics), None)
-    if source is None:
+    if source is None or source.metrics.keys() <= set(metrics_of_epochs(view)):
         return ""
     parts = [f"{single_line(name)} {_metric(value)}" for name, value in list(source.metrics.items())[:8]]
     step = "" if source.metrics_step is None else f" (step {source.metrics_step:,})"

@@ -17,6 +17,7 @@ from unicodedata import east_asian_width
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
 from nblaunch.dashboard.view import JobView, RankView
@@ -192,7 +193,8 @@ def render_text(view: JobView, *, with_output: bool = False) -> str:
     """Return the table as text, without a final line end.
 
     One header line, one line per process (if there are more than 16, the extremes, a summary and a grid of the others),
-    then the headline, failures, notices, warnings, the last metrics, memory and the folder of logs.
+    then the headline, failures, notices, warnings, the table of epochs or the last metrics, memory and the folder of
+    logs.
 
     Args:
         view: the job.
@@ -206,6 +208,7 @@ def render_text(view: JobView, *, with_output: bool = False) -> str:
     for notice in table.notices:
         lines += [notice.text, *(f"    {line}" for line in notice.lines)]
     lines += [f"warning: {text}" for text in table.warnings]
+    lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
     lines += [table.memory] if table.memory else []
     if with_output:
@@ -232,6 +235,15 @@ def _table_lines(table: Table) -> list[str]:
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def _epoch_lines(table: EpochTable) -> list[str]:
+    grid = [table.columns, *table.rows] if table.columns else []
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for cells in grid
+    ]
+    return [*lines, *[table.note] * bool(table.note)]
 
 
 def _grid_lines(cells: Sequence[GridCell]) -> list[str]:

@@ -125,6 +125,34 @@ LINE_STAYS_S = 2.0
 """Seconds for which a progress bar stays visible after its worker has printed another line; it mostly comes back."""
 
 
+NUM_EPOCHS = 100
+"""Number of last epochs in the view."""
+
+
+@dataclass(frozen=True)
+class EpochView:
+    """One epoch, as all ranks together have reported it.
+
+    Args:
+        attempt: of the job; a restart trains some epochs again.
+        losses: sum of the mean losses of ranks.
+        num_losses: how many they are.
+        duration_s: of the slowest rank; 0.0 while the epoch lasts.
+        metrics: the last value of each metric logged in or after this epoch.
+    """
+
+    attempt: int
+    losses: float = 0.0
+    num_losses: int = 0
+    duration_s: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean loss of all ranks; None if it is unknown."""
+        return self.losses / self.num_losses if self.num_losses else None
+
+
 @dataclass(frozen=True)
 class RatePoint:
     """A point of the window for rates. ``time_s`` is the monotonic clock of the worker."""
@@ -295,6 +323,7 @@ class JobView:
         warnings: ``(rank, text)`` of the notes that are warnings.
         hang: the last report about ranks without progress, a line each; empty otherwise.
         curves: metrics logged by ``accelerator.log``, by name.
+        epochs: the last epochs, by number.
         host_bytes: host memory of all workers; None if unknown.
         host_peak_bytes: largest value so far.
         is_host_proportional: pages shared by workers count once.
@@ -325,6 +354,7 @@ class JobView:
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    epochs: Mapping[int, EpochView] = field(default_factory=dict)
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     is_host_proportional: bool = True

@@ -2,7 +2,7 @@
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state      progress      epoch  step  ...                          (widget_ranks.py)
-    grid of further ranks, failures, notices, charts, metrics, memory
+    grid of further ranks, failures, notices, charts, epochs, metrics, memory
     [All ranks] [rank 0] [rank 1] ...
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
@@ -192,12 +192,22 @@ class Panel:
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
         self._rows = RowGrid(self._throttle)
-        self._grid, self._remarks, self._charts, self._footer = (self._block() for _ in range(4))
+        self._grid, self._remarks, self._charts, self._epochs, self._footer = (
+            self._block() for _ in range(5)
+        )
         self._logs: LogPane | None = None
         top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        self._blocks = [top, self._rows.widget, self._grid, self._remarks, self._charts, self._footer]
+        self._blocks = [
+            top,
+            self._rows.widget,
+            self._grid,
+            self._remarks,
+            self._charts,
+            self._epochs,
+            self._footer,
+        ]
         self.root = Root(self._blocks, layout=widgets.Layout(width="100%", overflow="hidden"))
         self._num_state_requests = self.root.num_state_requests
 
@@ -225,6 +235,7 @@ class Panel:
         self._show_ranks(table)
         self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
         self._show_charts(view)
+        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
         self._show_block(self._footer, _footer(table), every_s=1.0)
         if self._logs is not None:
             self._logs.show()

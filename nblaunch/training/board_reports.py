@@ -12,6 +12,7 @@ and slow hosts are seen, a slow device is not.
 
 from __future__ import annotations
 
+import math
 import time
 from time import monotonic
 from typing import Any
@@ -37,7 +38,17 @@ class Loop:
         is_over_epochs: its items are epochs.
     """
 
-    __slots__ = ("epoch", "is_over_epochs", "num_epochs", "number", "phase", "state", "step", "total")
+    __slots__ = (
+        "began_s",
+        "epoch",
+        "is_over_epochs",
+        "num_epochs",
+        "number",
+        "phase",
+        "state",
+        "step",
+        "total",
+    )
 
     def __init__(
         self, total: int, epoch: int, state: WorkerState, step: int, number: int, is_over_epochs: bool
@@ -50,6 +61,7 @@ class Loop:
         self.number = number
         self.is_over_epochs = is_over_epochs
         self.num_epochs = 0
+        self.began_s = monotonic()
 
 
 class LoopStack:
@@ -197,6 +209,9 @@ class LossReport:
         self._zero: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         self._count = 0
+        # Sums and numbers of losses, as read: of bins that were closed in this epoch, of the open bin, and of that part
+        # of the first bin that is of the epoch before.
+        self._closed, self._open, self._before = (0.0, 0), (0.0, 0), (0.0, 0)
 
     def note(self, loss: torch.Tensor, is_there: bool = True) -> None:
         """Add ``loss``. Called at every micro-step; anything but a single number is left out.
@@ -237,6 +252,16 @@ class LossReport:
         except RuntimeError:
             return  # the device failed; the error that the user sees is the one of their own call
 
+    def take_mean(self) -> float | None:
+        """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
+        total, number = (
+            closed + rest - before
+            for closed, rest, before in zip(self._closed, self._open, self._before, strict=True)
+        )
+        is_known = number > 0 and math.isfinite(self._before[0])
+        self._closed, self._before = (0.0, 0), self._open
+        return total / number if is_known else None
+
     def _begin_step(self) -> None:
         """Count a step where an optimizer has stepped since the last loss; close the bin that ended with it."""
         num_updates = self._slot.num_updates
@@ -254,8 +279,11 @@ class LossReport:
     def _show(self, latest: torch.Tensor) -> None:
         unread, self._unread = self._unread, []
         for total, count in unread:
-            self._bins.add(_number(total), count)
+            value = _number(total)
+            self._bins.add(value, count)
+            self._closed = self._closed[0] + value, self._closed[1] + count
         rest = 0.0 if self._sum is None else _number(self._sum)
+        self._open = rest, self._count
         self._slot.set_losses(self._bins.curve(self._num_steps, rest, self._count))
         self._slot.set_loss(_number(latest))
 

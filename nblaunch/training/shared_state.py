@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ import torch
 
 from nblaunch import context
 from nblaunch.errors import warn
+from nblaunch.events import EpochEnded
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
-from nblaunch.training.board_reports import DeviceMemoryReport, LoopStack, LossReport, OwnTime
+from nblaunch.training.board_reports import DeviceMemoryReport, Loop, LoopStack, LossReport, OwnTime
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
@@ -64,6 +66,12 @@ class SharedState:
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.
         return get_shared_state, ()
+
+    def report_epoch(self, loop: Loop) -> None:
+        """Report the end of a loop over a training loader, whose losses were flushed."""
+        duration_s = time.monotonic() - loop.began_s
+        rank = self.process.topology.rank
+        context.current().emit(EpochEnded(rank, time.time(), loop.epoch, self.losses.take_mean(), duration_s))
 
     def check_models(self) -> None:
         """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""

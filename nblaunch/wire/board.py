@@ -115,6 +115,11 @@ class Slot:
         """Set what the rank does."""
         self._ints[_STATE] = state
 
+    @property
+    def epoch(self) -> int:
+        """Return the number of the current or last epoch, from 1; 0 before the first."""
+        return self._ints[_EPOCH]
+
     def start_loop(
         self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
     ) -> None:

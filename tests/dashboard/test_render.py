@@ -322,7 +322,7 @@ def test_charts_stand_in_the_summary_only() -> None:
     html = render_html(view_of(ended(2), view))
     text = Reader(html).text
     assert "accuracy0.0000 to 0.8000 in 8 steps" in text
-    assert "loss━ smoothed mean─ each rank0.5000 to 0.0100 in 100 steps" in text
+    assert "loss━ smoothed mean ─ each rank0.5000 to 0.0100 in 100 steps" in text
     assert 'aria-label="accuracy: 0.0000 to 0.8000 in 8 steps"' in html
     assert 'aria-label="name' not in html
     assert html.count("<polyline") == 2 + 3 + 1
@@ -578,5 +578,5 @@ def test_whatever_was_told_can_be_rendered(story: list[Event | list[SlotReading]
     num_lines = (
         len(table.rows) + len(table.failures) + len(table.notes) + len(table.warnings) + len(view.tail)
     )
-    num_lines += sum(1 + len(notice.lines) for notice in table.notices)
+    num_lines += sum(1 + len(notice.lines) for notice in table.notices) + len(table.epochs.rows) + 2
     assert len(bundle["text/plain"].splitlines()) <= num_lines + 6

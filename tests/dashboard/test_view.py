@@ -14,6 +14,7 @@ from nblaunch.dashboard.view import LINE_STAYS_S, TAIL_LENGTH, JobView, read_bar
 from nblaunch.events import (
     AttemptStarted,
     Displayed,
+    EpochEnded,
     Event,
     ExceptionInfo,
     Exited,
@@ -286,7 +287,17 @@ any_event = st.one_of(
     st.builds(StatusLine, ranks, st.just(1.0), texts),
     st.builds(Note, ranks, st.just(1.0), texts, st.sampled_from(["note", "warning", "hang"])),
     st.builds(HostMemory, ranks, st.floats(0, 1e9), st.integers(0, 10**13), st.booleans()),
-    st.builds(Metric, ranks, st.just(1.0), st.none(), st.dictionaries(texts, st.floats() | texts)),
+    st.builds(
+        Metric,
+        ranks,
+        st.just(1.0),
+        st.none(),
+        st.dictionaries(texts, st.floats() | texts),
+        st.integers(0, 200),
+    ),
+    st.builds(
+        EpochEnded, ranks, st.just(1.0), st.integers(0, 200), st.none() | st.floats(), st.floats(0, 1e9)
+    ),
     st.builds(Returned, ranks, st.just(1.0)),
     st.builds(Displayed, ranks, st.just(1.0), st.dictionaries(texts, texts), update=st.booleans()),
     st.builds(raised, ranks, texts, is_consequence=st.booleans()),

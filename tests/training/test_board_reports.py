@@ -113,3 +113,31 @@ def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
         loss.zero_()
     report.flush()
     assert slot.read(0).losses.means == (4.0, 2.0)
+
+
+def test_means_of_epochs_are_those_of_their_own_losses() -> None:
+    slot = private_slot()
+    report, losses = LossReport(slot), [float(step) for step in range(200)]
+    ends, means = (1, 70, 71, 199, 200), []
+    for step, loss in enumerate(losses, 1):
+        report.note(torch.tensor(loss))
+        slot.count_update()
+        if step in ends:
+            report.flush()
+            means.append(report.take_mean())
+    epochs = [losses[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+    assert means == pytest.approx([sum(epoch) / len(epoch) for epoch in epochs])
+    report.flush()
+    assert report.take_mean() is None
+
+
+def test_the_mean_of_an_epoch_after_one_that_was_not_finite_is_unknown_or_finite() -> None:
+    slot = private_slot()
+    report, means = LossReport(slot), []
+    for epoch in range(3):
+        for step in range(100):
+            report.note(torch.tensor(float("nan") if (epoch, step) == (0, 99) else 1.0))
+            slot.count_update()
+        report.flush()
+        means.append(report.take_mean())
+    assert str(means) in ("[nan, None, 1.0]", "[nan, 1.0, 1.0]")

@@ -145,6 +145,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.losses.flush()
             shared.own_time.pause()
             shared.loops.end(loop)
+            if loop.state is WorkerState.TRAINING:
+                shared.report_epoch(loop)
 
     @abstractmethod
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:

@@ -106,7 +106,8 @@ class TrackerHub:
         if self.process.topology.rank == 0:
             logged = {name: _plain(value) for name, value in flat(values) if isinstance(value, _LOGGED)}
             step = plain(step)
-            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged))
+            epoch = self.process.slot.epoch
+            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return the tracker called ``name``; one that does nothing on ranks where it does not run.

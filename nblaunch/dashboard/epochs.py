@@ -1,0 +1,75 @@
+"""The table of epochs: the training loss, what was logged, and the time of each.
+
+epoch  training loss  accuracy  time
+    1         0.4127     0.912  12 s
+    2         0.2034     0.951  11 s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nblaunch.dashboard.view import EpochView, JobView
+from nblaunch.formatting import duration, loss, single_line
+
+LIVE_ROWS = 8
+"""Number of last epochs in the table while a job runs."""
+
+_ALL_ROWS = 30  # when it has ended
+_EXPECTED_ROWS = 4  # while it runs, where the number of epochs is unknown
+_NUM_METRICS = 8
+
+
+@dataclass(frozen=True)
+class EpochTable:
+    """The table of epochs as text cells.
+
+    Args:
+        columns: their names.
+        rows: the last epochs, oldest first; a cell per column.
+        num_free: rows that are still to come, so that the table keeps its height while the job runs.
+        note: below the table of an ended job, if there are more epochs.
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    num_free: int = 0
+    note: str = ""
+
+
+def tabulate_epochs(view: JobView) -> EpochTable:
+    """Return the table of epochs; an empty one if there are neither losses nor metrics."""
+    epochs = sorted(view.epochs.items())
+    names = metrics_of_epochs(view)
+    has_loss = any(epoch.loss is not None for _, epoch in epochs)
+    if not has_loss and not names:
+        return EpochTable()
+    most = _ALL_ROWS if view.is_over else LIVE_ROWS
+    shown = epochs[-most:]
+    return EpochTable(
+        columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
+        rows=tuple(_row(number, epoch, names, has_loss=has_loss) for number, epoch in shown),
+        num_free=0 if view.is_over else max(min(_expected(view), most) - len(shown), 0),
+        note="earlier epochs are not shown" if view.is_over and len(epochs) > len(shown) else "",
+    )
+
+
+def metrics_of_epochs(view: JobView) -> tuple[str, ...]:
+    """Return the names of the metrics in the table of epochs, in the order in which they were first logged."""
+    names = dict.fromkeys(name for _, epoch in sorted(view.epochs.items()) for name in epoch.metrics)
+    return tuple(names)[:_NUM_METRICS]
+
+
+def _expected(view: JobView) -> int:
+    return max((rank.num_epochs for rank in view.ranks), default=0) or _EXPECTED_ROWS
+
+
+def _row(number: int, epoch: EpochView, names: Sequence[str], *, has_loss: bool) -> tuple[str, ...]:
+    training = [] if not has_loss else ["" if epoch.loss is None else loss(epoch.loss)]
+    values = [_value(epoch.metrics[name]) if name in epoch.metrics else "" for name in names]
+    return (str(number), *training, *values, duration(epoch.duration_s) if epoch.duration_s else "")
+
+
+def _value(value: object) -> str:
+    return loss(value) if isinstance(value, float) else single_line(str(value)[:20])

@@ -1,0 +1,135 @@
+"""The table of epochs: training loss of all ranks, logged metrics, time; as high while it runs as it will be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from nblaunch.dashboard.epochs import LIVE_ROWS, tabulate_epochs
+from nblaunch.dashboard.fold import fold, fold_readings
+from nblaunch.dashboard.html import render_html
+from nblaunch.dashboard.table import tabulate
+from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.view import NUM_EPOCHS, JobView
+from nblaunch.events import AttemptStarted, EpochEnded, Event, Metric
+from tests.dashboard.scenes import START_S, ended, sample, started, view_of
+from tests.dashboard.test_render import Reader
+from tests.kernels import Kernel
+
+
+def epochs(numbers: range, num_ranks: int = 2) -> list[Event]:
+    """Events of epochs whose losses differ between ranks, each with an evaluation."""
+    events: list[Event] = []
+    for number in numbers:
+        events += [
+            EpochEnded(rank, START_S, number, (1 + rank) / number, 2.0 + rank) for rank in range(num_ranks)
+        ]
+        events.append(Metric(0, START_S, number, {"accuracy": 0.5 + number / 10, "note": "x"}, epoch=number))
+    return events
+
+
+def test_each_epoch_has_the_mean_loss_of_all_ranks_its_metrics_and_the_time_of_the_slowest() -> None:
+    view = view_of([*started(2), *epochs(range(1, 3)), *ended(2)])
+    expected = [
+        ("epoch", "training loss", "accuracy", "note", "time"),
+        ("1", "1.5000", "0.6000", "x", "3.0 s"),
+        ("2", "0.7500", "0.7000", "x", "3.0 s"),
+    ]
+    table = tabulate_epochs(view)
+    assert [table.columns, *table.rows] == expected
+    assert [tuple(row) for row in Reader(render_html(view)).rows][-3:] == expected
+    lines = [tuple(line.split()) for line in render_text(view).splitlines()]
+    assert ("1", "1.5000", "0.6000", "x", "3.0", "s") in lines
+    assert tabulate(view).metrics == ""  # they are in the table
+
+
+def test_metrics_of_an_epoch_that_lasts_have_a_row_and_those_before_any_epoch_a_line() -> None:
+    view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1}, epoch=1)])
+    assert tabulate_epochs(view).columns == ("epoch", "lr", "time")
+    assert tabulate_epochs(view).rows == (("1", "0.1000", ""),)
+    view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1})])
+    assert tabulate_epochs(view).columns == ()
+    assert tabulate(view).metrics == "lr 0.1 (step 3)"
+
+
+def test_the_table_is_as_high_as_it_will_be_from_the_first_epoch_on() -> None:
+    def heights(num_epochs: int) -> set[int]:
+        view = fold_readings(view_of(started(1)), [sample(0, 1, num_epochs=num_epochs)], START_S)
+        found = set()
+        for number in range(1, (num_epochs or 4) + 1):
+            view = view_of(epochs(range(number, number + 1), 1), view)
+            table = tabulate_epochs(view)
+            assert Reader(render_html(view)).rows[-1][0] in (str(number), "\N{NO-BREAK SPACE}")
+            found.add(len(table.rows) + table.num_free)
+        return found
+
+    assert heights(6) == {6}
+    assert heights(50) == {LIVE_ROWS}
+    assert heights(0) == {4}
+
+
+def test_of_many_epochs_the_last_ones_are_shown_and_kept() -> None:
+    view = view_of([*started(1), *epochs(range(1, 151), 1)])
+    assert len(view.epochs) == NUM_EPOCHS
+    assert [row[0] for row in tabulate_epochs(view).rows] == [str(number) for number in range(143, 151)]
+    assert tabulate_epochs(view).note == ""
+    over = view_of(ended(1), view)
+    assert len(tabulate_epochs(over).rows) == 30
+    assert "earlier epochs are not shown" in render_text(over)
+    assert "earlier epochs are not shown" in Reader(render_html(over)).text
+
+
+def test_an_epoch_that_a_restart_trains_again_counts_once() -> None:
+    view = view_of([*started(2), *epochs(range(1, 3))])
+    view = fold(view, AttemptStarted(-1, START_S + 1, "train", 2, "cpu", "fork", attempt=1))
+    view = view_of([EpochEnded(rank, START_S, 2, 9.0, 1.0) for rank in range(2)], view)
+    assert [row[1] for row in tabulate_epochs(view).rows] == ["1.5000", "9.0000"]
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_a_silent_loop_has_no_table() -> None:
+    view = view_of([*started(1), EpochEnded(0, START_S, 1, math.nan, 1.0)])
+    assert tabulate_epochs(view).rows == (("1", "nan", "1.0 s"),)
+    silent = view_of([*started(1), EpochEnded(0, START_S, 1, None, 1.0)])
+    assert tabulate_epochs(silent).columns == ()
+    assert tabulate_epochs(replace(JobView())).columns == ()
+
+
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for epoch in range(1, 4):
+        model.train()
+        for step, (x,) in enumerate(loader):
+            # 1 on average in the first epoch, 2 in the second ...; the parameters have gradients, and stay
+            level = epoch + (0.5 if step % 2 else -0.5)
+            accelerator.backward(model(x).sum() * 0 + level)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.log({"accuracy": epoch / 4}, step=10 * epoch)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_losses_and_metrics_of_a_real_job_are_those_of_their_epochs(kernel: Kernel) -> None:
+    kernel.run(TRAIN)
+    html = (
+        kernel.run("notebook_launcher(train, (), 2, backend='cpu', dashboard='html')")
+        .displays[0]
+        .data["text/html"]
+    )
+    *_, first, second, third = Reader(html).rows
+    assert [first[:3], second[:3], third[:3]] == [
+        ["1", "1.0000", "0.2500"],
+        ["2", "2.0000", "0.5000"],
+        ["3", "3.0000", "0.7500"],
+    ]
