@@ -641,8 +641,9 @@ class Accelerator(PreparationProperties, Rejoining):
             safe_serialization: weights in safetensors' format; False: torch's.
             asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
                 next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
-                memory is kept for the next time, until ``end_training``. Parts that ranks hold of weights and
-                optimizers are written before it returns.
+                memory is kept for the next time, until ``end_training``. So does every rank with its shards of an
+                ``fsdp_plugin``; a strategy that can't writes its shards before it returns. A function that returns
+                meanwhile is waited for.
             main_process_only: the main process saves, without the random states of other ranks, and waits for none; the
                 others return at once. They need not call it.
 

@@ -234,16 +234,15 @@ class Coordinator(_Side):
         """Return what the present ranks have done, by rank; waits for it."""
         found: dict[int, Report] = {}
         pause = _Pause()
-        with waiting():
-            while len(found) < len(self.present):
-                for rank in set(self.present) - found.keys():
-                    where = self._mail.read(f"rank/{rank}", Whereabouts)
-                    report = self._mail.read(f"report/{rank}", Report)
-                    if report is not None and report.number == self._number:
-                        found[rank] = report
-                    elif where is not None and where.has_left:  # before it has reported
-                        found[rank] = Report(self._number, _LEFT.format(self._target, rank))
-                pause.sleep()
+        while len(found) < len(self.present):
+            for rank in set(self.present) - found.keys():
+                where = self._mail.read(f"rank/{rank}", Whereabouts)
+                report = self._mail.read(f"report/{rank}", Report)
+                if report is not None and report.number == self._number:
+                    found[rank] = report
+                elif where is not None and where.has_left:  # before it has reported
+                    found[rank] = Report(self._number, _LEFT.format(self._target, rank))
+            pause.sleep()
         return found
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,18 @@ from nblaunch import context, formatting
 from nblaunch.errors import CheckpointError, warn
 from nblaunch.events import Note
 from nblaunch.training.checkpoints import files, safe_save, save_round
+from nblaunch.training.checkpoints.cpu_copies import CpuCopies
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.safe_save import Staging
-from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, SaveOutcome
+from nblaunch.training.checkpoints.save_round import Coordinator, Participant, Report, Round, SaveOutcome
 from nblaunch.training.checkpoints.snapshot import (
-    CpuCopies,
+    Contribution,
     Snapshot,
     TrainingState,
     collect,
     contribute,
-    write_own_files,
 )
-from nblaunch.training.joining import is_distributed
+from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:
@@ -50,7 +50,7 @@ class Saver:
         self._pending = 0  # the round whose outcome this rank has not looked at
         self._thread: threading.Thread | None = None
         self._thread_error: BaseException | None = None
-        self._copies = CpuCopies()
+        self._copies, self._shards = CpuCopies(), CpuCopies()
         self._is_warned = False
         self._meet()  # from now on, rank 0 can ask where this rank is
 
@@ -77,7 +77,7 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._copies = CpuCopies()
+            self._copies, self._shards = CpuCopies(), CpuCopies()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.
@@ -86,15 +86,15 @@ class Saver:
             CheckpointError: it could not be.
             ValueError: it could not be begun: the caller's mistake.
         """
+        if self._thread is not None:
+            self._thread.join()  # an interrupt here leaves it to the next call
+            self._thread = None
         number, self._pending = self._pending, 0
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-            error, self._thread_error = self._thread_error, None
-            if error is not None:
-                raise error
-        elif number:
+        error, self._thread_error = self._thread_error, None
+        if number:  # what rank 0 says of all, before what went wrong here
             self._state.shared.save_round.outcome(number).check()
+        if error is not None:
+            raise error
 
     def _meet(self) -> Any:
         """Return this rank's side of the save rounds of its process group; None for a lone process."""
@@ -157,9 +157,10 @@ class Saver:
             staging = self._open(target)
             if coordinator is not None:
                 coordinator.begin(str(staging.folder), str(target), self._project.iteration)
-            snapshot = collect(self._state, staging.folder, safe)
-            if coordinator is not None:
-                snapshot.checksums = _checksums_in(coordinator.reports())
+            snapshot = collect(self._state, staging.folder, safe, self._shards if asynchronous else None)
+            if coordinator is not None and snapshot.shards is None:
+                with waiting():
+                    snapshot.checksums = _checksums_in(coordinator.reports())
             if asynchronous:
                 snapshot.detach(self._copies)
         except BaseException as error:
@@ -168,12 +169,7 @@ class Saver:
         if not asynchronous:
             self._write(staging, snapshot, coordinator)
             return
-        self._thread = threading.Thread(
-            target=self._write_in_thread,
-            args=(staging, snapshot, coordinator),
-            name=f"nblaunch-save-{target.name}",
-        )
-        self._thread.start()
+        self._start_thread(target, partial(self._write, staging, snapshot, coordinator))
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
         """Raise where ranks are missing that hold shards of the state; warn that their random states are not saved."""
@@ -205,6 +201,10 @@ class Saver:
             before: Manifest | None = None
             with suppress(CheckpointError):  # a damaged one is about to be replaced
                 before = files.read_manifest(target)
+            if snapshot.shards is not None:
+                snapshot.shards.write(staging.folder)
+                if coordinator is not None:
+                    snapshot.checksums = _checksums_in(coordinator.reports())
             manifest = snapshot.write(staging.folder)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
@@ -229,8 +229,40 @@ class Saver:
         round = participant.arrive()
         if not round.folder:
             participant.outcome(round.number).check()
+        with self._reporting_errors(participant, round):
+            contribution = self._contribute(Path(round.folder), Path(round.target), asynchronous)
+        write = partial(self._write_contribution, contribution, participant, round)
+        if contribution.shards is None:
+            write()
+        else:
+            self._start_thread(Path(round.target), write)
+        self._pending = round.number
+        self._project.iteration = round.iteration
+        if not asynchronous:
+            self.wait()
+        return Path(round.target)
+
+    def _contribute(self, folder: Path, target: Path, asynchronous: bool) -> Contribution:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
+                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
+            )
+        return contribute(self._state, folder, self._shards if asynchronous else None)
+
+    def _write_contribution(self, contribution: Contribution, participant: Participant, round: Round) -> None:
+        with self._reporting_errors(participant, round):
+            try:
+                checksums = contribution.write(Path(round.folder))
+            except OSError as error:  # a full disk
+                raise CheckpointError(_not_saved(Path(round.target), self._state.rank, error)) from error
+        participant.report(round.number, checksums=checksums)
+
+    @contextmanager
+    def _reporting_errors(self, participant: Participant, round: Round) -> Iterator[None]:
+        """Report an error of the block to rank 0; raise rank 0's own instead where that has given up before."""
         try:
-            checksums = self._contribute(Path(round.folder), Path(round.target))
+            yield
         except BaseException as error:
             failure = participant.failure_of(round.number)
             if failure is not None:  # the main process has given up, and the folder is gone
@@ -238,33 +270,23 @@ class Saver:
             problem = _not_saved(Path(round.target), self._state.rank, error)
             participant.report(round.number, problem=problem)
             raise
-        participant.report(round.number, checksums=checksums)
-        self._pending = round.number
-        self._project.iteration = round.iteration
-        if not asynchronous:
-            self.wait()
-        return Path(round.target)
-
-    def _contribute(self, folder: Path, target: Path) -> dict[str, str]:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"checkpoint {target} was not saved; nothing was changed. Rank {self._state.rank} does not find "
-                f"{folder.absolute()}, which rank 0 has made; the folder must be one that all machines share"
-            )
-        contribute(self._state, folder)
-        try:
-            return write_own_files(self._state, folder)
-        except OSError as error:  # a full disk
-            raise CheckpointError(_not_saved(target, self._state.rank, error)) from error
 
     # --- in a thread, and afterwards -----------------------------------------------------------------------------
 
-    def _write_in_thread(self, staging: Staging, snapshot: Snapshot, coordinator: Coordinator | None) -> None:
+    def _start_thread(self, target: Path, write: Callable[[], None]) -> None:
+        # No daemon: the end of the process waits for it.
+        self._thread = threading.Thread(
+            target=self._run_in_thread, args=(write,), name=f"nblaunch-save-{target.name}"
+        )
+        self._thread.start()
+
+    def _run_in_thread(self, write: Callable[[], None]) -> None:
         try:
-            self._write(staging, snapshot, coordinator)
+            write()
         except BaseException as error:  # raised by the next call that waits for it
             self._thread_error = error
-            context.current().emit(Note(rank=self._state.rank, time_s=time.time(), text=str(error)))
+            if self._state.rank == 0:  # which knows the problems of all
+                context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
 
     def _remove_oldest(self, newest: Path) -> None:
         limit = self._project.total_limit

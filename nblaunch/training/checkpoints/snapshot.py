@@ -13,7 +13,8 @@ import io
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nblaunch.backends.base import Backend
-from nblaunch.training.checkpoints import files, loading, model_files, safe_save
+from nblaunch.training.checkpoints import files, model_files, safe_save
+from nblaunch.training.checkpoints.cpu_copies import CpuCopies
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.data import resuming
 from nblaunch.training.models import bare_module
@@ -30,6 +32,7 @@ from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState
 from nblaunch.training.strategies import Strategy
+from nblaunch.training.strategies.base import ShardWriter
 from nblaunch.wire import quantised
 
 Hooks = OrderedDict[int, Callable[..., Any]]
@@ -98,6 +101,7 @@ class Snapshot:
         objects: state dicts, or their bytes, by file name.
         safe_serialization: weights in safetensors' format.
         checksums: of files that other ranks have written and summed up.
+        shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
     """
 
     manifest: Manifest
@@ -105,6 +109,7 @@ class Snapshot:
     objects: dict[str, Any] = field(default_factory=dict)
     safe_serialization: bool = True
     checksums: dict[str, str] = field(default_factory=dict)
+    shards: ShardWriter | None = None
 
     def detach(self, copies: CpuCopies) -> None:
         """Copy everything to memory that training does not write to."""
@@ -125,10 +130,106 @@ class Snapshot:
         return manifest
 
 
-def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Snapshot:
-    """Return what the main process saves. In ``folder`` is what ranks and hooks write there by themselves."""
-    weights, optimizers, is_in_parts = _models_and_optimizers(state, folder)
-    weights = _run_hooks(state, folder, weights)
+@dataclass
+class Contribution:
+    """What another rank than the first adds to a checkpoint.
+
+    Args:
+        state: of this rank.
+        objects: states of random generators and loaders, as bytes, by file name.
+        shards: copies of those of this rank, which are not written yet; None: they are, or models are whole.
+    """
+
+    state: TrainingState
+    objects: dict[str, bytes]
+    shards: ShardWriter | None = None
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write it; returns the checksums of all files that are known to be this rank's."""
+        if self.shards is not None:
+            self.shards.write(folder)
+        for name, one in self.objects.items():
+            files.write_object(one, folder / name)
+        strategy = self.state.strategy
+        own = [
+            *(folder / name for name in self.objects),
+            *(strategy.shard_files(folder, self.state.rank) if strategy.holds_shards else ()),
+        ]
+        return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
+
+
+def collect(
+    state: TrainingState, folder: Path, safe_serialization: bool, copies: CpuCopies | None = None
+) -> Snapshot:
+    """Return what the main process saves. In ``folder`` is what ranks and hooks write there by themselves.
+
+    Args:
+        state: of this process.
+        folder: of the checkpoint in the making.
+        safe_serialization: weights in safetensors' format.
+        copies: take copies of shards, where the strategy writes them later; None: they are written at once.
+    """
+    held = _Held.of(state, folder, copies)
+    with held.cancelled_by_errors():
+        return _snapshot(state, held, _run_hooks(state, folder, held.weights), safe_serialization)
+
+
+def contribute(state: TrainingState, folder: Path, copies: CpuCopies | None = None) -> Contribution:
+    """Do another rank's part of :func:`collect`: its shards of models and optimizers, the hooks, its own states."""
+    if not state.strategy.holds_shards:
+        _run_hooks(state, folder, None)
+        return Contribution(state, _own_objects(state))
+    held = _Held.of(state, folder, copies)
+    with held.cancelled_by_errors():
+        _run_hooks(state, folder, held.weights)
+        return Contribution(state, _own_objects(state), held.shards)
+
+
+@dataclass
+class _Held:
+    """Models and optimizers as this rank saves them: whole, or in shards that are written already or will be.
+
+    Args:
+        weights: whole state dicts of models that are to be written.
+        optimizers: the same of optimizers.
+        is_in_parts: every rank writes its shards instead.
+        shards: that writes them later; None: they are written.
+    """
+
+    weights: list[Mapping[str, Any]] = field(default_factory=list)
+    optimizers: list[Mapping[str, Any]] = field(default_factory=list)
+    is_in_parts: bool = False
+    shards: ShardWriter | None = None
+
+    @classmethod
+    def of(cls, state: TrainingState, folder: Path, copies: CpuCopies | None) -> _Held:
+        prepared, strategy = state.preparer, state.strategy
+        shards = (
+            strategy.shard_writer(prepared.models, prepared.optimizers, copies.take)
+            if copies is not None
+            else None
+        )
+        if shards is not None or strategy.save_shards(folder, prepared.models, prepared.optimizers):
+            return cls(is_in_parts=True, shards=shards)
+        return cls(
+            [_weights(state, bare_module(model)) for model in prepared.models],
+            [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
+        )
+
+    @contextmanager
+    def cancelled_by_errors(self) -> Iterator[None]:
+        """Let the other ranks write no shards where the block raises."""
+        try:
+            yield
+        except Exception as error:
+            if self.shards is not None:
+                self.shards.cancel(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _snapshot(
+    state: TrainingState, held: _Held, weights: list[Mapping[str, Any]], safe_serialization: bool
+) -> Snapshot:
     prepared = state.preparer
     manifest = Manifest(
         world_size=state.world_size,
@@ -136,62 +237,29 @@ def collect(state: TrainingState, folder: Path, safe_serialization: bool) -> Sna
         schedulers=len(prepared.schedulers),
         loaders=len(prepared.loaders),
         custom=len(state.custom),
-        in_parts=state.strategy.name if is_in_parts else "",
+        in_parts=state.strategy.name if held.is_in_parts else "",
         gradient_orders=[prepared.strategy.gradient_order(model) for model in prepared.models],
     )
-    snapshot = Snapshot(manifest, weights, {}, safe_serialization)
+    snapshot = Snapshot(manifest, weights, {}, safe_serialization, shards=held.shards)
     schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
-    for name, states in ((files.OPTIMIZER, optimizers), (files.SCHEDULER, schedulers)):
+    for name, states in ((files.OPTIMIZER, held.optimizers), (files.SCHEDULER, schedulers)):
         for index, one in enumerate(states):
             snapshot.objects[files.numbered(name, index)] = one
     for index, loader in enumerate(prepared.loaders):
         order = resuming.capture(loader, state.shared)
         snapshot.objects[files.numbered(files.SAMPLER, index)] = order
-    snapshot.objects |= _loader_states(state)
     if state.scaler is not None:
         snapshot.objects[files.SCALER] = state.scaler.state_dict()
     for index, obj in enumerate(state.custom):
         # As bytes at once: what a user's object holds can't be known, nor copied safely.
         snapshot.objects[files.custom(index)] = _as_bytes(obj.state_dict())
-    snapshot.objects[files.random_states(0)] = _random_states(state)
+    snapshot.objects |= _own_objects(state)
     return snapshot
 
 
-def contribute(state: TrainingState, folder: Path) -> None:
-    """Do another rank's part of :func:`collect`: write its shards of models and optimizers, call the hooks."""
-    holds_shards = state.strategy.holds_shards
-    _run_hooks(state, folder, _models_and_optimizers(state, folder)[0] if holds_shards else None)
-
-
-def write_own_files(state: TrainingState, folder: Path) -> dict[str, str]:
-    """Write another rank's states of random generators and loaders.
-
-    Returns:
-        The checksums of all files that are known to be this rank's.
-    """
-    strategy = state.strategy
-    objects = {files.random_states(state.rank): _random_states(state), **_loader_states(state)}
-    for name, one in objects.items():
-        files.write_object(one, folder / name)
-    own = [
-        *(folder / name for name in objects),
-        *(strategy.shard_files(folder, state.rank) if strategy.holds_shards else ()),
-    ]
-    return files.checksums(folder, [file.relative_to(folder).as_posix() for file in own])
-
-
-def _models_and_optimizers(
-    state: TrainingState, folder: Path
-) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], bool]:
-    """Return whole weights and optimizer states to be written, or none and True: all ranks wrote their shards."""
-    prepared, strategy = state.preparer, state.strategy
-    if strategy.save_shards(folder, prepared.models, prepared.optimizers):
-        return [], [], True
-    return (
-        [_weights(state, bare_module(model)) for model in prepared.models],
-        [strategy.optimizer_state_dict(optimizer) for optimizer in prepared.optimizers],
-        False,
-    )
+def _own_objects(state: TrainingState) -> dict[str, bytes]:
+    """Return the states of random generators and loaders that every rank has of its own."""
+    return {**_loader_states(state), files.random_states(state.rank): _random_states(state)}
 
 
 def _weights(state: TrainingState, module: torch.nn.Module) -> dict[str, Any]:
@@ -267,50 +335,3 @@ def restore_random_states(state: Mapping[str, Any], backend: Backend) -> None:
         torch.set_rng_state(state["torch_manual_seed"].cpu())
     if state.get("device"):
         backend.set_rng_state(state["device"])
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-class CpuCopies:
-    """Copies nested state dicts, into the same memory every time.
-
-    New memory is what costs most of a first copy: the system clears it page by page. So the copies are kept, and only
-    one state can be held at a time.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def take(self, state: Any) -> Any:
-        """Return ``state`` with a copy of every tensor; what was taken before is overwritten.
-
-        Tensors that show the same memory share a copy, too. Leaves that are no tensors are kept as they are.
-        """
-        before, self._kept = self._kept, {}
-        return self._copy(state, (), before, {})
-
-    def _copy(
-        self,
-        state: Any,
-        path: tuple[Any, ...],
-        before: Mapping[tuple[Any, ...], torch.Tensor],
-        seen: dict[Any, Any],
-    ) -> Any:
-        if isinstance(state, torch.Tensor):
-            view, _ = loading.view_of(state)
-            copy = seen.get(view) if view is not None else None
-            if copy is None:
-                copy = seen[view] = self._kept[path] = _copy_into(before.get(path), state.detach())
-            return copy
-        if isinstance(state, Mapping):
-            return {key: self._copy(value, (*path, key), before, seen) for key, value in state.items()}
-        if isinstance(state, (list, tuple)) and not hasattr(state, "_fields"):
-            return type(state)(self._copy(item, (*path, i), before, seen) for i, item in enumerate(state))
-        return state
-
-
-def _copy_into(kept: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-        return tensor.to("cpu", copy=True)
-    return kept.copy_(tensor)

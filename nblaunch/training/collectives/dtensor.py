@@ -83,6 +83,14 @@ def with_local(like: Any, held: torch.Tensor) -> Any:
     )
 
 
+def on_host(like: Any, held: torch.Tensor) -> Any:
+    """Return a shard with the elements ``held`` in host memory, wherever ``like`` lies: for files, not to compute."""
+    from torch.distributed.tensor import DTensor
+
+    # from_local would move it to the devices of the mesh; FSDP2 makes its own shards like this.
+    return DTensor(held, like._spec, requires_grad=False)
+
+
 def shard_state_dict(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Apply :func:`shard_like` to every tensor of a state dict, by its name."""
     return {

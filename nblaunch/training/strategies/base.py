@@ -19,7 +19,7 @@ user's own code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,22 @@ class TrainingSetup:
     precision: Precision
     accumulation: AccumulationState
     splits_batches: bool = False
+
+
+class ShardWriter(ABC):
+    """Copies of this rank's shards, to be written while training goes on. Every rank calls one of the methods."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write them to ``folder``; in a thread, beside the collectives of training.
+
+        Raises:
+            CheckpointError: a rank could not write its own, or has called :meth:`cancel`.
+        """
+
+    @abstractmethod
+    def cancel(self, problem: str) -> None:
+        """Keep all ranks from writing, because of a problem of this one."""
 
 
 class StrategyPlugin(ABC):
@@ -255,6 +271,18 @@ class Strategy(ABC):
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
         """Write this rank's shards of all models and optimizers to ``folder``; False: save them whole."""
         return False
+
+    def shard_writer(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
+    ) -> ShardWriter | None:
+        """Return what writes this rank's shards as they are now, later on; None: :meth:`save_shards` writes them.
+
+        Args:
+            models: prepared.
+            optimizers: prepared.
+            copy: returns a nested state in memory that training does not write to.
+        """
+        return None
 
     def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
         """Return the files in ``folder`` that :meth:`save_shards` wrote on ``rank``, as far as their names show."""

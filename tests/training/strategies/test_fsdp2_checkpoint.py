@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils.data import DataLoader
 
-from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+from nblaunch import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    load_checkpoint_in_model,
+    notebook_launcher,
+)
 from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
+from nblaunch.training.checkpoints.snapshot import Snapshot
 from nblaunch.training.collectives import dtensor
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, Tied, data, epoch, network
@@ -251,16 +262,184 @@ def test_parts_of_another_model_are_told(tmp_path: Path) -> None:
         assert "weight" in message
 
 
-def _asynchronously(folder: str) -> list[float]:
-    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+# --- written while training goes on ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _blocked(seconds: float | None = None) -> Iterator[threading.Event]:
+    """Have torch write shards only once the event is set: by the block, at its end, or after so many seconds."""
+    may_write, write = threading.Event(), FileSystemWriter.write_data
+
+    def late(self: Any, *args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(self, *args)
+
+    FileSystemWriter.write_data = late  # type: ignore[method-assign]
+    if seconds is not None:
+        threading.Timer(seconds, may_write.set).start()
+    try:
+        yield may_write
+    finally:
+        may_write.set()
+        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+
+
+def _save_while_training(kind: str, folder: str) -> list[float]:
+    accelerator, *rest = _prepare(kind)
     epoch(accelerator, *rest)
-    accelerator.save_state(folder, asynchronous=True)
-    told = epoch(accelerator, *rest)
-    accelerator.wait_for_checkpoint()
+    with _blocked() as may_write:
+        accelerator.save_state(folder, asynchronous=True)
+        told = epoch(accelerator, *rest)  # steps, with their collectives, while nothing can be written
+        assert not os.path.exists(folder)
+        may_write.set()
+        accelerator.wait_for_checkpoint()
     return told
 
 
-def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(tmp_path: Path) -> None:
-    going_on = ranks.run(_asynchronously, 2, str(tmp_path / "state"))
-    for resumed in ranks.run(_resume, 2, "SHARDED_STATE_DICT", str(tmp_path / "state")):
-        assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_training_goes_on_while_shards_are_written_as_they_were(tmp_path: Path, num_ranks: int) -> None:
+    folder = str(tmp_path / "state")
+    going_on = ranks.run(_save_while_training, num_ranks, "SHARDED_STATE_DICT", folder)
+    assert os.listdir(tmp_path) == ["state"]
+    for resumed in ranks.run(_resume, num_ranks, "SHARDED_STATE_DICT", folder):
+        assert resumed == pytest.approx(going_on[0], rel=1e-6, abs=1e-6)
+
+
+def _save_twice(folder: str) -> list[str]:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    epoch(accelerator, *rest)
+    with _blocked(0.2):
+        accelerator.save_state(f"{folder}_0", asynchronous=True)
+        accelerator.save_state(f"{folder}_1", asynchronous=True)
+        accelerator.wait_for_everyone()
+        first = files.read_manifest(Path(f"{folder}_0"))
+        accelerator.end_training()
+    return sorted(first.files) if first is not None else []
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    first, second = ranks.run(_save_twice, 2, str(tmp_path / "state"))
+    assert first == second
+    assert {"pytorch_model_fsdp_0/.metadata", "optimizer_0/__1_0.distcp", "random_states_1.pkl"} <= set(first)
+    assert sorted(os.listdir(tmp_path)) == ["state_0", "state_1"]
+
+
+def _fail_to_write(folder: str, culprit: int) -> tuple[str, list[float], list[float]]:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    accelerator.save_state(folder)
+    told = epoch(accelerator, *rest)
+    write = FileSystemWriter.write_data
+    if accelerator.process_index == culprit:
+        FileSystemWriter.write_data = _disk_full  # type: ignore[method-assign]
+    accelerator.save_state(folder, asynchronous=True)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.save_state(folder)
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    accelerator.load_state(folder)
+    return str(caught.value), told, epoch(accelerator, *rest)
+
+
+def _disk_full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_shards_that_can_not_be_written_meanwhile_leave_the_old_ones(tmp_path: Path, culprit: int) -> None:
+    for message, told, again in ranks.run(_fail_to_write, 2, str(tmp_path / "state"), culprit):
+        assert (
+            f"was not saved; nothing was changed. Rank {culprit}: OSError: [Errno 28] No space"
+            in message.replace("shards of the state were not saved", "was not saved")
+        )
+        assert again == pytest.approx(told, rel=1e-6)
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def _fail_before_writing(folder: str) -> str:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    if accelerator.process_index == 1:
+        handle = accelerator.register_save_state_pre_hook(_disk_full)
+    try:
+        accelerator.save_state(folder, asynchronous=True)
+        accelerator.wait_for_checkpoint()
+        message = "saved"
+    except (CheckpointError, OSError) as error:
+        message = str(error)
+    if accelerator.process_index == 1:
+        handle.remove()
+    accelerator.save_state(f"{folder}_later", asynchronous=True)
+    epoch(accelerator, *rest)
+    accelerator.wait_for_checkpoint()
+    return message
+
+
+def test_a_rank_that_fails_before_it_writes_keeps_none_waiting(tmp_path: Path) -> None:
+    for message in ranks.run(_fail_before_writing, 2, str(tmp_path / "state")):
+        assert "No space left on device" in message
+    assert os.listdir(tmp_path) == ["state_later"]
+
+
+def _die_while_saving(folder: str) -> None:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    epoch(accelerator, *rest)
+    with _blocked():
+        accelerator.save_state(folder, asynchronous=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_that_die_while_shards_are_written_leave_the_old_ones(tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    going_on = ranks.run(_save, 2, "SHARDED_STATE_DICT", folder)
+    with pytest.raises(ranks.RankFailed, match="died"):
+        ranks.run(_die_while_saving, 2, folder)
+    for resumed in ranks.run(_resume, 2, "SHARDED_STATE_DICT", folder):
+        assert resumed == pytest.approx(going_on[0], rel=1e-6, abs=1e-6)
+
+
+def _wait_for_ever(folder: str, begun: str) -> None:
+    accelerator, *rest = _prepare("SHARDED_STATE_DICT")
+    epoch(accelerator, *rest)
+    with _blocked():
+        accelerator.save_state(folder, asynchronous=True)
+        Path(f"{begun}_{accelerator.process_index}").touch()
+        accelerator.wait_for_checkpoint()
+
+
+def test_an_interrupt_while_shards_are_written_leaves_the_old_ones(tmp_path: Path) -> None:
+    folder, begun = str(tmp_path / "state"), tmp_path / "begun"
+    going_on = ranks.run(_save, 2, "SHARDED_STATE_DICT", folder)
+    job = notebook_launcher(
+        _wait_for_ever, (folder, str(begun)), num_processes=2, backend="cpu", background=True
+    )
+    while not all(Path(f"{begun}_{rank}").exists() for rank in range(2)):
+        assert job.is_running
+        time.sleep(0.01)
+    job.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        job.result()
+    for resumed in ranks.run(_resume, 2, "SHARDED_STATE_DICT", folder):
+        assert resumed == pytest.approx(going_on[0], rel=1e-6, abs=1e-6)
+
+
+def _return_while_saving(kind: str | None, folder: str) -> bool:
+    accelerator, *rest = _prepare(kind)
+    epoch(accelerator, *rest)
+    may_write, write = threading.Event(), Snapshot.write
+
+    def late(self: Any, *args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(self, *args)
+
+    Snapshot.write = late  # type: ignore[method-assign]
+    accelerator.save_state(folder, asynchronous=True)
+    threading.Timer(0.2, may_write.set).start()  # which the process waits for at its end, as for the save
+    return os.path.exists(folder)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", None])
+def test_a_function_that_returns_while_it_saves_is_waited_for(tmp_path: Path, kind: str | None) -> None:
+    folder = str(tmp_path / "state")
+    assert notebook_launcher(_return_while_saving, (kind, folder), num_processes=2, backend="cpu") is False
+    assert os.listdir(tmp_path) == ["state"]
+    manifest = files.read_manifest(tmp_path / "state")
+    assert manifest is not None
+    files.check_whole(tmp_path / "state", manifest)

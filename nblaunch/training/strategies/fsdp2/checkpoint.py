@@ -10,20 +10,26 @@ any number of ranks, of which each reads what it needs. When they take their pla
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from nblaunch.errors import CheckpointError
 from nblaunch.training.joining import waiting
 from nblaunch.training.models import bare_module
+from nblaunch.training.strategies.base import ShardWriter
 from nblaunch.wire import quantised
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
+_NOT_SAVED = "shards of the state were not saved; nothing was changed."
+_DISABLED = "torch.distributed is disabled, unavailable or uninit"
+_NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training waits for it without one
 
 
 def are_in(folder: Path) -> bool:
@@ -33,13 +39,75 @@ def are_in(folder: Path) -> bool:
 
 def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], is_alone: bool) -> None:
     """Write this rank's shards; all ranks call it, unless one ``is_alone``."""
+    for name, state in _states(models, optimizers):
+        write(state, folder / name, is_alone)
+
+
+def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of a folder, and the nested state that goes there."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     for index, model in enumerate(models):
-        write({"model": get_model_state_dict(bare_module(model))}, folder / _MODEL.format(index), is_alone)
+        yield _MODEL.format(index), {"model": get_model_state_dict(bare_module(model))}
     for index, optimizer in enumerate(optimizers):
         state = get_optimizer_state_dict(_owner(models, optimizer), _torchs(optimizer))
-        write({"optimizer": state}, folder / _OPTIMIZER.format(index), is_alone)
+        yield _OPTIMIZER.format(index), {"optimizer": state}
+
+
+class CopiedShards(ShardWriter):
+    """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
+
+    The ranks exchange what it plans in a process group of its own: the order of collectives in a thread, beside those
+    of training, is another on every rank. (``async_save`` of torch writes one state like this; here are several, which
+    one thread writes in an order that all ranks have in common.)
+
+    Args:
+        models: prepared.
+        optimizers: prepared.
+        copy: returns a nested state in memory that training does not write to.
+        group: of all ranks, on the CPU, for nothing else; None: this process is alone.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Any],
+        copy: Callable[[Any], Any],
+        group: Any,
+    ) -> None:
+        self._group = group
+        if group is None:
+            # For good: threads share the filters.
+            warnings.filterwarnings("ignore", message=_DISABLED)
+        try:
+            self._states: dict[str, dict[str, Any]] = copy(dict(_states(models, optimizers)))
+        except Exception as error:
+            self.cancel(f"{type(error).__name__}: {error}")
+            raise
+
+    def write(self, folder: Path) -> None:
+        self._agree(None)
+        for name, state in self._states.items():
+            _save(state, folder / name, is_alone=self._group is None, group=self._group)
+
+    def cancel(self, problem: str) -> None:
+        with suppress(CheckpointError):
+            self._agree(problem)
+
+    def _agree(self, problem: str | None) -> None:
+        problems = [problem]
+        if self._group is not None:
+            problems *= dist.get_world_size(self._group)
+            dist.all_gather_object(problems, problem, self._group)
+        for rank, one in enumerate(problems):
+            if one is not None:
+                raise CheckpointError(f"{_NOT_SAVED} Rank {rank}: {one}")
+
+
+def new_group() -> Any:
+    """Return a process group of all ranks for :class:`CopiedShards`. All ranks call it."""
+    with waiting():
+        return dist.new_group(backend="gloo", timeout=_NO_DEADLINE)
 
 
 def of_rank(folder: Path, rank: int) -> list[Path]:
@@ -77,17 +145,20 @@ def write(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
     Raises:
         CheckpointError: they could not be written.
     """
+    with waiting(), _quiet():
+        _save(state, folder, is_alone)
+
+
+def _save(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None) -> None:
     # Imported where it is used: most training never needs it.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with waiting(), _quiet():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=is_alone)
+        writer = dcp.FileSystemWriter(folder)
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=is_alone)
     except CheckpointException as error:
-        raise CheckpointError(
-            f"shards of the state were not saved; nothing was changed. {_errors_of_ranks(error)}"
-        ) from error
+        raise CheckpointError(f"{_NOT_SAVED} {_errors_of_ranks(error)}") from error
 
 
 def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
@@ -114,7 +185,7 @@ def read(state: dict[str, Any], folder: Path, is_alone: bool) -> None:
 def _quiet() -> Iterator[None]:
     """Silence torch's warning that a lone process has no process group."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        warnings.filterwarnings("ignore", message=_DISABLED)
         yield
 
 

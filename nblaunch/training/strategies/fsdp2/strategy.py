@@ -6,7 +6,7 @@ shards from the weights that the ranks had before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from nblaunch.training import models
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.strategies.base import ShardWriter, Strategy
 from nblaunch.training.strategies.fsdp2 import checkpoint, fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.activation_checkpointing import checkpoint_activations
@@ -70,6 +70,7 @@ class Fsdp2Strategy(Strategy):
         self.plugin = plugin
         self._process = process
         self._dtype = dtype
+        self._saving_group: Any = None
         plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
         self.moves_models = self.holds_shards = process.topology.world_size > 1
 
@@ -236,6 +237,15 @@ class Fsdp2Strategy(Strategy):
         if self.plugin.saves_shards:
             checkpoint.save(folder, models, optimizers, is_alone=not self.holds_shards)
         return self.plugin.saves_shards
+
+    def shard_writer(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
+    ) -> ShardWriter | None:
+        if not self.plugin.saves_shards:
+            return None
+        if self.holds_shards and self._saving_group is None:
+            self._saving_group = checkpoint.new_group()
+        return checkpoint.CopiedShards(models, optimizers, copy, self._saving_group)
 
     def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
         return checkpoint.of_rank(folder, rank)
