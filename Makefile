@@ -81,7 +81,7 @@ $(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[docs]')
 
 ifeq ($(strip $(ARGS)),)
-# Everything is run, whatever failed before it; the last lines tell what did.
+# Everything is run, whatever failed before it; the last lines list what failed.
 test:  ## lint, then run all tests and those with XLA; the last lines say which failed. With ARGS: only what pytest finds by them
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env || $(MAKE) --no-print-directory setup
 	@failed=; for part in lint test-xla test-main; do \
@@ -93,7 +93,7 @@ test: setup browser colab-env
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Run all of one suite. $(1): the interpreter, $(2): what else tells it from others, a cache for its failures included.
+# Run all of one suite. $(1): the interpreter, $(2): the name of its reports, a cache for its failures included.
 define whole_suite
 	@$(1) -m pytest $(2) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
@@ -144,7 +144,7 @@ $(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
 # is there ends in "# novm". Mypy sees to that in the package only.
 VERMIN := vermin --quiet --violations --no-tips --target=3.10- nblaunch tests
 
-lint: setup  ## format, style, types and import floors, without changing a file; tells all findings, not the first
+lint: setup  ## format, style, types and import floors, without changing a file; reports all findings, not only the first
 	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy '$(VERMIN)' lint-imports; do \
 		echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 

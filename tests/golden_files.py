@@ -32,7 +32,7 @@ VOLATILE = (
 
 
 def normalised(text: str, is_volatile: bool = True) -> str:
-    """``text`` without spaces at the ends of lines, and unless told otherwise without what differs from run to run."""
+    """``text`` without spaces at the ends of lines, and unless set otherwise without what differs from run to run."""
     for pattern, replacement in VOLATILE if is_volatile else ():
         text = pattern.sub(replacement, text)
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"

@@ -309,7 +309,7 @@ class Kernel:
             **request: fields of the execute request, as ``silent=True``.
 
         Raises:
-            AssertionError: the cell ended otherwise than said.
+            AssertionError: the cell ended otherwise than expected.
             KernelTimeout: it did not end.
         """
         cell = self.submit(source, **request).wait(timeout_s)
@@ -481,7 +481,7 @@ class Kernel:
             cwd=cwd and str(cwd),
             env={
                 **os.environ,
-                # No profile, history or start-up file of the person who runs the tests.
+                # No profile, history or start-up file of the user who runs the tests.
                 "IPYTHONDIR": str(self._folder / "ipython"),
                 # The debugger's advice about frozen modules is of no use here.
                 "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -496,7 +496,7 @@ class Kernel:
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
         # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
-        # an answer comes on both sockets. The control channel is asked too, though nobody needs it before the end:
+        # an answer comes on both sockets. The control channel is asked too, though nothing needs it before the end:
         # zmq tries each connection anew up to 0.2 s after it was refused, and one that comes to be later than the
         # start is a file descriptor that whatever test is running then seems to leave behind.
         probes: dict[str, list[Cell]] = {"shell": [], "control": []}
@@ -583,7 +583,7 @@ class Kernel:
         try:
             return process.environ().get(_TOKEN_VARIABLE) == self._token
         except psutil.Error:
-            return False  # ended meanwhile, or somebody else's
+            return False  # ended meanwhile, or another user's
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -106,7 +106,7 @@ def _new_files(before: Snapshot) -> dict[int, str]:
 
 
 def _children() -> frozenset[psutil.Process]:
-    """Running children. A zombie is not counted: it may be an adopted one, which nobody but us could wait for."""
+    """Running children. A zombie is not counted: it may be an adopted one, which no other process could wait for."""
     if not _PROC.exists():
         return frozenset()
     # Lists the children of every thread of this process, without a look at all the processes of the machine.
@@ -123,7 +123,7 @@ def _children() -> frozenset[psutil.Process]:
 
 
 def _wait_for_exit(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Wait until they have ended, and leave their exit status to whoever started them: no waitpid here."""
+    """Wait until they have ended, and leave their exit status to the process that started them: no waitpid here."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         try:

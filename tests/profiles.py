@@ -22,8 +22,8 @@ def python_of(profile: str) -> str:
     if profile == "newest":
         return sys.executable
     if not _COLAB.exists():
-        told = f"{_COLAB} is missing: `make colab-env` makes it"
+        reason = f"{_COLAB} is missing: `make colab-env` makes it"
         if os.environ.get("CI"):
-            pytest.fail(told, pytrace=False)
-        pytest.skip(told)
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
     return str(_COLAB)

@@ -25,13 +25,13 @@ def test_nothing_is_found_where_nothing_is_left() -> None:
 @linux_only
 def test_a_child_is_found_and_ended() -> None:
     reading, writing = os.pipe()
-    with open(reading, "rb") as told, open(writing, "wb") as telling:
+    with open(reading, "rb") as reader, open(writing, "wb") as writer:
         before = Snapshot.take()
         program = f"print('here', flush=True); {WAIT_FOR_EVER}"
-        with subprocess.Popen([sys.executable, "-c", program], stdout=telling) as child:
+        with subprocess.Popen([sys.executable, "-c", program], stdout=writer) as child:
             try:
                 # Popen may return while the system still sets the program up: its command line is empty until then.
-                assert told.readline() == b"here\n"
+                assert reader.readline() == b"here\n"
                 (line,) = left_behind.find(before, grace_s=0)
             finally:
                 left_behind.kill_processes(before)

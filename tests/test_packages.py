@@ -42,7 +42,7 @@ def test_a_module_is_changed_when_it_comes(package: str) -> None:
     inner = importlib.import_module(f"{package}.inner")
     assert (inner.value, importlib.import_module(package).value) == ("changed", "package")
     assert sys.meta_path == finders
-    # It looks as if nobody had meddled.
+    # It looks as if nothing had been changed.
     assert inner.__loader__ is inner.__spec__.loader
     assert inner.__spec__.loader.get_source(inner.__name__) == "value = 'inner'\n"
 

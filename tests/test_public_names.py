@@ -1,4 +1,4 @@
-"""What ``import nblaunch`` gives a person who types a dot and looks at what comes."""
+"""What ``import nblaunch`` gives a user who types a dot and looks at what comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: what is refused, how it is told, and that nothing was started for it."""
+"""Bad input: what is refused, how it is reported, and that nothing was started for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(model: object, epochs: int = 1) -> None:
 
 
 async def train_async(model: object) -> None:
-    """Would be a coroutine that nobody awaits."""
+    """Would be a coroutine that is not awaited."""
 
 
 def train_in_steps(model: object) -> Iterator[int]:
@@ -42,7 +42,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Fails the test if a process is started, whoever by."""
+    """Fails the test if a process is started, by any code."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         started.append(args)
@@ -274,7 +274,7 @@ def test_a_number_of_machines_may_be_a_range(given: Any, low: int, high: int) ->
         ({"rdzv_backend": "c10d", "rdzv_endpoint": "[fd00::1]:4000"}, ("fd00::1", 4000)),
     ],
 )
-def test_machines_meet_where_they_were_told(settings: dict[str, Any], address: tuple[str, int]) -> None:
+def test_machines_meet_at_the_given_address(settings: dict[str, Any], address: tuple[str, int]) -> None:
     assert LaunchSpec(print, num_nodes=2, **settings).rendezvous_address == address
 
 

@@ -28,20 +28,20 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 
 @given(topologies())
-def test_the_environment_tells_all(topology: Topology) -> None:
+def test_the_environment_has_all(topology: Topology) -> None:
     assert Topology.from_env(topology.to_env()) == topology
 
 
 @given(topologies())
 def test_a_launcher_that_sets_less_is_understood(topology: Topology) -> None:
-    """The node's number and size can be told from ranks and sizes, as srun and old launchers leave it."""
+    """The node's number and size can be derived from ranks and sizes, as srun and old launchers leave it."""
     environ = topology.to_env()
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK"):
         del environ[name]
     assert Topology.from_env(environ) == topology
 
 
-def test_nobody_launched_us() -> None:
+def test_a_process_without_a_launcher_is_alone() -> None:
     assert Topology.from_env({}) == Topology()
     assert Topology.from_env({"RANK": "", "WORLD_SIZE": ""}) == Topology()
 

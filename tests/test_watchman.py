@@ -16,7 +16,7 @@ from tests import watchman
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# Starts the program {0} in a session of its own, as a server is started, and tells its process id.
+# Starts the program {0} in a session of its own, as a server is started, and prints its process id.
 STARTER = """
 import os, signal, subprocess, sys
 from tests import watchman
@@ -43,16 +43,16 @@ def has_ended(pidfd: int, timeout_s: float = 20.0) -> bool:
 
 
 def start(program: str, *args: str) -> tuple[subprocess.Popen[str], int]:
-    """Run a program that tells the id of a process it has started; returns both, the latter as a pidfd."""
+    """Run a program that prints the id of a process it has started; returns both, the latter as a pidfd."""
     starter = subprocess.Popen(
         [sys.executable, "-c", program, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert starter.stdout is not None
-    told = starter.stdout.readline()
-    if not told:  # it has failed, and its error is on the standard error
+    line = starter.stdout.readline()
+    if not line:  # it has failed, and its error is on the standard error
         with starter:
             pytest.fail("the program ended before it had started anything")
-    return starter, os.pidfd_open(int(told))
+    return starter, os.pidfd_open(int(line))
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit"])

@@ -28,12 +28,12 @@ def begin() -> None:
     if sys.platform != "linux" or os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
         return
     token = f"{os.getpid()}-{secrets.token_hex(8)}"
-    # Not with subprocess: nobody ever waits for it, and it is to hold no output open that somebody reads to its end.
+    # Not with subprocess: no process ever waits for it, and it is to hold no output open that another reads to its end.
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), token],
-        # Without a token that this process may have inherited: whoever looks for that one is to end this process, and
-        # this watchman then what it started.
+        # Without a token that this process may have inherited: a process that looks for that one is to end this
+        # process, and this watchman then what it started.
         {name: value for name, value in os.environ.items() if name != VARIABLE},
         file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)],
     )
@@ -70,7 +70,7 @@ def _environment(folder: Path) -> bytes:
     try:
         return (folder / "environ").read_bytes()
     except OSError:
-        return b""  # ended meanwhile, or somebody else's
+        return b""  # ended meanwhile, or another user's
 
 
 def _kill(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""Descriptions of public names: each has one, and none tells of a parameter that is not there."""
+"""Descriptions of public names: each has one, and none describes a parameter that is not there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_public_name_has_a_description() -> None:
     assert not offenders, f"say in a line what they are for:{listing(offenders)}"
 
 
-def test_descriptions_tell_of_parameters_that_are_there() -> None:
+def test_only_parameters_that_are_there_are_described() -> None:
     offenders = [
         f"{module.at(node)} {node.name} has no {name}"
         for module in modules()

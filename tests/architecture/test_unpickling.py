@@ -1,4 +1,4 @@
-"""Who reads a pickle runs code of whoever wrote it: where that happens, and why those bytes are our own."""
+"""Reading a pickle runs code of its writer: where that happens, and why those bytes are our own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READERS = {
     "nblaunch.wire.payload": "memory files of our own processes, inherited",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
 }
-"""Modules that read pickles, each with the reason why nobody else can have written them."""
+"""Modules that read pickles, each with the reason why no other process can have written them."""
 
 _PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _READING = {"load", "loads", "Unpickler", "open"}

@@ -60,7 +60,12 @@ def _files() -> Iterator[Path]:
     yield from sorted((ROOT / "notebooks").glob("*.ipynb"))
     yield from sorted((ROOT / "docs").rglob("*.md"))
     yield from sorted((ROOT / "docs" / "_extensions").glob("*.py"))
-    yield from (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+    yield from (file for file in sorted((ROOT / "tests").rglob("*.py")) if file != Path(__file__).resolve())
+    yield from sorted((ROOT / "tests").rglob("*.md"))
+    yield from sorted((ROOT / "binder").iterdir())
+    yield from (
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
+    )
 
 
 def _text(path: Path) -> str:

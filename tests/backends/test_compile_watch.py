@@ -1,4 +1,4 @@
-"""What is said about compilations, from made-up counters."""
+"""What is reported about compilations, from made-up counters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Device:
         )
 
 
-def test_the_first_two_steps_are_told_in_one_line_once() -> None:
+def test_the_first_two_steps_are_reported_in_one_line_once() -> None:
     device = Device()
     for _ in range(2):
         device.step("training", (32, 64), 1, 1.5)
@@ -66,14 +66,14 @@ def test_the_first_two_steps_are_told_in_one_line_once() -> None:
     assert len(device.notes) == 1
 
 
-def test_a_pass_of_one_step_is_told_at_its_end() -> None:
+def test_a_pass_of_one_step_is_reported_at_its_end() -> None:
     device = Device()
     device.step("evaluating", (8,), 1, 0.2)
     device.watch.end_loop()
     assert device.notes == ["evaluating: 1 graph compiled in 0.2 s, for batches of 8"]
 
 
-def test_a_new_shape_is_told_once_with_the_usual_one() -> None:
+def test_a_new_shape_is_reported_once_with_the_usual_one() -> None:
     device = Device()
     for rows in (32, 32, 32, 7, 32, 5):
         device.step("training", (rows, 4), int(rows != 32), 0.5 * (rows != 32))
@@ -95,7 +95,7 @@ def test_a_shape_seen_before_that_compiles_is_another_cause() -> None:
     )
 
 
-def test_phases_are_told_apart() -> None:
+def test_phases_are_distinguished() -> None:
     device = Device()
     for _ in range(3):
         device.step("training", (32, 4))
@@ -225,7 +225,7 @@ def test_new_state_of_an_optimizer_is_named() -> None:
     assert len(device.notes) == 2
 
 
-def test_what_was_counted_before_the_watch_began_is_not_told() -> None:
+def test_what_was_counted_before_the_watch_began_is_not_reported() -> None:
     notes: list[str] = []
     counters = Counters(7, 9.0, {"aten::linalg_eig": 3})
     facts: dict[str, str] = {}

@@ -57,7 +57,7 @@ def test_a_torch_without_cuda_is_named_as_the_reason(
     assert BACKEND.unavailable_reason() == "CUDA_VISIBLE_DEVICES='' hides all 1 GPUs"
 
 
-def test_gpus_that_wait_to_be_partitioned_are_told_so(
+def test_gpus_that_wait_to_be_partitioned_are_reported(
     nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", is_mig=True))
@@ -101,7 +101,7 @@ def test_no_rank_goes_on_before_all_have_joined(nvml: NvmlMaker) -> None:
     assert BACKEND.worker_env(Topology())["TORCH_DIST_INIT_BARRIER"] == "1"
 
 
-def test_cards_without_direct_connections_are_told_so(
+def test_cards_without_direct_connections_are_reported(
     nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml(*(FakeGpu(f"GPU-{index}", "NVIDIA GeForce RTX 4090") for index in range(2)), driver="535.54")
@@ -115,7 +115,7 @@ def test_cards_without_direct_connections_are_told_so(
     assert "NVIDIA GeForce RTX 4090" in note
     assert BACKEND.launch_notes(1) == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    assert not BACKEND.worker_env(TWO).keys() & hints.keys(), "a person's own choice holds"
+    assert not BACKEND.worker_env(TWO).keys() & hints.keys(), "a user's own choice holds"
     assert BACKEND.launch_notes(2) == ()
 
 
@@ -125,7 +125,7 @@ def test_other_cards_are_left_alone(nvml: NvmlMaker) -> None:
     assert BACKEND.launch_notes(2) == ()
 
 
-def test_sharing_a_gpu_is_told(nvml: NvmlMaker) -> None:
+def test_sharing_a_gpu_is_reported(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-0"))
     (note,) = BACKEND.launch_notes(2)
     assert note.startswith("2 workers share one GPU and talk by gloo, through host memory")
@@ -163,17 +163,17 @@ def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.precision_refusal("bf16") is None
 
 
-def test_bf16_that_is_imitated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_that_is_imitated_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a T4, say, where torch takes it for supported since 2.4."""
-    told: list[str] = []
+    notes: list[str] = []
     backend = cuda.CudaBackend()
-    backend.set_reporters(note=told.append, compiling=lambda _: None, fact=lambda *_: None)
+    backend.set_reporters(note=notes.append, compiling=lambda _: None, fact=lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     for precision in ("fp16", "bf16", "bf16"):
         assert backend.precision_refusal(precision) is None
-    (note,) = told
+    (note,) = notes
     assert note.startswith("Tesla T4 has no bf16 of its own, and torch imitates it")
     assert "mixed_precision='fp16'" in note
 

@@ -1,4 +1,4 @@
-"""Errors of CUDA and NCCL, in the words of torch 2.13 and NCCL 2.27: what a person is told of them."""
+"""Errors of CUDA and NCCL, in the words of torch 2.13 and NCCL 2.27: what is reported of them."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_what_an_error_means_and_what_to_try(error: RuntimeError, meaning: str, 
 def test_every_kind_of_error_is_tried_here() -> None:
     (parameters,) = test_what_an_error_means_and_what_to_try.pytestmark
     texts = [str(error) for error, *_ in parameters.args[1]]
-    told = {explain(RuntimeError(text))[1] for text in texts}
-    assert len(told) == len(FAULTS)
+    reported = {explain(RuntimeError(text))[1] for text in texts}
+    assert len(reported) == len(FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_every_kind_of_error_is_tried_here() -> None:
         dist.DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cuda//0"),
     ],
 )
-def test_of_other_errors_there_is_nothing_to_tell(error: Exception) -> None:
+def test_of_other_errors_there_is_nothing_to_report(error: Exception) -> None:
     assert CudaBackend().explain_failure(error) == ()
 
 
@@ -198,15 +198,15 @@ def test_for_which_gpus_and_which_cuda_torch_was_built(monkeypatch: pytest.Monke
 
 
 def test_what_is_explained_is_the_cause_and_travels_as_itself(tmp_path: Path) -> None:
-    """NCCL's errors mostly tell that another rank is gone; these tell of this one."""
+    """NCCL's errors mostly report that another rank is gone; these report this one."""
     duplicate = nccl(
         "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on"
     )
     assert describe_failure(1, duplicate).is_consequence
-    told: list[Any] = []
+    reported: list[Any] = []
     log_path = str(tmp_path / "rank1.log")
-    send_failure(told.append, 1, duplicate, CudaBackend().explain_failure(duplicate), log_path)
-    assert not told[-1].is_consequence
+    send_failure(reported.append, 1, duplicate, CudaBackend().explain_failure(duplicate), log_path)
+    assert not reported[-1].is_consequence
     asserted = cuda("device-side assert triggered", "cudaErrorAssert")
     asserted.error_code = 710  # type: ignore[attr-defined]
     described = describe_failure(0, asserted)

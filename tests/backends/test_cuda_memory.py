@@ -1,4 +1,4 @@
-"""What is told when a GPU's memory runs out."""
+"""What is reported when a GPU's memory runs out."""
 
 from __future__ import annotations
 
@@ -89,9 +89,11 @@ def test_the_numbers_the_batch_and_what_to_try(gpu: SimpleNamespace) -> None:
 
 def test_what_is_reserved_in_pieces(gpu: SimpleNamespace) -> None:
     gpu.allocated = 8 * GIB
-    told = "os.environ['{}'] = 'expandable_segments:True' in a cell before the launch (6.00 GiB are reserved"
-    assert told.format("PYTORCH_CUDA_ALLOC_CONF") in explain(torch.OutOfMemoryError(), NO_STEP)[-1]
-    assert told.format("PYTORCH_ALLOC_CONF") in explain(torch.OutOfMemoryError(OF_TORCH_2_13), NO_STEP)[-1]
+    advice = (
+        "os.environ['{}'] = 'expandable_segments:True' in a cell before the launch (6.00 GiB are reserved"
+    )
+    assert advice.format("PYTORCH_CUDA_ALLOC_CONF") in explain(torch.OutOfMemoryError(), NO_STEP)[-1]
+    assert advice.format("PYTORCH_ALLOC_CONF") in explain(torch.OutOfMemoryError(OF_TORCH_2_13), NO_STEP)[-1]
 
 
 def test_what_others_have_taken(gpu: SimpleNamespace) -> None:

@@ -36,7 +36,7 @@ def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(first_use.cuda_hazard()).startswith("has used CUDA through torch, ")
 
 
-def test_a_question_to_the_driver_is_told_from_use(
+def test_a_question_to_the_driver_is_distinguished_from_use(
     monkeypatch: pytest.MonkeyPatch, descriptors: Path
 ) -> None:
     """As after torch.cuda.is_available(): nothing is initialised, but torch refuses CUDA in children."""
@@ -168,7 +168,7 @@ def test_the_line_that_initialises_is_remembered(order: str, tmp_path: Path) -> 
     assert check == "1"
 
 
-def test_a_way_to_count_that_somebody_chose_is_left_alone(tmp_path: Path) -> None:
+def test_a_way_to_count_that_the_user_chose_is_left_alone(tmp_path: Path) -> None:
     program = _INITIALISE.format(order="import nblaunch, torch")
     assert _run(program, tmp_path, PYTORCH_NVML_BASED_CUDA_CHECK="0")[1] == "0"
 

@@ -117,9 +117,9 @@ def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    told = BACKEND.overlooked() or ""
-    assert "8 TPU chips are here, but can't be used: torch_xla is not installed" in told
-    assert 'pip install "nblaunch[tpu]"' in told
+    reported = BACKEND.overlooked() or ""
+    assert "8 TPU chips are here, but can't be used: torch_xla is not installed" in reported
+    assert 'pip install "nblaunch[tpu]"' in reported
 
 
 def test_the_successor_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_the_successor_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) 
         ("2.9.0", "2.8.1", False),
     ],
 )
-def test_versions_that_do_not_fit_are_told_before_the_import(
+def test_versions_that_do_not_fit_are_reported_before_the_import(
     monkeypatch: pytest.MonkeyPatch, torch: str, torch_xla: str, fits: bool
 ) -> None:
     install(monkeypatch, "torch_xla", torch=torch, torch_xla=torch_xla)
@@ -216,22 +216,22 @@ def test_a_downcast_is_refused_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("reported", "expected"),
     [
         ({"bytes_used": 3, "peak_bytes_used": 5, "bytes_limit": 16}, (3, 5, 16)),
         ({"bytes_used": 3, "bytes_limit": 16}, (3, 3, 16)),
         (RuntimeError("UNIMPLEMENTED: GetAllocatorStats is not supported"), None),
     ],
 )
-def test_device_memory_is_what_the_runtime_tells(
+def test_device_memory_is_what_the_runtime_reports(
     monkeypatch: pytest.MonkeyPatch,
-    told: dict[str, int] | RuntimeError,
+    reported: dict[str, int] | RuntimeError,
     expected: tuple[int, int, int] | None,
 ) -> None:
     def get_memory_info() -> dict[str, int]:
-        if isinstance(told, RuntimeError):
-            raise told
-        return told
+        if isinstance(reported, RuntimeError):
+            raise reported
+        return reported
 
     model = ModuleType("torch_xla.core.xla_model")
     model.get_memory_info = get_memory_info  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ LOADS = ("flat out", "training")
 _EMPTY_JOB = """
 def empty_job():
     begun = time.perf_counter()
-    d = dashboard.choose(); tell(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)]); tell(d, end(2)); close(d)
+    d = dashboard.choose(); emit(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)]); emit(d, end(2)); close(d)
     return time.perf_counter() - begun
 min(empty_job() for _ in range(10))
 """
@@ -108,7 +108,7 @@ def _unread(started: Kernel, kind: str, seconds: float) -> Row:
         for _ in range(NUM_ROUNDS)
     ]
     slower = statistics.median(other.steps_s / one.steps_s for one, other in pairs)
-    return at_most(f"{kind}, flat out: times slower if nobody reads", slower, MAX_UNREAD, digits=3)
+    return at_most(f"{kind}, flat out: times slower if no front end reads", slower, MAX_UNREAD, digits=3)
 
 
 def _median(laps: list[Lap], name: str) -> float:
@@ -116,14 +116,14 @@ def _median(laps: list[Lap], name: str) -> float:
 
 
 def _run(started: Kernel, kind: str, load: str, seconds: float, *, reads: bool = True) -> Lap:
-    # A person is there: widgets are shown only where somebody may look.
+    # A user is there: widgets are shown only where a user may look.
     cell = started.submit(f"dashboards.in_kernel_run({kind!r}, {load!r}, {seconds})", allow_stdin=True)
     if not reads:
         time.sleep(seconds)
     cell.wait(CELL_TIMEOUT_S)
     assert cell.error is None, cell.describe()
-    told = json.loads(str(cell.result).strip("'"))
-    return _lap(cell, told["steps_s"], told["share"], told["wall_s"])
+    measured = json.loads(str(cell.result).strip("'"))
+    return _lap(cell, measured["steps_s"], measured["share"], measured["wall_s"])
 
 
 def _lap(cell: Cell, steps_s: float, share: float, wall_s: float) -> Lap:
@@ -157,7 +157,7 @@ def _seconds(date: Any) -> float:
 
 
 def in_kernel_run(kind: str, load: str, seconds: float) -> str:
-    """Launch, and tell steps a second of all ranks and the share of a core that this process took."""
+    """Launch, and return steps a second of all ranks and the share of a core that this process took."""
     from nblaunch import notebook_launcher
 
     wall_s, cpu_s = time.monotonic(), time.process_time()

@@ -91,7 +91,7 @@ def rows(extent: Extent, size: int) -> Iterator[Row]:
 
 
 def _as_far_as_possible(what: str, found: Iterator[Row]) -> Iterator[Row]:
-    """What goes wrong in one part is told at its place, and the other parts are measured all the same."""
+    """What goes wrong in one part is reported at its place, and the other parts are measured all the same."""
     try:
         yield from found
     except Exception as error:
@@ -240,7 +240,7 @@ def _fork_bare(size: int, backend: str, path: str) -> None:
     def work(rank: int) -> None:
         try:
             _bare_first_step(rank, size, backend, path)
-        except Exception:  # nobody would hear of it
+        except Exception:  # nothing would report it
             with open(path, "w") as file:
                 file.write(traceback.format_exc())
 
@@ -329,7 +329,7 @@ def _steps(name: str, has_loader: bool, num_rounds: int, num_steps: int) -> list
         loop(min(20, num_steps))
     laps = []
     for number in range(num_rounds):
-        first, second = (raw, ours) if number % 2 else (ours, raw)  # nobody always comes first
+        first, second = (raw, ours) if number % 2 else (ours, raw)  # neither always comes first
         pair = _lap(first, accelerator, num_steps), _lap(second, accelerator, num_steps)
         laps.append(pair if number % 2 else pair[::-1])
     return laps

@@ -97,7 +97,7 @@ def _steps(has_loader: bool) -> dict[str, list[Lap]]:
         run(50)
     laps: dict[str, list[Lap]] = {name: [] for name in runs}
     for round_number in range(NUM_ROUNDS):
-        names = list(runs)[round_number % 3 :] + list(runs)[: round_number % 3]  # nobody always comes first
+        names = list(runs)[round_number % 3 :] + list(runs)[: round_number % 3]  # none always comes first
         for name in names:
             laps[name].append(_lap(first, lambda: runs[name](NUM_STEPS)))  # noqa: B023
     return laps

@@ -21,7 +21,7 @@ class Classic(Server):
     ABOUT = "nbserver-{pid}.json"
 
     def command(self) -> list[str]:
-        # It would not tell which port the system chose. Where this one is taken, it tries others.
+        # It would not report which port the system chose. Where this one is taken, it tries others.
         port = random.randrange(20_000, 30_000)
         return [
             "-m", "notebook", "--no-browser", "--allow-root", "--NotebookApp.show_banner=False",

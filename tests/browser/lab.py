@@ -28,7 +28,7 @@ from tests.tools import browser as chromium
 
 WAIT_S = 60.0
 
-# What a fresh user is asked and told, and what would move on the screen while a test looks at it.
+# What a fresh user is asked and shown, and what would move on the screen while a test looks at it.
 SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
@@ -157,7 +157,7 @@ class Page:
         return self.cell(index).locator(self.OUTPUT)
 
     def run(self, index: int) -> None:
-        """Run a cell, as a person does: click into it, Shift-Enter. Does not wait for its end."""
+        """Run a cell, as a user does: click into it, Shift-Enter. Does not wait for its end."""
         editor = self.cell(index).locator(self.EDITOR)
         editor.scroll_into_view_if_needed()
         editor.click()

@@ -9,7 +9,7 @@ from tests.browser.lab import Page
 
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
 
-# Steps of a known length, until somebody asks for the end; no process group, so that a start takes no time. Files in
+# Steps of a known length, until the end is requested; no process group, so that a start takes no time. Files in
 # the notebook's folder say what the test has seen: "enough" of a training, or that it has "looked" at a failure.
 SETUP = """
 import os, time

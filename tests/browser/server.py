@@ -1,6 +1,6 @@
 """A real Jupyter server in a process of its own, with its own folders.
 
-No setting, extension or running kernel of the person who runs the tests takes part. Which front end it serves is told
+No setting, extension or running kernel of the user who runs the tests takes part. Which front end it serves is reported
 by what derives from it: ``lab.py``, ``classic.py``.
 """
 
@@ -128,7 +128,7 @@ class Server(ABC):
                 self.request("GET", "api/status")
                 return
             except (OSError, ValueError):
-                time.sleep(0.1)  # nothing tells when the file appears
+                time.sleep(0.1)  # nothing reports when the file appears
         raise AssertionError(f"{type(self).__name__} did not start:\n{self.log[-4000:]}")
 
 

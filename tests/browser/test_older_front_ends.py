@@ -1,4 +1,4 @@
-"""What a person sees where ipywidgets is 7.7, as in Colab: in JupyterLab 3 and in the classic notebook.
+"""What a user sees where ipywidgets is 7.7, as in Colab: in JupyterLab 3 and in the classic notebook.
 
 Kernel and server are those of ``make colab-env``. Pictures of each stage are written to ``artifacts/browser``.
 """
@@ -106,7 +106,7 @@ def test_a_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> N
 def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Classic, page: Page) -> None:
     page.run(FAILING)
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
-    # Live: the other rank does not end before it is told to, and meanwhile the widgets tell.
+    # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     assert num_widgets(page, FAILING) > 0
     dots = page.output(FAILING).locator(".widget-html span:text('●')")
     assert RED in dots.evaluate_all("dots => dots.map(dot => getComputedStyle(dot).color)")
@@ -127,16 +127,16 @@ def test_the_saved_notebook_opens_with_its_tables(
     assert {"text/html", "text/plain"} in [set(output) for output in outputs]
     # Changed since it was signed: as a stranger opens it, whose browser drops what might be harmful.
     notebook = nbformat.read(server.folder / "jobs.ipynb", as_version=4)
-    notebook.cells.append(nbformat.v4.new_markdown_cell("from somebody else"))
+    notebook.cells.append(nbformat.v4.new_markdown_cell("from another user"))
     nbformat.write(notebook, server.folder / "sent.ipynb")
     sent = server.open(browser, "sent.ipynb")
     try:
-        for cell, told in (
+        for cell, text in (
             (FIRST, "done in"),
             (STOPPED, "stopped early on request"),
             (FAILING, "failed in rank 1"),
         ):
-            sent.wait_for_text(cell, told)
+            sent.wait_for_text(cell, text)
         assert len(re.findall(r"^\d\s+● done", sent.text(FIRST), re.MULTILINE)) == 2
         assert sent.page.locator(".jupyter-widgets").count() == 0
         sent.cell(FIRST).scroll_into_view_if_needed()

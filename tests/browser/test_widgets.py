@@ -1,4 +1,4 @@
-"""What a person sees in JupyterLab: live widgets while a job runs, and the table that replaces them.
+"""What a user sees in JupyterLab: live widgets while a job runs, and the table that replaces them.
 
 Pictures of each stage are written to ``artifacts/browser``.
 """
@@ -97,7 +97,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     page.output(FAILING).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
     page.wait_for_text(FAILING, "rank 1 at step 10 <b>not bold</b>")
     assert "rank 0 at step" not in page.text(FAILING)
-    # Live: the other rank does not end before it is told to, and meanwhile the widgets tell.
+    # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
     dots = page.output(FAILING).locator(".widget-html span:text('●')")

@@ -76,7 +76,7 @@ def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 3
         while True:
             try:
                 piece = os.read(own, 65536)
-            except OSError:  # how Linux tells that the other side is closed
+            except OSError:  # how Linux reports that the other side is closed
                 break
             if not piece:
                 break

@@ -33,7 +33,7 @@ TYPED = {
 
 
 class Walker(Asker):
-    """Answers at random, and prefers choices that nobody took yet."""
+    """Answers at random, and prefers choices that were not taken yet."""
 
     def __init__(self, seed: int, taken: set[tuple[str, int]], offered: set[tuple[str, int]]) -> None:
         self._random = random.Random(seed)
@@ -289,45 +289,45 @@ def terminal(*words: str, columns: int = 120) -> pexpect.spawn[str]:
 
 
 def test_choices_do_not_wrap_in_a_narrow_terminal() -> None:
-    person = terminal("config", columns=20)
+    user = terminal("config", columns=20)
     try:
-        person.expect_exact(f"{'  > here (this machine)':.20}\r\n")
-        person.expect_exact(f"{'    several machines together':.20}\r\n")
-        person.send(DOWN)
-        person.expect_exact("\x1b[2A")  # as many lines up as there are choices
-        person.expect_exact(f"{'  > several machines together':.20}\r\n")
+        user.expect_exact(f"{'  > here (this machine)':.20}\r\n")
+        user.expect_exact(f"{'    several machines together':.20}\r\n")
+        user.send(DOWN)
+        user.expect_exact("\x1b[2A")  # as many lines up as there are choices
+        user.expect_exact(f"{'  > several machines together':.20}\r\n")
     finally:
-        person.close(force=True)
+        user.close(force=True)
 
 
-def test_a_person_answers_by_keys_and_the_file_launches() -> None:
-    person = terminal("config")
+def test_a_user_answers_by_keys_and_the_file_launches() -> None:
+    user = terminal("config")
     try:
-        person.expect_exact("Where will the script run?")
-        person.expect_exact("> here")
-        person.send(DOWN)
-        person.expect_exact("> several")
-        person.send(UP + ENTER)
-        person.expect_exact("What should compute?")
-        person.send("1" + ENTER)
-        person.expect_exact("How many processes")
-        person.sendline("two")
-        person.expect_exact("must be a whole number")
-        person.expect_exact("How many processes")
-        person.sendline("2")
-        person.expect_exact("Mixed precision?")
-        person.send("j" + ENTER)
-        person.expect_exact("How is the model spread")
-        person.send(ENTER)
-        person.expect_exact("Micro-batches")
-        person.sendline("")
-        person.expect_exact("Compile models")
-        person.send(UP + DOWN + ENTER)
-        person.expect_exact("written to")
-        person.expect(pexpect.EOF)
+        user.expect_exact("Where will the script run?")
+        user.expect_exact("> here")
+        user.send(DOWN)
+        user.expect_exact("> several")
+        user.send(UP + ENTER)
+        user.expect_exact("What should compute?")
+        user.send("1" + ENTER)
+        user.expect_exact("How many processes")
+        user.sendline("two")
+        user.expect_exact("must be a whole number")
+        user.expect_exact("How many processes")
+        user.sendline("2")
+        user.expect_exact("Mixed precision?")
+        user.send("j" + ENTER)
+        user.expect_exact("How is the model spread")
+        user.send(ENTER)
+        user.expect_exact("Micro-batches")
+        user.sendline("")
+        user.expect_exact("Compile models")
+        user.send(UP + DOWN + ENTER)
+        user.expect_exact("written to")
+        user.expect(pexpect.EOF)
     finally:
-        person.close()
-    assert person.exitstatus == 0
+        user.close()
+    assert user.exitstatus == 0
     values = files.read(files.default_path()).values
     assert values == {
         "backend": "cpu",
@@ -362,15 +362,15 @@ def test_ctrl_c_leaves_no_file_and_the_terminal_as_it_was() -> None:
 
 
 def test_a_dumb_terminal_is_asked_line_by_line() -> None:
-    person = pexpect.spawn(
+    user = pexpect.spawn(
         PROGRAM[0], [*PROGRAM[1:], "config"], encoding="utf-8", timeout=60, env={"TERM": "dumb"}
     )
     try:
-        person.expect_exact("2) several")
-        person.sendline("3")
-        person.expect_exact("must be a number from 1 to 2")
+        user.expect_exact("2) several")
+        user.sendline("3")
+        user.expect_exact("must be a number from 1 to 2")
     finally:
-        person.close(force=True)
+        user.close(force=True)
 
 
 def test_help_is_quick() -> None:

@@ -1,4 +1,4 @@
-"""``nblaunch env``: what it reports is what is here, told from outside of it."""
+"""``nblaunch env``: what it reports is what is here, found out without it."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ def found(*arguments: Any, **options: Any) -> dict[str, Any]:
 
 
 def test_it_reports_what_is_here() -> None:
-    told = found()
-    assert told["versions"]["torch"] == metadata.version("torch")
-    assert told["versions"]["ipykernel"] == metadata.version("ipykernel")
-    assert told["versions"]["ray"] is None
+    facts = found()
+    assert facts["versions"]["torch"] == metadata.version("torch")
+    assert facts["versions"]["ipykernel"] == metadata.version("ipykernel")
+    assert facts["versions"]["ray"] is None
     cores = len(os.sched_getaffinity(0))
-    assert told["devices"]["cpu"]["affinity"] == cores
-    assert 1 <= told["devices"]["cpu"]["count"] <= cores
+    assert facts["devices"]["cpu"]["affinity"] == cores
+    assert 1 <= facts["devices"]["cpu"]["count"] <= cores
     total = int(re.findall(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
-    assert 0 < told["memory"]["available_bytes"] < told["memory"]["limit_bytes"] <= total
+    assert 0 < facts["memory"]["available_bytes"] < facts["memory"]["limit_bytes"] <= total
     status = os.statvfs("/dev/shm")
-    assert told["memory"]["dev_shm_bytes"] == status.f_blocks * status.f_frsize
+    assert facts["memory"]["dev_shm_bytes"] == status.f_blocks * status.f_frsize
 
 
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="about a machine without GPUs")
 def test_a_machine_of_cores_forks_one_process_each_and_has_no_fp16() -> None:
-    told = found(before=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]))
-    assert told["devices"]["cpu"]["affinity"] == 2
-    assert told["launch"]["backend"] == "cpu"
-    assert told["launch"]["num_processes"] == 2
-    assert told["launch"]["start_method"] == "fork"
-    assert any("fp16" in text and "bf16" in text for text in told["findings"])
-    assert told["devices"]["cuda"]["count"] == 0
-    assert "GPU" in told["devices"]["cuda"]["unusable_because"]
+    facts = found(before=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]))
+    assert facts["devices"]["cpu"]["affinity"] == 2
+    assert facts["launch"]["backend"] == "cpu"
+    assert facts["launch"]["num_processes"] == 2
+    assert facts["launch"]["start_method"] == "fork"
+    assert any("fp16" in text and "bf16" in text for text in facts["findings"])
+    assert facts["devices"]["cuda"]["count"] == 0
+    assert "GPU" in facts["devices"]["cuda"]["unusable_because"]
 
 
 def test_the_text_says_the_same_and_holds_no_secrets() -> None:
@@ -113,9 +113,9 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
 def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(DRIVER)
     environ = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CUDA_VISIBLE_DEVICES": "0"}
-    told = found(environ=environ)
-    assert told["gpus"] == ["NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"]
-    assert any("built without CUDA" in text and "pytorch.org" in text for text in told["findings"])
+    facts = found(environ=environ)
+    assert facts["gpus"] == ["NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"]
+    assert any("built without CUDA" in text and "pytorch.org" in text for text in facts["findings"])
 
 
 def test_too_few_open_files_are_a_finding() -> None:
@@ -128,16 +128,16 @@ def test_too_few_open_files_are_a_finding() -> None:
 
 def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
-    told = found(environ={"PYTHONPATH": str(tmp_path)})
-    assert any("libtorch_cpu.so" in text for text in told["findings"])
-    assert "libtorch_cpu.so" in told["launch"]["refusal"]
-    assert told["devices"]["cpu"]["count"] >= 1
+    facts = found(environ={"PYTHONPATH": str(tmp_path)})
+    assert any("libtorch_cpu.so" in text for text in facts["findings"])
+    assert "libtorch_cpu.so" in facts["launch"]["refusal"]
+    assert facts["devices"]["cpu"]["count"] >= 1
 
 
 def test_a_variable_that_would_stop_every_launch_is_named() -> None:
-    told = found(environ={"OMP_NUM_THREADS": "many"})
-    assert "OMP_NUM_THREADS='many'" in told["launch"]["refusal"]
-    assert any("OMP_NUM_THREADS='many'" in text for text in told["findings"])
+    facts = found(environ={"OMP_NUM_THREADS": "many"})
+    assert "OMP_NUM_THREADS='many'" in facts["launch"]["refusal"]
+    assert any("OMP_NUM_THREADS='many'" in text for text in facts["findings"])
 
 
 def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_p
     )
 
 
-def test_in_a_cell_it_tells_of_that_kernel(kernel: Kernel) -> None:
+def test_in_a_cell_it_reports_on_that_kernel(kernel: Kernel) -> None:
     """A launch from a thread can't fork: so does a kernel say of itself, and not of a fresh one."""
     text = kernel.run("%run -m nblaunch env").stdout
     assert "a launch from this kernel" in text
@@ -165,8 +165,8 @@ def test_in_a_cell_it_tells_of_that_kernel(kernel: Kernel) -> None:
         "thread = threading.Thread(target=main, args=(['env', '--json'],)); thread.start(); thread.join()"
     )
     # Prints of a thread: whichever cell they belong to, they are in this one.
-    told = json.loads(kernel.run(source).stdout)
-    assert told["launch_from"] == "this kernel"
-    assert told["launch"]["start_method"] == "forkserver"
-    assert "thread" in told["launch"]["reason"]
-    assert any("forkserver" in text for text in told["findings"])
+    facts = json.loads(kernel.run(source).stdout)
+    assert facts["launch_from"] == "this kernel"
+    assert facts["launch"]["start_method"] == "forkserver"
+    assert "thread" in facts["launch"]["reason"]
+    assert any("forkserver" in text for text in facts["findings"])

@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def estimated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert cli.main(["estimate-memory", "--json", *words]) == 0
     return dict(json.loads(capfd.readouterr().out))
 
@@ -99,7 +99,7 @@ def test_it_agrees_with_the_figures_of_the_zero_paper(
 
 
 def test_a_module_is_counted_without_its_weights(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = told(capfd, "models:Tied")["model"]
+    model = estimated(capfd, "models:Tied")["model"]
     block = 8 * 8 + 8 + 2 * 8
     assert model == {
         "parameters": 100 * 8 + 3 * block,  # the tied weights once
@@ -108,9 +108,11 @@ def test_a_module_is_counted_without_its_weights(folder: Path, capfd: pytest.Cap
         "block": block,
         "root": 100 * 8,
     }
-    assert told(capfd, "models:Tied", "--set", "width=16", "--set", "num_blocks=1")["model"]["root"] == 1600
-    assert told(capfd, "models:frozen")["model"]["trainable"] == 800
-    assert told(capfd, "models:huge")["model"]["parameters"] == 10**12 + 10**6
+    assert (
+        estimated(capfd, "models:Tied", "--set", "width=16", "--set", "num_blocks=1")["model"]["root"] == 1600
+    )
+    assert estimated(capfd, "models:frozen")["model"]["trainable"] == 800
+    assert estimated(capfd, "models:huge")["model"]["parameters"] == 10**12 + 10**6
 
 
 def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +124,7 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.Captu
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     bert = BertForSequenceClassification(config)
-    model = told(capfd, str(tmp_path))["model"]
+    model = estimated(capfd, str(tmp_path))["model"]
     assert model["parameters"] == bert.num_parameters()
     # Its units are those that it names itself (_no_split_modules): the embeddings, and three layers.
     embeddings, layers = (
@@ -132,20 +134,20 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.Captu
     assert model["root"] == bert.num_parameters() - embeddings - layers
 
 
-def test_counts_are_read_as_people_write_them(capfd: pytest.CaptureFixture[str]) -> None:
+def test_counts_are_read_as_users_write_them(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("7e9", "7B", "7b", "7_000_000_000", "7000M", "7 B", "7.0e9"):
-        assert told(capfd, "--parameters", text)["model"]["parameters"] == 7_000_000_000
-    lora = told(capfd, "--parameters", "7B", "--trainable", "4M", "--strategies", "ddp")
+        assert estimated(capfd, "--parameters", text)["model"]["parameters"] == 7_000_000_000
+    lora = estimated(capfd, "--parameters", "7B", "--trainable", "4M", "--strategies", "ddp")
     row = lora["rows"][0]
     assert (row["parameters_bytes"], row["gradients_bytes"]) == (28 * 10**9, 16 * 10**6)
 
 
 def test_hosts_hold_the_kernels_model_once_and_cores_hold_all(capfd: pytest.CaptureFixture[str]) -> None:
     words = ("--parameters", "1M", "--strategies", "ddp", "--mixed_precision", "no", "--dtypes", "float32")
-    on_gpus, inference = told(capfd, *words, "--num_devices", "4")["rows"]
+    on_gpus, inference = estimated(capfd, *words, "--num_devices", "4")["rows"]
     assert on_gpus["host_bytes"] == 8 * 10**6  # the model, and the trained weights that come back
     assert inference["host_bytes"] == 4 * 10**6
-    on_cores = told(capfd, *words, "--num_devices", "4", "--device", "cpu")["rows"][0]
+    on_cores = estimated(capfd, *words, "--num_devices", "4", "--device", "cpu")["rows"][0]
     assert on_cores["device_bytes"] == 20 * 10**6  # no temporaries of a GPU's optimizer
     assert on_cores["host_bytes"] == 88 * 10**6
 
@@ -190,7 +192,7 @@ def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
         (["--parameters", "7B", "--fits", "1.2.3GB"], "'1.2.3GB' is not a size"),
         (["models:Tied", "--set", "width"], "'width' is not of the form"),
         (["models:Tied", "--set", "depth=2"], "depth"),
-        (["models:Nobody"], "models has no 'Nobody'"),
+        (["models:Missing"], "models has no 'Missing'"),
         (["nowhere:Model"], "no module 'nowhere'"),
         (["models:number"], "of type int"),
         (["models:moody"], "OSError: no weights today. Arguments"),

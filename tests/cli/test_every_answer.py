@@ -174,11 +174,11 @@ def test_every_path_on_this_machine_is_launched() -> None:
         text=True,
         timeout=590,
     )
-    told = dict(part.partition("\n")[::2] for part in ended.stdout.split("=== ") if ".yaml\n" in part)
+    shown = dict(part.partition("\n")[::2] for part in ended.stdout.split("=== ") if ".yaml\n" in part)
     assert ended.stdout.count("=== code 0\n") == len(chosen) > 75, ended.stderr[-4000:]
     for path, plan in zip(paths, chosen, strict=True):
         # What a single process prints has no label.
-        lines = [line.removeprefix("[0] ") for line in told[str(path)].splitlines()]
+        lines = [line.removeprefix("[0] ") for line in shown[str(path)].splitlines()]
         (facts,) = [ast.literal_eval(line) for line in lines if line.startswith("{")]
         assert facts == expected(plan), plan
 

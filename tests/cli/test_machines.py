@@ -79,7 +79,9 @@ def test_a_machine_may_begin_alone_also_where_there_is_little_time_to_meet(
     assert "of 1" in ended.out
 
 
-def test_a_failure_with_a_huge_message_is_told_on_the_other_machine(start: Callable[..., Running]) -> None:
+def test_a_failure_with_a_huge_message_is_reported_on_the_other_machine(
+    start: Callable[..., Running],
+) -> None:
     """Where the store between them would not take the exception."""
     name = script("""
         import os, time
@@ -96,4 +98,4 @@ def test_a_failure_with_a_huge_message_is_told_on_the_other_machine(start: Calla
     for one in ended:
         assert "ValueError: too long" in one.out
         assert "characters left out" in one.out
-        assert "has not been heard of" not in one.out
+        assert "has sent no heartbeat" not in one.out

@@ -69,7 +69,7 @@ def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["launch", "--cpu", "--print_plan"], ["env"]], ids=["plan", "env"])
-def test_a_full_disk_is_told_in_one_line(words: list[str]) -> None:
+def test_a_full_disk_is_reported_in_one_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [*PROGRAM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=100

@@ -42,7 +42,7 @@ def test_the_default_file_is_read(command: Command) -> None:
     assert rows(command("launch", "--print_plan"))["num_processes"] == ("3", f"file {path.absolute()}")
 
 
-def test_hardware_that_is_not_here_is_told_and_no_error(command: Command) -> None:
+def test_hardware_that_is_not_here_is_reported_and_no_error(command: Command) -> None:
     ended = command("launch", "--tpu", "--num_processes", "8", "--print_plan")
     assert ended.code == 0
     assert "on this machine: not possible: " in ended.out

@@ -148,18 +148,18 @@ def test_a_signal_ends_the_launch_and_then_the_notebook(
 
 
 def test_a_second_interrupt_ends_a_kernel_that_does_not_listen(tmp_path: Path) -> None:
-    deaf = """
+    unresponsive = """
 import signal, time
 signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
-print("deaf", flush=True)
+print("unresponsive", flush=True)
 time.sleep(100)
 """
     program = subprocess.Popen(
-        [*PROGRAM, str(write(tmp_path / "d.ipynb", deaf))], stdout=subprocess.PIPE, text=True
+        [*PROGRAM, str(write(tmp_path / "d.ipynb", unresponsive))], stdout=subprocess.PIPE, text=True
     )
     assert program.stdout is not None
     with program.stdout as shown:
-        wait_for(shown, "deaf")
+        wait_for(shown, "unresponsive")
         os.kill(program.pid, signal.SIGINT)
         wait_for(shown, "no")
         os.kill(program.pid, signal.SIGINT)
@@ -167,7 +167,7 @@ time.sleep(100)
         assert program.wait(60) == 130
 
 
-def test_a_kernel_that_dies_is_told(tmp_path: Path) -> None:
+def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:
     ended = run(
         write(tmp_path / "k.ipynb", "print('last words')", "import os; os._exit(3)", "print('never')")
     )

@@ -125,7 +125,7 @@ def test_names_of_device_maps_are_those_of_an_installed_accelerate() -> None:
         assert getattr(module, name) is value
 
 
-def test_who_serves_device_maps_is_said_once() -> None:
+def test_who_serves_device_maps_is_reported_once() -> None:
     code = "from nblaunch import dispatch_model, cpu_offload; from nblaunch.hooks import ModelHook"
     lines = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -155,12 +155,12 @@ def test_without_accelerate_the_names_can_be_imported_and_raise_where_they_are_u
     assert _run(_WITHOUT_ACCELERATE.format(accelerate=accelerate)) == "explained"
 
 
-def test_a_module_that_is_left_out_is_told_with_what_to_do() -> None:
+def test_a_module_that_is_left_out_is_reported_with_what_to_do() -> None:
     with pytest.raises(ImportError, match=r"no megatron_lm: .*DistributedDataParallel"):
         exec("from nblaunch.utils.megatron_lm import MegatronEngine")
 
 
-def test_the_reason_is_told_to_who_takes_an_attribute_too() -> None:
+def test_the_reason_is_reported_for_an_attribute_too() -> None:
     with pytest.raises(AttributeError, match=r"no FP8RecipeKwargs: .*bf16"):
         nblaunch.utils.FP8RecipeKwargs  # noqa: B018
     assert not hasattr(nblaunch, "FP8RecipeKwargs")

@@ -149,7 +149,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
         ("tpu_name: pod\n", ["TPU pod"]),
     ],
 )
-def test_mistakes_are_told_in_one_line_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_mistakes_are_reported_in_one_line_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
         files.read(path)
@@ -159,7 +159,7 @@ def test_mistakes_are_told_in_one_line_with_the_file(tmp_path: Path, text: str, 
     assert all(word in message for word in words), message
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         files.read(tmp_path / "none.yaml")
 

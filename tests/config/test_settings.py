@@ -203,7 +203,7 @@ def test_processes_are_counted_over_all_machines_and_launched_per_machine() -> N
     assert (spec.num_processes, spec.num_nodes, spec.node_rank, spec.master_addr) == (4, 2, 1, "10.0.0.1")
 
 
-def test_c10d_meets_at_machine_0_unless_told_otherwise() -> None:
+def test_c10d_meets_at_machine_0_unless_set_otherwise() -> None:
     values = {"num_machines": "1:2", "rdzv_backend": "c10d", "main_process_ip": "10.0.0.1"}
     assert spec_of(resolve([Layer("x", values)]), print).rdzv_endpoint == "10.0.0.1:29400"
 

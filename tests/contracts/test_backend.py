@@ -115,7 +115,7 @@ def test_it_is_concrete(backend: Backend) -> None:
     assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"
 
 
-def test_what_it_tells_from_outside_is_plain_and_leaves_nothing_open(backend: Backend) -> None:
+def test_what_it_reports_from_outside_is_plain_and_leaves_nothing_open(backend: Backend) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     meter = backend.open_meter()
     for reading in meter.read():

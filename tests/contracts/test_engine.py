@@ -91,7 +91,7 @@ class Stage:
             fds = [*group.waitables(), *(receiver.fd for receiver in self.receivers.values())]
             select.select(fds, [], [], 0.05)
             for rank, status in group.poll():
-                assert rank not in self.ended, "an end is told once"
+                assert rank not in self.ended, "an end is reported once"
                 self.ended[rank] = status
             for rank, receiver in self.receivers.items():
                 self.events[rank] += receiver.receive()[0]
@@ -147,7 +147,7 @@ def leave(codes: list[int]) -> None:
     os._exit(codes[int(os.environ["RANK"])])
 
 
-def test_the_way_each_one_ended_is_told(stage: Stage) -> None:
+def test_the_way_each_one_ended_is_reported(stage: Stage) -> None:
     stage.run(stage.start(leave, [3, 0]))
     assert stage.ended == {0: ExitStatus(3), 1: ExitStatus(0)}
 
@@ -213,7 +213,7 @@ def kill_child(process: psutil.Process) -> None:
         process.wait()
 
 
-def test_closing_at_once_leaves_nobody(stage: Stage) -> None:
+def test_closing_at_once_leaves_no_process(stage: Stage) -> None:
     """Also while workers, or the process that is to fork them, have not come far."""
     stage.start(time.sleep, 100)
 

@@ -18,7 +18,7 @@ def end(n):
     return [*(Returned(rank, now) for rank in range(n)), *(Exited(rank, now) for rank in range(n)),
             JobEnded(-1, now)]
 
-def tell(listeners, events):
+def emit(listeners, events):
     for event in events:
         for listener in listeners:
             listener.on_event(event)

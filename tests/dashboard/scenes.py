@@ -28,7 +28,7 @@ START_S = 1_000.0
 
 @dataclass
 class Clock:
-    """A clock that moves when told to."""
+    """A clock that moves when asked to."""
 
     now_s: float = 50.0
 

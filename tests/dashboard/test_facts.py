@@ -1,4 +1,4 @@
-"""What workers tell of the whole job while it runs, in the head of its table."""
+"""What workers report of the whole job while it runs, in the head of its table."""
 
 from __future__ import annotations
 

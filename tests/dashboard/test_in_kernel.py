@@ -26,8 +26,8 @@ def outputs(cell: object) -> list[str]:
 @pytest.mark.timeout(60)
 def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     cell = shared.run(
-        "d = dashboard.choose(); tell(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)])\n"
-        "tell(d, end(2)); close(d)"
+        "d = dashboard.choose(); emit(d, begin(2)); look(d, [SlotReading(0), SlotReading(1)])\n"
+        "emit(d, end(2)); close(d)"
     )
     assert outputs(cell) == ["display_data"]
     (table,) = cell.displays
@@ -39,8 +39,8 @@ def test_an_empty_job_is_one_message(shared: Kernel) -> None:
 @pytest.mark.timeout(60)
 def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -> None:
     cell = shared.run(
-        "d = dashboard.choose(); tell(d, begin(2)); tell(d, [LogLines(1, 0.0, ('hello',))]); look(d, [])\n"
-        "tell(d, end(2)); close(d)"
+        "d = dashboard.choose(); emit(d, begin(2)); emit(d, [LogLines(1, 0.0, ('hello',))]); look(d, [])\n"
+        "emit(d, end(2)); close(d)"
     )
     assert outputs(cell) == ["display_data", "stream"]
     assert cell.stdout == "[1] hello\n"
@@ -52,14 +52,14 @@ def test_a_few_seconds_of_lines_and_steps_are_few_messages(shared: Kernel) -> No
     cell = shared.run(
         """
 d = dashboard.choose()
-tell(d, begin(4))
+emit(d, begin(4))
 tick = threading.Event()
 for step in range(50):
-    tell(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
+    emit(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
     look(d, [SlotReading(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1), step_time_s=time.monotonic())
              for rank in range(4)])
     tick.wait(0.06)
-tell(d, end(4))
+emit(d, end(4))
 close(d)
 """
     )
@@ -84,7 +84,7 @@ d = dashboard.choose(background=True)
 go = threading.Event()
 def supervise():
     go.wait()
-    tell(d, [*begin(2), LogLines(1, time.time(), ("from a thread",)), *end(2)])
+    emit(d, [*begin(2), LogLines(1, time.time(), ("from a thread",)), *end(2)])
     close(d)
 thread = threading.Thread(target=supervise)
 thread.start()
@@ -105,11 +105,11 @@ def test_figures_of_workers_appear_in_the_cell(shared: Kernel) -> None:
     cell = shared.run(
         """
 d = dashboard.choose()
-tell(d, begin(2))
+emit(d, begin(2))
 show = lambda rank, update, text: Displayed(rank, 0.0, {"text/html": text}, {}, {"display_id": "plot"}, update)
-tell(d, [show(rank, False, "first") for rank in (0, 1)])
-tell(d, [show(rank, True, f"last of {rank}") for rank in (0, 1)])
-tell(d, end(2))
+emit(d, [show(rank, False, "first") for rank in (0, 1)])
+emit(d, [show(rank, True, f"last of {rank}") for rank in (0, 1)])
+emit(d, end(2))
 close(d)
 """
     )
@@ -122,6 +122,6 @@ close(d)
 
 @pytest.mark.timeout(60)
 def test_text_on_request_and_nothing_on_request(shared: Kernel) -> None:
-    run = "d = dashboard.choose({!r}); tell(d, begin(1)); tell(d, end(1)); close(d)"
+    run = "d = dashboard.choose({!r}); emit(d, begin(1)); emit(d, end(1)); close(d)"
     assert set(shared.run(run.format("text")).displays[0].data) == {"text/plain"}
     assert outputs(shared.run(run.format("none"))) == []

@@ -178,16 +178,16 @@ def test_a_label_of_ones_own_knows_the_rank_on_this_machine() -> None:
     assert stream.getvalue() == "<2, here 0> line 0\n<3, here 1> line 0\n"
 
 
-def said(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
+def prints(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
     return LogLines(rank, START_S + after_s, lines=lines)
 
 
-def test_what_several_ranks_print_alike_is_told_once() -> None:
+def test_what_several_ranks_print_alike_is_shown_once() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, merges_equal=True)
-    warned = [said(rank, "deprecated", f"loss {rank}", "saved") for rank in range(4)]
-    two = [said(rank, "hello") for rank in (1, 3)]
-    feed(printer, [*started(12), *warned, *two, *(said(rank, "bye") for rank in (11, 2, 3, 4))])
+    warned = [prints(rank, "deprecated", f"loss {rank}", "saved") for rank in range(4)]
+    two = [prints(rank, "hello") for rank in (1, 3)]
+    feed(printer, [*started(12), *warned, *two, *(prints(rank, "bye") for rank in (11, 2, 3, 4))])
     printer.close()
     assert stream.getvalue().splitlines() == [
         "[0-3] deprecated",
@@ -208,9 +208,9 @@ def test_what_several_ranks_print_alike_is_told_once() -> None:
 def test_lines_are_alike_only_near_each_other() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, merges_equal=True, defers_lines=True)
-    early = [said(rank, "ready") for rank in range(3)]
-    late = [said(3, "ready", after_s=60.0), Note(-1, START_S + 60, text="a note")]
-    feed(printer, [*started(4), *early, *late, *(said(rank, "ready", after_s=61.0) for rank in range(3))])
+    early = [prints(rank, "ready") for rank in range(3)]
+    late = [prints(3, "ready", after_s=60.0), Note(-1, START_S + 60, text="a note")]
+    feed(printer, [*started(4), *early, *late, *(prints(rank, "ready", after_s=61.0) for rank in range(3))])
     printer.close()
     assert stream.getvalue() == "[0-2] ready\n[3] ready\nnblaunch: a note\n[0-2] ready\n"
 
@@ -223,8 +223,8 @@ def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
     for rank, text, time_s in printed:
         lines.add(rank, text, time_s)
     for rank in range(5):
-        told = [text for ranks, text in lines.joined() if rank in ranks]
-        assert told == [text for one, text, _ in printed if one == rank]
+        shown = [text for ranks, text in lines.joined() if rank in ranks]
+        assert shown == [text for one, text, _ in printed if one == rank]
 
 
 def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
@@ -239,9 +239,9 @@ def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
     assert per_rank[3] == 500 + 5  # alone at first
     assert all(100 + 5 <= number <= 200 + 5 for number in per_rank[:3])
     for rank in range(4):
-        told = next(line for line in lines if line.startswith(f"[{rank}] ...") and "not shown" in line)
+        shown = next(line for line in lines if line.startswith(f"[{rank}] ...") and "not shown" in line)
         total = 2000 if rank == 3 else 1000
-        assert f"... {total - per_rank[rank]:,} lines not shown" in told
+        assert f"... {total - per_rank[rank]:,} lines not shown" in shown
 
 
 def test_writes_are_paced() -> None:

@@ -23,19 +23,19 @@ def at_rates(rates: Sequence[float], seconds: float = 10.0, total: int = 1000) -
     view = view_of(started(len(rates)))
     ticks = round(seconds * 2)
     for tick in range(ticks + 1):
-        told = [
+        readings = [
             sample(rank, int(per_s * tick / 2), total, step_time_s=5 + int(per_s * tick / 2) / per_s)
             for rank, per_s in enumerate(rates)
         ]
-        view = fold_readings(view, told, START_S + tick / 2)
+        view = fold_readings(view, readings, START_S + tick / 2)
     return view
 
 
 def waiting(
     view: JobView, ranks: Sequence[int], now_s: float, state: WorkerState = WorkerState.WAITING
 ) -> JobView:
-    told = [replace(view.ranks[rank].reading, state=state) for rank in ranks]  # type: ignore[type-var]
-    return fold_readings(view, told, START_S + now_s)  # type: ignore[arg-type]
+    readings = [replace(view.ranks[rank].reading, state=state) for rank in ranks]  # type: ignore[type-var]
+    return fold_readings(view, readings, START_S + now_s)  # type: ignore[arg-type]
 
 
 def texts(view: JobView) -> list[str]:
@@ -80,11 +80,11 @@ def in_step(own_s: Sequence[float], step_s: float = 0.1) -> JobView:
     """Ranks that wait for each other at every step, after so many seconds of their own."""
     view = view_of(started(len(own_s)))
     for step in range(0, 101, 5):
-        told = [
+        readings = [
             sample(rank, step, step_time_s=5 + step * step_s, own_time_s=step * seconds, own_steps=step)
             for rank, seconds in enumerate(own_s)
         ]
-        view = fold_readings(view, told, START_S + step * step_s)
+        view = fold_readings(view, readings, START_S + step * step_s)
     return view
 
 
@@ -131,7 +131,7 @@ def test_output_is_a_sign_of_life() -> None:
     assert texts(fold_readings(view, [], START_S + 55)) == []
 
 
-def test_all_ranks_at_rest_are_told_with_their_steps() -> None:
+def test_all_ranks_at_rest_are_reported_with_their_steps() -> None:
     view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
     view = fold_readings(view, [], START_S + 70)
     assert texts(view) == ["no rank has moved for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
@@ -167,7 +167,7 @@ def test_where_ranks_are_comes_with_the_notice_and_stays_after_a_failure() -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_lost_is_told(value: float) -> None:
+def test_a_loss_that_is_lost_is_reported(value: float) -> None:
     view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
     assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
 

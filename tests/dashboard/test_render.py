@@ -36,7 +36,7 @@ from nblaunch.formatting import duration, loss, rate
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
-from tests.dashboard.test_view import any_story, told
+from tests.dashboard.test_view import any_story, view_after
 from tests.golden_files import Golden
 
 HOSTILE = "<script>alert('1')</script> & \"q\" ünï 漢字 🙂"
@@ -114,7 +114,7 @@ def test_text_has_one_line_per_process(num_processes: int) -> None:
     )
 
 
-def test_the_head_tells_when_the_slowest_rank_will_have_ended_its_pass() -> None:
+def test_the_head_shows_when_the_slowest_rank_will_have_ended_its_pass() -> None:
     view = fold_readings(trained(2), [sample(1, 101, 2000)], START_S + 10)
     assert render_text(view).splitlines()[-1].endswith("640 samples/s, ETA 3:10")
     assert "ETA" not in render_text(view_of(ended(2), view))
@@ -148,8 +148,8 @@ def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
     view = view_of(started(24))
     for step in range(0, 101, 5):
         own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
-        told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
-        view = fold_readings(view, told, START_S + step / 10)
+        readings = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        view = fold_readings(view, readings, START_S + step / 10)
     assert "rank 11 is 3.0 times slower than the others" in render_text(view)
     assert tabulate(view).rows[0].rank == 11
 
@@ -187,7 +187,7 @@ def test_64_processes_fit_on_a_screen() -> None:
     assert max(map(len, lines)) < 160
 
 
-def test_memory_is_told_per_rank_and_for_the_job_and_peaks_at_the_end() -> None:
+def test_memory_is_reported_per_rank_and_for_the_job_and_peaks_at_the_end() -> None:
     view = fold_readings(
         trained(2),
         [sample(1, 101, device_bytes=10**9, device_peak_bytes=3 * 10**9, device_limit_bytes=16 * 10**9)],
@@ -211,11 +211,13 @@ def test_memory_is_told_per_rank_and_for_the_job_and_peaks_at_the_end() -> None:
 
 
 def test_memory_that_counts_shared_pages_for_each_rank_says_so() -> None:
-    told = [HostMemory(rank, 1.0, 10**9, is_proportional=False) for rank in range(2)]
-    assert "host 2.00 GB together, shared pages counted for each" in render_text(view_of(told, trained(2)))
+    readings = [HostMemory(rank, 1.0, 10**9, is_proportional=False) for rank in range(2)]
+    assert "host 2.00 GB together, shared pages counted for each" in render_text(
+        view_of(readings, trained(2))
+    )
 
 
-def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
+def test_a_detour_is_reported_in_the_head_and_is_no_warning() -> None:
     fallback = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
     events = started(2, start_method="forkserver", reason="fork is not possible", fallback=fallback)
     for view in (view_of(events), view_of([*events, *ended(2)])):
@@ -228,14 +230,14 @@ def test_a_detour_is_told_in_the_head_and_is_no_warning() -> None:
 
 
 def test_every_end_has_its_words() -> None:
-    def told(**fields: object) -> str:
+    def headline(**fields: object) -> str:
         return tabulate(view_of([*started(2), JobEnded(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
 
-    assert told() == "done in 12 s"
-    assert told(is_early=True) == "stopped early on request after 12 s"
-    assert told(outcome="interrupted") == "interrupted after 12 s"
-    assert told(outcome="cancelled") == "cancelled after 12 s"
-    assert told(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"
+    assert headline() == "done in 12 s"
+    assert headline(is_early=True) == "stopped early on request after 12 s"
+    assert headline(outcome="interrupted") == "interrupted after 12 s"
+    assert headline(outcome="cancelled") == "cancelled after 12 s"
+    assert headline(outcome="failed", failed_rank=1) == "failed in rank 1 after 12 s"
 
 
 def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
@@ -246,7 +248,7 @@ def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
     assert "warning memory may run out" in html
 
 
-def test_one_process_for_all_devices_and_the_precision_are_told_unless_they_are_the_usual_ones() -> None:
+def test_one_process_for_all_devices_and_the_precision_are_reported_unless_they_are_the_usual_ones() -> None:
     assert "(cpu, fork)" in render_text(view_of(started(2, mixed_precision="no")))
     assert "(xla, fork, spmd, bf16)" in render_text(
         view_of(started(1, backend="xla", is_spmd=True, mixed_precision="bf16"))
@@ -276,8 +278,8 @@ def golden_views() -> dict[str, JobView]:
     slowest = trained(24)
     for step in range(0, 101, 5):
         own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
-        told = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
-        slowest = fold_readings(slowest, told, START_S + step / 10)
+        readings = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        slowest = fold_readings(slowest, readings, START_S + step / 10)
     memory = [HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)]
     metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]
     consequences = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
@@ -384,7 +386,7 @@ def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     assert tabulate(view).failures[0][1] in Reader(render_html(view)).text
 
 
-def test_consequences_that_differ_in_an_address_are_told_once() -> None:
+def test_consequences_that_differ_in_an_address_are_reported_once() -> None:
     events = [
         raised(rank, f"Connection closed by peer [127.0.0.1]:{port}", is_consequence=True)
         for rank, port in ((0, 60597), (2, 4411), (3, 51000))
@@ -401,7 +403,7 @@ def test_many_different_failures_are_summed_up() -> None:
     assert tabulate(view).failures[-1] == ("5 more ranks", "see the logs")
 
 
-def test_a_failure_of_no_rank_is_still_told() -> None:
+def test_a_failure_of_no_rank_is_still_reported() -> None:
     view = view_of([*started(2), JobEnded(-1, START_S + 1, "failed", None, "the store went away")])
     assert "job: the store went away" in render_text(view)
 
@@ -442,7 +444,7 @@ def test_html_stands_alone_in_any_theme() -> None:
 
 
 @pytest.mark.parametrize("paper", [(255, 255, 255), (17, 17, 17)])
-def test_every_colour_can_be_told_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
+def test_every_colour_can_be_distinguished_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
     """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
     named = {
         *STATE_COLOURS.values(),
@@ -501,7 +503,7 @@ def test_a_restart_is_named() -> None:
     assert "on 2 processes (cpu, fork), attempt 2" in render_text(view)
 
 
-def test_progress_line_tells_about_the_slowest() -> None:
+def test_progress_line_shows_the_slowest() -> None:
     view = fold_readings(trained(4), [sample(2, 60, state=WorkerState.WAITING)], START_S + 11)
     line = progress_line(view)
     assert line.startswith("train: running for 11 s; rank 2 waiting, epoch 1, step 60/1,000")
@@ -517,7 +519,7 @@ def test_the_live_line_looks_like_a_bar() -> None:
     assert live_line(view, 90) == f"train epoch 1:   9% 90/1,000 {words}"
 
 
-def test_the_live_line_of_a_job_without_lengths_tells_what_it_can() -> None:
+def test_the_live_line_of_a_job_without_lengths_shows_what_it_can() -> None:
     assert live_line(view_of(started(1)), 80) == "train: [0 s, running]"
     view = view_of(
         [StatusLine(0, START_S, text="fold 2:  45%|###   | 45/100 [00:01<00:02]")], view_of(started(2))
@@ -569,8 +571,8 @@ def test_numbers() -> None:
 
 @settings(deadline=None)  # other tests may keep the processors busy
 @given(any_story)
-def test_whatever_was_told_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
-    view = told(story)
+def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
+    view = view_after(story)
     bundle = mimebundle(view, with_output=True)
     assert set(Reader(bundle["text/html"]).tags) <= HARMLESS
     assert bundle["text/plain"].encode("utf-8")

@@ -68,24 +68,24 @@ class Screen:
 
 @contextmanager
 def terminal() -> Iterator[tuple[int, io.TextIOWrapper]]:
-    """A pseudo-terminal: the end that a person looks at, and a stream into the other one."""
-    person, program = pty.openpty()
+    """A pseudo-terminal: the end that a user looks at, and a stream into the other one."""
+    user, program = pty.openpty()
     fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 30, COLUMNS, 0, 0))
     stream = io.TextIOWrapper(io.FileIO(program, "w"), encoding="utf-8", write_through=True)
     try:
-        yield person, stream
+        yield user, stream
     finally:
         stream.close()
-        os.close(person)
+        os.close(user)
 
 
-def read(person: int, timeout_s: float = 0.0) -> str:
+def read(user: int, timeout_s: float = 0.0) -> str:
     """What has arrived by now."""
     data = b""
-    while select.select([person], [], [], timeout_s)[0]:
+    while select.select([user], [], [], timeout_s)[0]:
         try:
-            chunk = os.read(person, 1 << 16)
-        except OSError:  # Linux's way to say that nobody has the other end open
+            chunk = os.read(user, 1 << 16)
+        except OSError:  # Linux's way to say that the other end is closed
             break
         data += chunk
     return data.decode()
@@ -93,7 +93,7 @@ def read(person: int, timeout_s: float = 0.0) -> str:
 
 def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
     screen, clock = Screen(), Clock()
-    with terminal() as (person, stream):
+    with terminal() as (user, stream):
         live = LiveLine(stream)
         lines = LinesPrinter(stream=stream, live=live, clock=clock)
         board = TextDashboard(stream=stream, live=live, clock=clock)
@@ -105,14 +105,14 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
                 lines.on_event(LogLines(1, START_S, lines=(f"at {tick}",)))
             samples = [sample(rank, tick, 30) for rank in range(2)]
             lines.on_readings(samples), board.on_readings(samples)
-            screen.write(read(person))
+            screen.write(read(user))
         assert screen.text.split("\n")[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
         assert screen.lines[3].startswith("train")
         assert len(screen.lines) == 4
         for event in ended(2):
             lines.on_event(event), board.on_event(event)
         lines.close(), board.close()
-        screen.write(read(person))
+        screen.write(read(user))
     assert screen.lines[3].startswith("rank  state")
     assert "train: done in 12 s" in screen.text
     assert len({line for line in screen.snapshots if line.startswith("train")}) > 10
@@ -120,18 +120,18 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
 
 def test_updates_are_at_most_five_a_second() -> None:
     clock, screen = Clock(), Screen()
-    with terminal() as (person, stream):
+    with terminal() as (user, stream):
         board = TextDashboard(stream=stream, live=LiveLine(stream), clock=clock)
         for event in started(1):
             board.on_event(event)
         for tick in range(100):
             clock.now_s += 0.1
             board.on_readings([sample(0, tick)])
-            screen.write(read(person))
+            screen.write(read(user))
     assert 30 <= len(screen.snapshots) <= 51
 
 
-def test_nothing_is_redrawn_where_nobody_looks() -> None:
+def test_nothing_is_redrawn_without_a_terminal() -> None:
     stream, clock = io.StringIO(), Clock()
     live = LiveLine(stream)
     assert not live.is_possible
@@ -152,15 +152,15 @@ def test_a_closed_stream_is_no_terminal() -> None:
 
 
 def test_a_line_is_cut_to_the_width_of_the_terminal() -> None:
-    with terminal() as (person, stream):
+    with terminal() as (user, stream):
         live = LiveLine(stream)
         assert live.width == COLUMNS - 1
         live.show("x" * 500)
-        assert read(person) == "\r" + "x" * (COLUMNS - 4) + "..."
+        assert read(user) == "\r" + "x" * (COLUMNS - 4) + "..."
         live.show("y")
         live.clear()
         live.clear()
-        assert read(person) == "\ry" + " " * (COLUMNS - 2) + "\r \r"
+        assert read(user) == "\ry" + " " * (COLUMNS - 2) + "\r \r"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_script_in_a_terminal_shows_a_bar_then_the_table(tmp_path: Path) -> No
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     screen = Screen()
-    with terminal() as (person, stream):
+    with terminal() as (user, stream):
         process = subprocess.Popen(
             [sys.executable, str(script)],
             stdin=subprocess.DEVNULL,
@@ -194,8 +194,8 @@ def test_a_script_in_a_terminal_shows_a_bar_then_the_table(tmp_path: Path) -> No
             env={**os.environ, "PYTHONPATH": str(ROOT), "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
         )
         while process.poll() is None:
-            screen.write(read(person, 0.1))
-        screen.write(read(person, 0.1))
+            screen.write(read(user, 0.1))
+        screen.write(read(user, 0.1))
     assert process.returncode == 0, screen.text
     bars = [line for line in screen.snapshots if line.startswith("train") and "/40 [" in line]
     steps = [int(line.partition("/40")[0].rpartition(" ")[2]) for line in bars]

@@ -1,4 +1,4 @@
-"""The fold: what a dashboard knows after what it was told."""
+"""The fold: what a dashboard knows after events and readings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
     assert view.ranks[2].failure == ""
 
 
-def test_a_worker_stopped_before_the_failure_was_told_did_not_fail() -> None:
+def test_a_worker_stopped_before_the_failure_was_reported_did_not_fail() -> None:
     view = view_of([*started(2), killed(0, -15), raised(1), JobEnded(-1, START_S, "failed", 1)])
     assert states(view) == ["stopped", "failed"]
     assert view.ranks[0].failure == ""
@@ -128,7 +128,7 @@ def test_output_is_kept_as_tail_and_last_lines() -> None:
     assert view.ranks[1].num_lines == 100
     assert len(view.tail) == TAIL_LENGTH
     view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
-    assert view.ranks[0].status_line == "10%|#"  # the launcher tells each change of it
+    assert view.ranks[0].status_line == "10%|#"  # the launcher reports each change of it
     assert fold(view, StatusLine(0, START_S)).ranks[0].status_line == ""
     assert view.tail[-1] == (0, "100%|##")
     view = fold(view, Displayed(1, START_S, data={"text/plain": "<Figure>", "image/png": "…"}))
@@ -163,19 +163,19 @@ def test_logged_numbers_are_kept_as_curves() -> None:
 
 
 def test_memory_is_added_up_and_its_peak_is_kept() -> None:
-    def told(rank: int, num_bytes: int) -> HostMemory:
+    def memory(rank: int, num_bytes: int) -> HostMemory:
         return HostMemory(rank, START_S, num_bytes)
 
-    view = view_of([*started(3), told(0, 5), told(1, 7), told(0, 2), told(9, 1)])
+    view = view_of([*started(3), memory(0, 5), memory(1, 7), memory(0, 2), memory(9, 1)])
     assert (view.host_bytes, view.host_peak_bytes) == (9, 12)
     assert (view.ranks[0].host_bytes, view.ranks[0].host_peak_bytes) == (2, 5)
-    view = view_of([Returned(1, START_S), Exited(1, START_S), told(1, 50), told(2, 1)], view)
+    view = view_of([Returned(1, START_S), Exited(1, START_S), memory(1, 50), memory(2, 1)], view)
     assert (view.host_bytes, view.host_peak_bytes) == (3, 12)
 
 
 def test_device_memory_comes_from_the_board() -> None:
-    told = SlotReading(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
-    rank = fold_readings(view_of(started(1)), [told], START_S).ranks[0]
+    reading = SlotReading(0, device_bytes=3, device_peak_bytes=8, device_limit_bytes=10)
+    rank = fold_readings(view_of(started(1)), [reading], START_S).ranks[0]
     assert (rank.device_bytes, rank.device_peak_bytes, rank.device_limit_bytes) == (3, 8, 10)
     assert view_of(started(1)).ranks[0].device_bytes is None
 
@@ -235,11 +235,11 @@ def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:
 
 
 def test_events_overrule_the_board_at_both_ends() -> None:
-    told = [SlotReading(0, WorkerState.STARTING)]
-    view = fold_readings(view_of(started(1)), told, START_S)
+    readings = [SlotReading(0, WorkerState.STARTING)]
+    view = fold_readings(view_of(started(1)), readings, START_S)
     assert states(view) == ["running"]
     view = fold_readings(view, [SlotReading(0, WorkerState.FAILED)], START_S)
-    assert states(view) == ["running"]  # why it failed is about to be told
+    assert states(view) == ["running"]  # why it failed is about to be reported
     view = fold_readings(
         view_of([Returned(0, START_S)], view), [SlotReading(0, WorkerState.TRAINING)], START_S
     )
@@ -332,7 +332,7 @@ any_sample = st.builds(
 any_story = st.lists(any_event | st.lists(any_sample, max_size=4), max_size=20)
 
 
-def told(story: list[Event | list[SlotReading]]) -> JobView:
+def view_after(story: list[Event | list[SlotReading]]) -> JobView:
     view = view_of(started(3))
     for number, item in enumerate(story):
         view = fold_readings(view, item, START_S + number) if isinstance(item, list) else fold(view, item)
@@ -341,8 +341,8 @@ def told(story: list[Event | list[SlotReading]]) -> JobView:
 
 @settings(deadline=None)  # other tests may keep the processors busy
 @given(any_story)
-def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[SlotReading]]) -> None:
-    view = told(story)
+def test_whatever_is_reported_the_view_stays_sane(story: list[Event | list[SlotReading]]) -> None:
+    view = view_after(story)
     assert len(view.ranks) == view.num_processes
     assert [rank.rank for rank in view.ranks] == list(range(view.num_processes))
     assert view.elapsed_s >= 0
@@ -352,7 +352,7 @@ def test_whatever_is_told_the_view_stays_sane(story: list[Event | list[SlotReadi
         assert rank.fraction is None or 0 <= rank.fraction <= 1
 
 
-def test_a_rank_that_is_done_tells_of_its_training() -> None:
+def test_a_rank_that_is_done_shows_its_training() -> None:
     view = fold_readings(view_of(started(1)), [sample(0, 20, 22, epoch=3, num_epochs=3)], START_S)
     rate = view.ranks[0].steps_per_s
     # The last look at the training came before its last step.
@@ -365,7 +365,7 @@ def test_a_rank_that_is_done_tells_of_its_training() -> None:
     assert (rank.step, rank.total, rank.epoch, rank.num_epochs, rank.steps_per_s) == (22, 22, 3, 3, rate)
 
 
-def test_a_rank_that_only_evaluates_tells_of_that() -> None:
+def test_a_rank_that_only_evaluates_shows_that() -> None:
     seen = sample(0, 6, 6, epoch=0, state=WorkerState.EVALUATING)
     (rank,) = view_of(ended(1), fold_readings(view_of(started(1)), [seen], START_S)).ranks
     assert (rank.step, rank.total, rank.epoch) == (6, 6, 0)
@@ -383,7 +383,7 @@ def test_an_evaluation_has_rates_of_its_own_even_if_the_rank_waited_before_it() 
     assert view.ranks[0].steps_per_s == pytest.approx(1)
 
 
-def test_a_rank_that_failed_tells_where_it_was() -> None:
+def test_a_rank_that_failed_shows_where_it_was() -> None:
     view = fold_readings(view_of(started(1)), [sample(0, 20, 22, state=WorkerState.TRAINING)], START_S)
     view = fold_readings(view, [sample(0, 3, 6, loop=2, state=WorkerState.EVALUATING)], START_S + 1)
     view = view_of([raised(0), JobEnded(-1, START_S + 4, outcome="failed", failed_rank=0)], view)

@@ -94,7 +94,7 @@ def test_what_belongs_together_is_sent_together() -> None:
         assert str(bar.value) == (text.value or "0")
 
 
-def test_over_time_the_budget_holds_and_nobody_starves() -> None:
+def test_over_time_the_budget_holds_and_no_widget_starves() -> None:
     clock, widgets = Clock(), [FakeWidget() for _ in range(60)]
     throttle = Throttle(clock=clock)
     for tick in range(150):
@@ -201,7 +201,7 @@ def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: i
 
 
 class FakePanel:
-    """Remembers what it was asked to show; breaks where told to."""
+    """Remembers what it was asked to show; breaks where asked to."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.views: list[JobView] = []

@@ -25,15 +25,15 @@ from tests.profiles import PROFILES, python_of
 TRAIN = """
 def run(d, num_ranks, num_ticks, tick_s=0.05, text="line", end_it=True):
     tick = threading.Event()
-    tell(d, begin(num_ranks))
+    emit(d, begin(num_ranks))
     for step in range(num_ticks):
-        tell(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
+        emit(d, [LogLines(rank, time.time(), (f"{text} {step}",) * 20) for rank in range(num_ranks)])
         look(d, [SlotReading(rank, WorkerState.TRAINING, step * 7 + rank, 9_999, samples=step * 64, loss=1 / (step + 1),
                         losses=LossCurve(step, 1, tuple(1 / (s + 1) for s in range(min(step, MAX_BINS)))),
                         step_time_s=time.monotonic()) for rank in range(num_ranks)])
         tick.wait(tick_s)
     if end_it:
-        tell(d, end(num_ranks))
+        emit(d, end(num_ranks))
         close(d)
 
 class Controls:
@@ -64,7 +64,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def run(kernel: Kernel, source: str) -> Cell:
-    """Run a cell as a person does: who runs it could answer ``input()``."""
+    """Run a cell as a user does: who runs it could answer ``input()``."""
     return kernel.run(source, allow_stdin=True)
 
 
@@ -132,7 +132,7 @@ def test_a_failed_rank_turns_red_at_once(shared: Kernel) -> None:
     failing = """
 d = dashboard.choose()
 run(d, 2, 12, end_it=False)
-tell(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss is <nan>"))])
+emit(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss is <nan>"))])
 """
     watched = Watched(shared)
     run(shared, failing)
@@ -149,7 +149,7 @@ tell(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss 
 
 
 @pytest.mark.parametrize("kind", ["auto", "widgets"])
-def test_where_nobody_looks_there_are_no_widgets(shared: Kernel, kind: str) -> None:
+def test_without_a_user_there_are_no_widgets(shared: Kernel, kind: str) -> None:
     cell = shared.run(f"run(dashboard.choose({kind!r}), 2, 12)", allow_stdin=False)
     assert cell.contents("comm_open") == []
     assert set(cell.displays[0].data) == {"text/html", "text/plain"}
@@ -161,7 +161,7 @@ def test_who_asks_for_something_else_gets_it(shared: Kernel, kind: str) -> None:
 
 
 def test_a_short_job_opens_no_widgets(shared: Kernel) -> None:
-    cell = run(shared, "d = dashboard.choose(); tell(d, begin(2)); tell(d, end(2)); close(d)")
+    cell = run(shared, "d = dashboard.choose(); emit(d, begin(2)); emit(d, end(2)); close(d)")
     assert cell.contents("comm_open") == []
     assert cell.displays[0].num_updates == 0
 
@@ -195,12 +195,12 @@ controls = Controls()
 again = dashboard.attach(d, controls)
 stop = threading.Event()
 def supervise():
-    tell(d, begin(2))
+    emit(d, begin(2))
     step = 0
     while not stop.wait(0.05):
         step += 1
         look(d, [SlotReading(rank, WorkerState.TRAINING, step, 1000, step_time_s=time.monotonic()) for rank in (0, 1)])
-    tell(d, end(2))
+    emit(d, end(2))
     close(d)
 thread = threading.Thread(target=supervise)
 thread.start()
@@ -316,12 +316,12 @@ def test_a_silent_job_has_no_pane_for_output(shared: Kernel) -> None:
         shared,
         """
 d = dashboard.choose()
-tell(d, begin(2))
+emit(d, begin(2))
 tick = threading.Event()
 for step in range(10):
     look(d, [SlotReading(rank, WorkerState.TRAINING, step, 10) for rank in range(2)])
     tick.wait(0.05)
-tell(d, end(2))
+emit(d, end(2))
 close(d)
 """,
     )
@@ -373,7 +373,7 @@ def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
     assert "gone" in error.value
 
 
-# --- notebooks that are executed with nobody there -------------------------------------------------------------------
+# --- notebooks that are executed without a user ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -1,4 +1,4 @@
-"""The exception of an attempt that failed, with everything a person needs to know."""
+"""The exception of an attempt that failed, with everything a user needs to know."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ frame #5: clone + 0x44 (0x7f15 in /lib/x86_64-linux-gnu/libc.so.6)
 """
 
 
-def test_a_death_in_native_code_shows_what_was_said_and_not_where(log: JobLog) -> None:
+def test_a_death_in_native_code_shows_its_message_and_not_where(log: JobLog) -> None:
     """As where a rank waits in NCCL for others until its group's patience is over."""
     log.log_path(1).write_text(WATCHDOG)
     text = str(failure_of(died(-6), {0: 40, 1: 41}, log, 0).error)
@@ -104,9 +104,9 @@ def test_a_crash_with_its_evidence(log: JobLog) -> None:
 def test_the_crash_is_found_behind_stacks_that_were_asked_for_before(log: JobLog) -> None:
     asked = 'Current thread 0x00007f2 (most recent call first):\n  File "/home/me/train.py", line 1 in earlier\n\n'
     log.stacks_path(1).write_text(asked + CRASH)
-    told = str(failure_of(died(-11), {1: 41}, log, 0).error)
-    assert "/home/me/train.py, line 7 in step" in told
-    assert "earlier" not in told
+    message = str(failure_of(died(-11), {1: 41}, log, 0).error)
+    assert "/home/me/train.py, line 7 in step" in message
+    assert "earlier" not in message
 
 
 def test_stacks_that_were_only_asked_for_are_no_crash(log: JobLog) -> None:
@@ -124,11 +124,11 @@ def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
         SlotReading(0, built_bytes=1_500_000_000),
         SlotReading(1, built_bytes=1_500_000_000),
     ]
-    told = str(failure_of(report, {1: 41}, log, 0).error)
-    assert "Memory ran out: the system killed 1 process of this job for it." in told
-    assert "rank 0 2.00 GB, rank 1 3.00 GB" in told
-    assert "2 processes each built a model of 1.50 GB" in told
-    assert "most often the system" not in told
+    message = str(failure_of(report, {1: 41}, log, 0).error)
+    assert "Memory ran out: the system killed 1 process of this job for it." in message
+    assert "rank 0 2.00 GB, rank 1 3.00 GB" in message
+    assert "2 processes each built a model of 1.50 GB" in message
+    assert "most often the system" not in message
 
 
 def test_an_exception_keeps_its_type_and_gets_notes(log: JobLog) -> None:
@@ -172,7 +172,7 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     assert str(failure.error).splitlines()[1:] == [*lines, f"complete logs: {log.attempt_path(0)}"]
 
 
-def test_a_rank_that_we_had_to_end_is_told_too(log: JobLog) -> None:
+def test_a_rank_that_we_had_to_end_is_reported_too(log: JobLog) -> None:
     report = AttemptReport(returned={0: Returned(0, 1.0)}, signalled={1: 1.5})
     report.exits = {0: (ExitStatus(0), 1.0), 1: (ExitStatus(-9), 2.0)}
     failure = failure_of(report, {}, log, 0)

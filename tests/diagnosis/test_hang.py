@@ -127,7 +127,7 @@ def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
     assert position_of(alone) == position_of(text)
 
 
-def test_what_is_sent_after_the_function_is_told_from_the_function() -> None:
+def test_what_is_sent_after_the_function_is_distinguished_from_the_function() -> None:
     text = dump(
         ("/home/me/train.py", 6, "__reduce__"),
         ("/site/nblaunch/wire/payload.py", 50, "append"),
@@ -149,7 +149,7 @@ def test_what_is_sent_after_the_function_is_told_from_the_function() -> None:
     )
 
 
-def test_no_answer_is_said_to_be_none() -> None:
+def test_no_answer_is_reported_as_none() -> None:
     assert position_of("") is None
 
 
@@ -237,11 +237,11 @@ BUSY = Position("train.py, line 9: while not ready")
         "unequal",
         "gone",
         "in the loader",
-        "nobody waits",
+        "no rank waits",
         "all wait alike",
     ],
 )
-def test_shapes_are_told_apart(
+def test_shapes_are_distinguished(
     positions: dict[int, Position], steps: dict[int, int], gone: list[int], lines: list[str]
 ) -> None:
     assert describe_hang(positions, steps, gone) == lines

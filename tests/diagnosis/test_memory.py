@@ -50,7 +50,7 @@ def test_the_system_counted_a_kill() -> None:
         "RuntimeError: std::bad_alloc",
     ],
 )
-def test_an_allocator_said_so(message: str) -> None:
+def test_an_allocator_reported_it(message: str) -> None:
     found = verdict(is_killed=False, message=message)
     assert found[0] == "Memory ran out: an allocation was refused."
 

@@ -17,7 +17,7 @@ from tests.odd_exceptions import Frozen, Mute
 
 
 def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
-    """What a worker would tell of ``error``, raised in a function of this file."""
+    """What a worker would send of ``error``, raised in a function of this file."""
 
     def train() -> None:
         if cause is None:
@@ -103,9 +103,9 @@ def test_an_exception_without_a_text_gets_one_and_stays_what_it_is() -> None:
     assert str(rebuilt) == "<its message can't be shown: str() raises RuntimeError>"
 
 
-def test_what_can_not_travel_is_told() -> None:
-    told = dataclasses.replace(failure(ValueError("x"), KeyError("lr")), exception=None)
-    rebuilt = rebuild(told)
+def test_what_can_not_travel_is_reported() -> None:
+    sent = dataclasses.replace(failure(ValueError("x"), KeyError("lr")), exception=None)
+    rebuilt = rebuild(sent)
     assert isinstance(rebuilt, WorkerFailed)
     assert rebuilt.rank == 1
     assert str(rebuilt).startswith("rank 1 raised ValueError: x\n")
@@ -114,8 +114,8 @@ def test_what_can_not_travel_is_told() -> None:
 
 
 def test_what_can_not_be_read_here_says_why() -> None:
-    told = dataclasses.replace(failure(ValueError("x")), exception=b"not a pickle")
-    rebuilt = rebuild(told)
+    sent = dataclasses.replace(failure(ValueError("x")), exception=b"not a pickle")
+    rebuilt = rebuild(sent)
     assert isinstance(rebuilt, WorkerFailed)
     assert "can't be rebuilt in this process (" in str(rebuilt)
 

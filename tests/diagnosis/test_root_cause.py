@@ -30,7 +30,7 @@ def report(
     signalled: dict[int, float] | None = None,
     left_by_exit: bool = False,
 ) -> AttemptReport:
-    """A report in which every rank that said something has also exited."""
+    """A report in which every rank that sent something has also exited."""
     made = AttemptReport(signalled=signalled or {})
     made.returned = {r: Returned(r, t, left_by_exit=left_by_exit) for r, t in (returned or {}).items()}
     made.failed = {error.rank: error for error in errors}
@@ -76,7 +76,7 @@ def test_those_that_we_killed_did_not_die_by_themselves() -> None:
     assert blamed(made).rank == 1
 
 
-def test_nobody_is_blamed_where_only_we_ended_ranks() -> None:
+def test_no_rank_is_blamed_where_only_we_ended_ranks() -> None:
     made = report(returned={0: 1.0}, exits={1: (-9, 8.0)}, signalled={1: 7.0})
     assert find_root_cause(made) is None
 

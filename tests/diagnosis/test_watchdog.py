@@ -209,7 +209,7 @@ def test_a_rank_that_ended_is_not_looked_at() -> None:
 
 
 @given(st.lists(st.floats(0.01, 9.9), min_size=1, max_size=50), st.booleans())
-def test_whoever_moves_often_enough_never_hangs(gaps_s: list[float], is_idle: bool) -> None:
+def test_a_rank_that_moves_often_enough_never_hangs(gaps_s: list[float], is_idle: bool) -> None:
     watchdog, now = Watchdog(T), 0.0
     for step, gap_s in enumerate(gaps_s):
         for moment in (now, now + gap_s):

@@ -11,7 +11,7 @@ from nblaunch.engines import fork
 
 @pytest.mark.parametrize("num_before", [0, 375])
 def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12 freezes 375 objects at its start, which are nobody's decision to keep the heap frozen."""
+    """Python 3.12 freezes 375 objects at its start, which is no user's decision to keep the heap frozen."""
     gc.unfreeze()
     count = gc.get_freeze_count
     with monkeypatch.context() as patched:

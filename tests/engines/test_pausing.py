@@ -1,4 +1,4 @@
-"""Pausing OpenMP before a fork: children keep their threads, and where it can not be done that is told."""
+"""Pausing OpenMP before a fork: children keep their threads, and where it can not be done that is reported."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_a_process_without_openmp_needs_no_pause() -> None:
         ("/env/lib/libgompers.txt", False),
     ],
 )
-def test_openmp_libraries_are_told_by_their_names(path: str, is_openmp: bool) -> None:
+def test_openmp_libraries_are_recognised_by_their_names(path: str, is_openmp: bool) -> None:
     assert bool(fork._LIBRARY.search(path)) is is_openmp
 
 
-def test_a_library_without_the_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "_loaded_libraries", lambda *args: [str(Path("/proc/self/exe"))])
     assert fork.pause_pools() is False
 

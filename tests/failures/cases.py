@@ -1,4 +1,4 @@
-"""The table: functions that fail, and what a person must be told of each."""
+"""The table: functions that fail, and what must be reported of each."""
 
 from __future__ import annotations
 

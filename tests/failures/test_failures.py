@@ -29,7 +29,7 @@ job = nblaunch.last_job()
     forkserver=["error", "SIGSEGV", "os._exit(3)", "exception class of a cell"],
     spawn=["error", "SIGKILL"],
 )
-def test_a_failure_is_told_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
+def test_a_failure_is_reported_and_leaves_nothing(shared: Kernel, method: str, case: Case) -> None:
     cell = shared.run(case.source + LAUNCH.format(method=method), raises=case.raises, timeout_s=30)
     shared.wait_for_no_processes(1.0)
     shared.run(INSPECT)
@@ -74,21 +74,21 @@ def _check_shown(cell: Cell, case: Case) -> None:
 
 def _check_evidence(kernel: Kernel, cell: Cell, case: Case) -> None:
     """Who, where, and what became of the others: in the message or in the notes."""
-    told = value_of(kernel, "'\\n'.join([*getattr(error, '__notes__', []), str(error)])")
-    found = re.search(r"^rank (\d+) \(pid (\d+)\) on (\S+); complete log: (\S+)$", told, re.M)
-    assert found is not None, told
+    text = value_of(kernel, "'\\n'.join([*getattr(error, '__notes__', []), str(error)])")
+    found = re.search(r"^rank (\d+) \(pid (\d+)\) on (\S+); complete log: (\S+)$", text, re.M)
+    assert found is not None, text
     shown_rank, pid, host, path = found.groups()
     assert case.rank is None or int(shown_rank) == case.rank
     assert int(pid) == value_of(kernel, f"job.pids[{shown_rank}]")
     assert host == socket.gethostname()
     assert path.endswith(f"rank_{shown_rank}.log")
     assert value_of(kernel, f"os.path.exists({path!r})")
-    others = [line for line in told.splitlines() if FOLDED.match(line)]
-    assert len(others) == 1, told
+    others = [line for line in text.splitlines() if FOLDED.match(line)]
+    assert len(others) == 1, text
     # On a busy machine the launcher may have to stop a rank before it notices that its partner is gone.
     fates = dict(re.findall(r"ranks? ([\d, ]+): ([^;]+)", others[0]))
-    assert sorted(rank for ranks in fates for rank in ranks.split(", ")) == ["0", "2"], told
-    assert set(fates.values()) <= {"lost the connection to it", "stopped by the launcher"}, told
+    assert sorted(rank for ranks in fates for rank in ranks.split(", ")) == ["0", "2"], text
+    assert set(fates.values()) <= {"lost the connection to it", "stopped by the launcher"}, text
     if cell.error is not None:
         assert found[0] in cell.error.text
         assert others[0] in cell.error.text

@@ -1,4 +1,4 @@
-"""Jobs that stand still: seen, told apart, and stopped where that was asked for."""
+"""Jobs that stand still: seen, distinguished, and stopped where that was asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Shape:
     Args:
         name: of it.
         body: of the function.
-        lines: what must be said, each as part of one line.
+        lines: what must be reported, each as part of one line.
         timeout_s: longer where ranks may need longer than others for their way to where they wait.
     """
 
@@ -161,8 +161,8 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
         raises="JobHung",
     )
     assert cell.error is not None
-    told = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
-    assert told in cell.error.value
+    position = "rank 0: the function has returned, and what it returned is being pickled: Cell In["
+    assert position in cell.error.value
     assert "in __reduce__: threading.Event().wait()" in cell.error.value
     assert_as_before(shared)
 

@@ -64,13 +64,13 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
         timeout_s=60,
     )
     assert cell.error is not None
-    told = cell.error.value
-    assert "was killed by SIGKILL" in told, cell.describe()
-    assert "Memory ran out: the system killed" in told, cell.describe()
-    assert "Each process took (most seen): rank 0 " in told, cell.describe()
-    assert "each built a model of " in told, cell.describe()
-    assert "notebook_launcher(train, (model,))" in told, cell.describe()
-    assert "limit 1.47 GB" in told, cell.describe()
+    text = cell.error.value
+    assert "was killed by SIGKILL" in text, cell.describe()
+    assert "Memory ran out: the system killed" in text, cell.describe()
+    assert "Each process took (most seen): rank 0 " in text, cell.describe()
+    assert "each built a model of " in text, cell.describe()
+    assert "notebook_launcher(train, (model,))" in text, cell.describe()
+    assert "limit 1.47 GB" in text, cell.describe()
     assert len(cell.error.lines) <= 25, cell.describe()
     assert limited.is_alive
     assert_as_before(limited)

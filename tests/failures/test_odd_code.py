@@ -1,4 +1,4 @@
-"""Exceptions and functions whose own code gets in the way of telling about them."""
+"""Exceptions and functions whose own code gets in the way of reporting them."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ finally:
     assert "result 42" in cell.stdout
 
 
-def test_a_recursion_without_end_is_told_soon(odd_kernel: Kernel) -> None:
+def test_a_recursion_without_end_is_reported_soon(odd_kernel: Kernel) -> None:
     cell = odd_kernel.run(
         """
 def train():

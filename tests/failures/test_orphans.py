@@ -21,11 +21,11 @@ import collections, itertools, subprocess
 
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
-        deaf()
+        ignore_signals()
         while True:
             yield 1
 
-def deaf():
+def ignore_signals():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -49,7 +49,7 @@ def train():
         print("rea" + "dy", rank())
         collections.deque(itertools.repeat(None), maxlen=0)           # blocked in C, holding the interpreter's lock
     elif rank() == 3:
-        deaf()
+        ignore_signals()
         print("rea" + "dy", rank())
         time.sleep(3600)
     elif rank() == 4:
@@ -58,7 +58,7 @@ def train():
         print("rea" + "dy", rank())
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank() == 6:
-        deaf()
+        ignore_signals()
         for _ in torch.utils.data.DataLoader(Endless(), num_workers=2, multiprocessing_context="fork"):
             print("rea" + "dy", rank()) if not started else None
             started.append(True)
@@ -75,8 +75,8 @@ def daemonize():
         if os.fork() == 0:
             os.setsid()
             if is_orphan and os.fork():
-                os._exit(0)                                           # its child is nobody's that we know
-            deaf()
+                os._exit(0)                                           # its child has no parent that we know
+            ignore_signals()
             os.write(writing, b".")
             time.sleep(3600)
             os._exit(0)

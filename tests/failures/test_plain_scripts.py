@@ -1,4 +1,4 @@
-"""What a person sees of ``python train.py`` when a worker fails: their own lines once, and last the one that failed."""
+"""What a user sees of ``python train.py`` when a worker fails: their own lines once, and last the one that failed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def run(tmp_path: Path, name: str, raised: str = 'ValueError("the loss is nan")'
         [sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    _, _, told = ended.stderr.partition("Traceback (most recent call last):\n")
-    assert told, ended.stderr
-    return told.splitlines()
+    _, _, shown = ended.stderr.partition("Traceback (most recent call last):\n")
+    assert shown, ended.stderr
+    return shown.splitlines()
 
 
 @pytest.mark.parametrize("name", CALLS)

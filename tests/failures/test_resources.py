@@ -71,7 +71,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 
 
 @pytest.mark.timeout(60)
-def test_a_failure_is_told_whole_on_a_full_disk(shared: Kernel, small_disk: Path) -> None:
+def test_a_failure_is_reported_whole_on_a_full_disk(shared: Kernel, small_disk: Path) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -100,7 +100,7 @@ def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk
 
 @pytest.mark.timeout(60)
 def test_a_hang_on_a_full_disk_names_the_disk(shared: Kernel, small_disk: Path) -> None:
-    """Stacks could not be written, and the ranks were said to be stopped or blocked."""
+    """Stacks could not be written, and the ranks were reported as stopped or blocked."""
     cell = shared.run(
         f"""
 def train():
@@ -120,7 +120,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 
 
 @pytest.mark.timeout(60)
-def test_a_silent_death_on_a_full_disk_tells_what_may_be_missing(shared: Kernel, small_disk: Path) -> None:
+def test_a_silent_death_on_a_full_disk_reports_what_may_be_missing(shared: Kernel, small_disk: Path) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -170,8 +170,8 @@ for room in range({first}, {last}, {step}):
         outcomes[str(relaunch({method!r}))] += 1
     except Exception as error:
         outcomes[type(error).__name__] += 1
-        told = str(error)
-        last_refusal = told if "Too many open files" in told else last_refusal
+        message = str(error)
+        last_refusal = message if "Too many open files" in message else last_refusal
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not multiprocessing.active_children()

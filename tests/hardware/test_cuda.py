@@ -71,7 +71,7 @@ def test_a_backward_on_the_cpu_is_a_fork_hazard() -> None:
 
 
 def test_a_question_to_the_driver_is_a_fork_hazard() -> None:
-    """Through the runtime rather than NVML, as where the variable was set to 0 by somebody."""
+    """Through the runtime rather than NVML, as where the variable was set to 0 by the user."""
     before = "import os; os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '0'; torch.cuda.is_available()"
     assert "has asked the CUDA driver" in _fresh(_HAZARD.format(before=before))
 

@@ -68,11 +68,11 @@ def test_training_is_that_of_one_process(stage: int, world_size: int) -> None:
     if world_size > BACKEND.device_count():
         pytest.skip("DeepSpeed's ranks talk by NCCL, which joins two GPUs or more")
     (alone,) = ranks.run(_train, 1, None, backend="cuda", timeout_s=TIMEOUT_S)
-    told = ranks.run(_train, world_size, _zero(stage), backend="cuda", timeout_s=TIMEOUT_S)[0]
-    assert told["device"] == "cuda"
-    assert told["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-3)
+    results = ranks.run(_train, world_size, _zero(stage), backend="cuda", timeout_s=TIMEOUT_S)[0]
+    assert results["device"] == "cuda"
+    assert results["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-3)
     for name, weight in alone["weights"].items():
-        torch.testing.assert_close(told["weights"][name].cpu(), weight.cpu(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(results["weights"][name].cpu(), weight.cpu(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -83,9 +83,9 @@ def test_16_bits(precision: str, stage: int) -> None:
         pytest.skip(reason)
     # A scale that overflows at first: the engine leaves steps out until it fits.
     scaled = {"fp16": {"enabled": "auto", "initial_scale_power": 32}}
-    told = ranks.run(_train, 1, _zero(stage, **scaled), precision, backend="cuda", timeout_s=TIMEOUT_S)[0]
-    assert (told["skipped"] > 0) == (precision == "fp16")
-    assert told["losses"][-1] < told["losses"][0] / 2
+    results = ranks.run(_train, 1, _zero(stage, **scaled), precision, backend="cuda", timeout_s=TIMEOUT_S)[0]
+    assert (results["skipped"] > 0) == (precision == "fp16")
+    assert results["losses"][-1] < results["losses"][0] / 2
 
 
 def test_offloading_and_an_optimizer_of_the_configuration() -> None:
@@ -93,10 +93,10 @@ def test_offloading_and_an_optimizer_of_the_configuration() -> None:
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
     }
-    told = ranks.run(_train, 1, DeepSpeedPlugin(described), "no", True, backend="cuda", timeout_s=TIMEOUT_S)[
-        0
-    ]
-    assert told["losses"][-1] < told["losses"][0] / 2
+    results = ranks.run(
+        _train, 1, DeepSpeedPlugin(described), "no", True, backend="cuda", timeout_s=TIMEOUT_S
+    )[0]
+    assert results["losses"][-1] < results["losses"][0] / 2
 
 
 def test_weights_come_back_to_a_notebook_on_the_cpu(kernel: Kernel, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ pytestmark = [
 def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(3)
     accelerator, *rest = prepared(settings, Network(), mixed_precision=precision)
-    told = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
-    return told, accelerator.get_state_dict(rest[0])
+    results = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
+    return results, accelerator.get_state_dict(rest[0])
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_training_equals_that_of_one_process(settings: dict[str, Any], precision
     (expected,) = ranks.run(_train, 1, None, precision, backend="cuda")
     found = ranks.run(_train, 2, settings, precision, backend="cuda", timeout_s=100)
     tolerance = 1e-3 if precision == "no" else 0.05
-    for told, _ in found:
-        assert told == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
+    for results, _ in found:
+        assert results == pytest.approx(expected[0], rel=tolerance, abs=tolerance)
     assert {weight.device.type for weight in found[0][1].values()} == {"cpu"}
 
 

@@ -149,10 +149,10 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     kernel = start()
     kernel.run("model = build()\nmodel.to('cuda')")
     cell = kernel.run("found = notebook_launcher(train, (model,), return_all=True)", timeout_s=200)
-    told = " ".join(cell.displays[0].data["text/plain"].split())
-    assert "this process has used CUDA through torch" in told
-    assert "Cell In[2], line 2: `model.to('cuda')`" in told
-    assert "nothing has to be restarted" in told
+    text = " ".join(cell.displays[0].data["text/plain"].split())
+    assert "this process has used CUDA through torch" in text
+    assert "Cell In[2], line 2: `model.to('cuda')`" in text
+    assert "nothing has to be restarted" in text
     method, device, losses = kernel.run(
         "last_job().plan.start_method, str(model[0].weight.device), found[0]['losses']"
     ).value
@@ -384,7 +384,7 @@ def work():
         timeout_s=100,
     )
     cell = kernel.submit("notebook_launcher(work, num_processes=1, dashboard='html')")
-    if _readings()[0].utilisation is not None:  # MIG instances, and vGPUs, don't tell
+    if _readings()[0].utilisation is not None:  # MIG instances, and vGPUs, don't report it
         cell.wait_for(lambda cell: "% busy" in _shown(cell), 60, "the table to show how busy the GPU is")
     cell.wait(60)
     assert " GB of " in _shown(cell), "peak memory of the device stays"

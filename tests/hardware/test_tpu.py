@@ -4,7 +4,7 @@ On a host with one chip or more (a v5e-8, say), one command runs it and prints a
 
     pip install -e ".[tpu,test]" && python -m pytest tests/hardware/test_tpu.py
 
-Needs chips that nobody uses: close other notebooks before.
+Needs chips that no process uses: close other notebooks before.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def differences() -> Iterator[tuple[str, str]]:
         for name, theirs in names.items():
             full = f"{path}.{name}".lstrip(".")
             if not hasattr(module, name):
-                if name not in above:  # else it is told there
+                if name not in above:  # else it is reported there
                     yield full, "missing"
                 continue
             yield from _compare(full, getattr(module, name), theirs)

@@ -23,7 +23,7 @@ class NVMLLibraryMismatchError(Exception):
 
 @dataclass
 class FakeGpu:
-    """What NVML tells of one GPU, or of one MIG instance. ``None`` where it says that it does not support that.
+    """What NVML reports of one GPU, or of one MIG instance. ``None`` where it says that it does not support that.
 
     In ``instances`` None stands for a number that no instance has; ``is_mig``: MIG is enabled.
     """

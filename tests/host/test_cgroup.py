@@ -88,6 +88,6 @@ def test_memory_is_bounded_by_the_tightest_limit(
     assert memory.within(HOST, [root / "a", root]) == expected
 
 
-def test_a_host_that_tells_nothing_leaves_memory_unknown(tmp_path: Path) -> None:
+def test_a_host_that_reports_nothing_leaves_memory_unknown(tmp_path: Path) -> None:
     root = tree(tmp_path, {"memory.max": "4000", "memory.current": "1000"})
     assert memory.within({}, [root]) == (None, None)

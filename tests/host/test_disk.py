@@ -24,10 +24,10 @@ def test_a_file_that_can_grow_keeps_size_and_contents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "is_told"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)]
+    ("number", "is_reported"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)]
 )
 def test_growth_is_refused_for_want_of_room_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_told: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_reported: bool
 ) -> None:
     def refuse(*_: object) -> None:
         raise refusal(number)
@@ -35,8 +35,8 @@ def test_growth_is_refused_for_want_of_room_alone(
     path = tmp_path / "file"
     path.touch()
     monkeypatch.setattr(disk, "_allocate", refuse)
-    told = disk.refuses_growth(path, 1 << 14)
-    assert (told == os.strerror(number)) if is_told else told is None
+    reason = disk.refuses_growth(path, 1 << 14)
+    assert (reason == os.strerror(number)) if is_reported else reason is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_the_file_system_lacks_is_named(
     assert wanted in disk.reason(tmp_path / "not" / "there", refusal(errno.ENOSPC))
 
 
-def test_other_refusals_are_told_in_the_words_of_the_system(tmp_path: Path) -> None:
+def test_other_refusals_are_reported_in_the_words_of_the_system(tmp_path: Path) -> None:
     assert disk.reason(tmp_path, refusal(errno.EROFS)) == os.strerror(errno.EROFS)
 
 

@@ -44,11 +44,11 @@ def test_a_driver_in_a_bad_state_counts_as_no_gpu_and_is_named(
         (tmp_path / "nvidia0").touch()
     assert gpus.physical_gpus() == ()
     assert gpus.open_meter().read() == ()
-    told = gpus.uncounted()
+    reason = gpus.uncounted()
     assert (
-        (f"there is {tmp_path}/nvidia0" in str(told) and "Library Not Found" in str(told))
+        (f"there is {tmp_path}/nvidia0" in str(reason) and "Library Not Found" in str(reason))
         if has_device
-        else not told
+        else not reason
     )
 
 
@@ -114,7 +114,7 @@ def test_nvml_counts_gpus(nvml: NvmlMaker) -> None:
     assert [gpu.name for gpu in gpus.physical_gpus()] == ["Tesla T4", "NVIDIA L4"]
 
 
-def test_nvml_tells_of_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_reports_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     instances = [
         FakeGpu("MIG-1111", used=GIB, utilisation=None),
         FakeGpu("MIG-2222", used=2 * GIB, utilisation=None),
@@ -132,7 +132,7 @@ def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
     assert gpus.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
 
 
-def test_a_driver_that_does_not_tell_of_processes(nvml: NvmlMaker) -> None:
+def test_a_driver_that_does_not_report_processes(nvml: NvmlMaker) -> None:
     """Before 510, where the module calls a function by a name that only later drivers have."""
     nvml(FakeGpu("GPU-aaaa1111", used=GIB, utilisation=40, processes={7: GIB}), is_old=True)
     meter = gpus.open_meter()

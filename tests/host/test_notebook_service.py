@@ -1,4 +1,4 @@
-"""Notebook services are told by what they document of their machines, and never by the contents of secrets."""
+"""Notebook services are recognised by what they document of their machines, and never by the contents of secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENVIRONMENTS = {
     "sagemaker": {"SAGEMAKER_APP_TYPE": "JupyterLab", "SAGEMAKER_SPACE_NAME": "space", "JPY_PARENT_PID": "9"},
     "binder": {
         "BINDER_LAUNCH_HOST": "https://mybinder.org/",
-        "BINDER_REPO_URL": "https://github.com/someone/something",
+        "BINDER_REPO_URL": "https://github.com/user/repository",
         "JPY_PARENT_PID": "7",
     },
     "vscode": {"VSCODE_PID": "94309", "VSCODE_CWD": "/", "JPY_SESSION_NAME": "/home/me/train.ipynb"},
@@ -32,12 +32,12 @@ ENVIRONMENTS = {
 PARENTS = {
     "jupyterlab": ["/opt/conda/bin/python3.11", "/opt/conda/bin/jupyter-lab", "--no-browser"],
     "notebook": ["python3", "/usr/bin/jupyter-notebook", "--ip=0.0.0.0"],
-    "jupyter": ["/usr/bin/python3", "-m", "somebody.else"],
+    "jupyter": ["/usr/bin/python3", "-m", "another.module"],
 }
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_services_are_told_by_their_variables(name: str, tmp_path: Path) -> None:
+def test_services_are_recognised_by_their_variables(name: str, tmp_path: Path) -> None:
     platform = notebook_service.detect(ENVIRONMENTS[name], root=tmp_path)
     assert platform.name == name
     assert platform.is_interactive
@@ -45,7 +45,7 @@ def test_services_are_told_by_their_variables(name: str, tmp_path: Path) -> None
     assert "secret" not in repr(platform)
 
 
-def test_sagemaker_is_also_told_by_its_metadata_file(tmp_path: Path) -> None:
+def test_sagemaker_is_also_recognised_by_its_metadata_file(tmp_path: Path) -> None:
     file = tmp_path / "opt/ml/metadata/resource-metadata.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"AppType": "KernelGateway"}')
@@ -53,21 +53,23 @@ def test_sagemaker_is_also_told_by_its_metadata_file(tmp_path: Path) -> None:
     assert (platform.name, platform.evidence) == ("sagemaker", "/opt/ml/metadata/resource-metadata.json")
 
 
-def test_nobody_watches_a_saved_version_on_kaggle(tmp_path: Path) -> None:
+def test_no_user_watches_a_saved_version_on_kaggle(tmp_path: Path) -> None:
     platform = notebook_service.detect({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, root=tmp_path)
     assert platform.name == "kaggle"
     assert not platform.is_interactive
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_jupyter_clients_are_told_by_the_process_that_started_the_kernel(name: str, tmp_path: Path) -> None:
+def test_jupyter_clients_are_recognised_by_the_process_that_started_the_kernel(
+    name: str, tmp_path: Path
+) -> None:
     (tmp_path / "proc" / "41").mkdir(parents=True)
     (tmp_path / "proc" / "41" / "cmdline").write_text("\0".join([*PARENTS[name], ""]))
     assert notebook_service.detect({"JPY_PARENT_PID": "41"}, root=tmp_path).name == name
 
 
 @pytest.mark.parametrize("runner", ["papermill", "jupyter-nbconvert", "nblaunch"])
-def test_notebook_runners_have_nobody_in_front(runner: str, tmp_path: Path) -> None:
+def test_notebook_runners_have_no_user_in_front(runner: str, tmp_path: Path) -> None:
     (tmp_path / "proc" / "41").mkdir(parents=True)
     (tmp_path / "proc" / "41" / "cmdline").write_text(f"/usr/bin/python\0/usr/bin/{runner}\0in.ipynb\0")
     platform = notebook_service.detect({"JPY_PARENT_PID": "41"}, root=tmp_path)
@@ -90,7 +92,7 @@ def test_a_real_kernel_and_what_it_starts_know_that_they_are_one(kernel: Kernel)
         f"os.environ.pop({name!r}, None);" for name in {n for e in ENVIRONMENTS.values() for n in e}
     )
     kernel.run(
-        f"import os, sys; {known.replace(chr(39) + 'JPY_PARENT_PID' + chr(39), repr('HOME_OF_NOBODY'))}"
+        f"import os, sys; {known.replace(chr(39) + 'JPY_PARENT_PID' + chr(39), repr('HOME_OF_NO_USER'))}"
     )
     assert kernel.run(source).stdout.strip() == "jupyter"
     child = kernel.run(

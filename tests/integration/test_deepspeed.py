@@ -34,21 +34,21 @@ def test_weights_of_every_stage_come_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 {TRAIN}
-told = []
+results = []
 for stage, precision in ((2, "no"), (3, "no"), (3, "bf16")):
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     model(torch.ones(1, 6)).sum().backward()  # OpenMP and autograd were at work here
     model.zero_grad()
     first, last, whole = notebook_launcher(train, (model, stage, precision), 2, start_method={method!r})
-    told.append((last < first / 2, all(torch.equal(value.float(), whole[name].float())
+    results.append((last < first / 2, all(torch.equal(value.float(), whole[name].float())
                                        for name, value in model.state_dict().items()),
                  {{str(value.dtype) for value in model.state_dict().values()}}))
-told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()][0]
+results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()][0]
 """,
         timeout_s=110,
     )
-    told, is_imported, kind = cell.value
-    assert told == [(True, True, {"torch.float32"})] * 3
+    results, is_imported, kind = cell.value
+    assert results == [(True, True, {"torch.float32"})] * 3
     assert not is_imported  # only workers import it
     assert kind == "Parameter"
     assert "copied trained weights into args[0] (Sequential)" in cell.stdout
@@ -61,7 +61,7 @@ told, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters()]
         "gradients and optimizer states are sharded (ZeRO stage 3)" in cell.stdout
     )
     assert "deprecated" not in cell.stdout + cell.stderr
-    assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to say that anybody needs
+    assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to report that a user needs
 
 
 def test_a_kernel_that_has_used_deepspeed_trains_with_it_again_and_again(fresh: Kernel) -> None:
@@ -71,8 +71,8 @@ def test_a_kernel_that_has_used_deepspeed_trains_with_it_again_and_again(fresh: 
 import warnings
 model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
 alone = [notebook_launcher(train, (nn.Linear(6, 1), 2), 1, engine="inline")[:2] for _ in range(2)]
-told = [notebook_launcher(train, (model, stage), 2)[:2] for stage in (3, 1)]
-[last < first for first, last in alone + told], "deepspeed" in sys.modules
+results = [notebook_launcher(train, (model, stage), 2)[:2] for stage in (3, 1)]
+[last < first for first, last in alone + results], "deepspeed" in sys.modules
 """,
         timeout_s=110,
     )

@@ -1,4 +1,4 @@
-"""Other frameworks inside the function, the real packages, with nothing told to them."""
+"""Other frameworks inside the function, the real packages, without any setting for them."""
 
 from __future__ import annotations
 

@@ -63,11 +63,11 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(kernel: Kernel) 
     kernel.run("def build_model():\n    torch.cuda.init()\n\nbuild_model()")
     cell = kernel.run("notebook_launcher(where) == os.getpid(), nblaunch.last_job().plan.start_method")
     assert cell.value == (False, "forkserver")
-    told = " ".join(cell.displays[0].data["text/plain"].split())
-    assert "warning" not in told
-    assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in told
-    assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in told
-    assert "nothing has to be restarted" in told
+    text = " ".join(cell.displays[0].data["text/plain"].split())
+    assert "warning" not in text
+    assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in text
+    assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in text
+    assert "nothing has to be restarted" in text
 
 
 def test_use_before_the_import_is_guessed_from_the_history(kernel: Kernel) -> None:
@@ -170,9 +170,9 @@ def train(model):
         "model.weight.unique().tolist(), nblaunch.last_job().plan.start_method"
     )
     assert cell.value == (1, False, (2.0, 2.0), True, [7.0], "forkserver")
-    told = " ".join(cell.stdout.split())
-    assert "every worker loads the function by itself" in told
-    assert "this process has used the device, says the module" in told
+    text = " ".join(cell.stdout.split())
+    assert "every worker loads the function by itself" in text
+    assert "this process has used the device, says the module" in text
     _check_failing_and_stopping(kernel)
 
 
@@ -196,7 +196,7 @@ def train(is_endless):
     assert cell.error.name == "KeyboardInterrupt"
 
 
-def test_memory_that_was_not_given_back_is_told(made_up: Kernel, tmp_path: Path) -> None:
+def test_memory_that_was_not_given_back_is_reported(made_up: Kernel, tmp_path: Path) -> None:
     """The device is a number in shared memory, which workers raise and may or may not lower again."""
     made_up.run(
         """

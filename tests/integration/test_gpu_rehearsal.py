@@ -128,7 +128,7 @@ def test_the_benchmark_says_what_it_could_not_measure(
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12's, beside any thread
-def test_a_bare_fork_that_fails_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_fork_that_fails_reports_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise LookupError("no such device")
 

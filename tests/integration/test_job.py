@@ -166,11 +166,11 @@ from nblaunch.launcher import weights
 
 load_back = weights.load_back
 
-def load_back_while_somebody_interrupts(*args):
+def load_back_during_an_interrupt(*args):
     os.kill(os.getpid(), signal.SIGINT)
     return load_back(*args)
 
-weights.load_back = load_back_while_somebody_interrupts
+weights.load_back = load_back_during_an_interrupt
 was_stopped = True
 """
     )

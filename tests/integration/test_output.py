@@ -216,15 +216,15 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
         assert len(lines) <= 8, lines
 
 
-def test_a_widget_of_a_worker_is_told_as_text(shared: Kernel) -> None:
+def test_a_widget_of_a_worker_is_shown_as_text(shared: Kernel) -> None:
     cell = shared.run(
         """
 import ipywidgets, logging, traitlets.log
 from IPython.display import display
 of_cell = ipywidgets.IntProgress()
 def train():
-    told = logging.StreamHandler()
-    traitlets.log.get_logger().addHandler(told)  # where a kernel's session complains
+    handler = logging.StreamHandler()
+    traitlets.log.get_logger().addHandler(handler)  # where a kernel's session complains
     widget = ipywidgets.IntText(description="steps")
     display(widget)
     widget.value = of_cell.value = 3
@@ -268,7 +268,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
     assert sum("image/png" in display.data for display in shown) == 3
 
 
-def test_nobody_is_asked_for_input(shared: Kernel) -> None:
+def test_no_input_is_requested(shared: Kernel) -> None:
     for ask in ("input('name? ')", "getpass.getpass('word? ')", "bound('word? ')", "asks('name? ')"):
         cell = shared.run(
             f"""

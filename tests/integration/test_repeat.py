@@ -70,9 +70,9 @@ def total_pss(model, touches, num_processes, method):
     gc.collect()
     job = notebook_launcher(hold, (model, touches, ready, go), num_processes, start_method=method, background=True,
                             sync_weights=False, dashboard="none")
-    said = 0
-    while said < num_processes:
-        said += len(os.read(ready_fd, 100))
+    num_ready = 0
+    while num_ready < num_processes:
+        num_ready += len(os.read(ready_fd, 100))
     me = psutil.Process()
     total = sum(pss(process.pid) for process in (me, *me.children(recursive=True)))
     os.write(go_fd, b"g" * num_processes)

@@ -244,7 +244,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
     assert "rank 1" in cell.error.value
     assert "result[0]" in cell.error.value
     assert shared.run("nblaunch.last_job().exception().partial[0].why").result is not None
-    # Where nobody asked for rank 1's value, it does not matter.
+    # Where rank 1's value was not requested, it does not matter.
     assert shared.run("notebook_launcher(train, num_processes=2)").result == "'fine'"
 
 
@@ -303,9 +303,9 @@ same = all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in sta
 """
     )
     assert cell.value == (True, False, True, True, 3, True, True)
-    told = [line for line in cell.stdout.splitlines() if "weights" in line]
-    assert len(told) == 2, cell.stdout  # one line for each module
-    assert "args[0] (Tied)" in told[0]
+    notes = [line for line in cell.stdout.splitlines() if "weights" in line]
+    assert len(notes) == 2, cell.stdout  # one line for each module
+    assert "args[0] (Tied)" in notes[0]
     cell = shared.run(
         f"""
 kept = {{name: tensor.clone() for name, tensor in model.state_dict().items()}}
@@ -345,13 +345,13 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
 """
     )
     assert cell.value == ("done", [[1.0], [2.0], [3.0], [4.0]], True, True, {})
-    told = [line for line in cell.stdout.splitlines() if "trained weights" in line]
-    assert len(told) == 2, cell.stdout
+    notes = [line for line in cell.stdout.splitlines() if "trained weights" in line]
+    assert len(notes) == 2, cell.stdout
     assert (
         "args[0]['pair'][0] (Linear), args[0]['pair'][1] (Linear) and args[0]['whole'] (Sequential):"
-        in told[0]
+        in notes[0]
     )
-    assert "args[1].teacher (Linear): 24 B" in told[1]
+    assert "args[1].teacher (Linear): 24 B" in notes[1]
 
 
 def test_loaded_weights_are_not_held_once_more(shared: Kernel) -> None:
@@ -462,7 +462,7 @@ torch.equal(before, model.weight)
     assert cell.result == "True"
 
 
-def test_weights_that_came_back_are_told_but_are_no_warning(shared: Kernel) -> None:
+def test_weights_that_came_back_are_reported_but_are_no_warning(shared: Kernel) -> None:
     cell = shared.run(
         "notebook_launcher(lambda model: model.weight.data.zero_().sum(), (nn.Linear(2, 2),), 2)"
     )
@@ -562,7 +562,7 @@ BROKEN_SENDING = {
 def test_weights_that_can_not_be_sent_cost_neither_value_nor_log(
     shared: Kernel, method: str, end: str
 ) -> None:
-    code, told = BROKEN_SENDING[end]
+    code, note = BROKEN_SENDING[end]
     cell = shared.run(
         f"""
 class Heavy(nn.Linear):
@@ -586,7 +586,7 @@ job = nblaunch.last_job()
     assert cell.value == ([0.5], [3.0], True, "done", True, 500.0, {})
     (line,) = [line for line in cell.stdout.splitlines() if "did not come back" in line]
     assert "args[1] (Heavy)" in line
-    assert told in line
+    assert note in line
     assert "sync_weights=False" in line
     assert "warning" in cell.displays[0].data["text/plain"]
 

@@ -1,4 +1,4 @@
-"""Functions that return as soon as processes are joined: nobody's leaving disturbs those who still join."""
+"""Functions that return as soon as processes are joined: a rank that leaves disturbs none that still joins."""
 
 from __future__ import annotations
 

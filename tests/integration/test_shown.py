@@ -1,4 +1,4 @@
-"""What the table of a real job tells: the slow rank of a group that goes in step, memory, and bars of the workers."""
+"""What the table of a real job shows: the slow rank of a group that goes in step, memory, and bars of the workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bars():
 
 
 @pytest.mark.timeout(120)
-def test_the_slow_rank_is_named_and_memory_is_told(shared: Kernel) -> None:
+def test_the_slow_rank_is_named_and_memory_is_reported(shared: Kernel) -> None:
     shared.run(TRAIN)
     cell = shared.run(
         "notebook_launcher(train, (torch.nn.Linear(4, 1),), num_processes=3, backend='cpu', dashboard='html')",

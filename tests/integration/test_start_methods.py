@@ -128,7 +128,7 @@ notebook_launcher(train, num_processes=2, threads_per_process=2, return_all=True
 """
     )
     assert cell.value == [(1, 1, 512, 1 << 20)] * 2
-    # A person who asked for two threads and gets one is told.
+    # A user who asked for two threads and gets one sees a note.
     assert "one thread" in cell.stdout
 
 

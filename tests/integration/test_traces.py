@@ -201,7 +201,7 @@ def train(pids):
                  for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     dist.barrier()
     return addresses
-# Kernels of people listen on TCP by themselves; this one of the tests uses Unix sockets.
+# Kernels of users listen on TCP by themselves; this one of the tests uses Unix sockets.
 sum(notebook_launcher(train, ([],), 2, start_method={method!r}, return_all=True), [])
 """
     ).wait()

@@ -38,7 +38,7 @@ def test_after_an_interrupt_everyone_has_the_whole_grace() -> None:
         assert [(at, number) for at, who, number in sent if who == rank] == expected
 
 
-def test_after_a_failure_the_deaf_have_less() -> None:
+def test_after_a_failure_unresponsive_ranks_have_less() -> None:
     sent = walk(Escalation.after_failure(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     assert [(at, number) for at, who, number in sent if who == 0] == [
         (COLLECT_S, INT),
@@ -52,7 +52,7 @@ def test_after_a_failure_the_deaf_have_less() -> None:
     ]
 
 
-def test_a_short_grace_is_not_lengthened_for_the_deaf() -> None:
+def test_a_short_grace_is_not_lengthened_for_unresponsive_ranks() -> None:
     sent = walk(Escalation.after_failure(100.0, 0.0), noticed=set(), alive={0}, until_s=60)
     assert [at for at, _, number in sent if number == TERM] == [COLLECT_S]
 

@@ -110,7 +110,7 @@ def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: N
         assert len(list(tmp_path.iterdir())) < 3 + 20
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default folder has a name that others can guess, in a place where others can write."""
     monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
     monkeypatch.setattr(joblog.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -56,19 +56,23 @@ def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) ->
 
 def test_what_gloo_says_where_all_is_well_is_not_shown(tail: LogTail, path: Path) -> None:
     """torch 2.8 and 2.9 print it in every rank, for every process group."""
-    said = b"[Gloo] Rank 1 is connected to %d peer ranks. Expected number of connected peer ranks is : %d\n"
-    append(path, said % (3, 3))
+    message = (
+        b"[Gloo] Rank 1 is connected to %d peer ranks. Expected number of connected peer ranks is : %d\n"
+    )
+    append(path, message % (3, 3))
     assert tail.read() == []
-    append(path, b"one\n" + said % (12, 12) + b"> " + said % (3, 3) + b"[Gloo] two\n" + said % (2, 12))
+    append(
+        path, b"one\n" + message % (12, 12) + b"> " + message % (3, 3) + b"[Gloo] two\n" + message % (2, 12)
+    )
     shown = [
         "one",
-        "> " + (said % (3, 3)).decode().rstrip(),
+        "> " + (message % (3, 3)).decode().rstrip(),
         "[Gloo] two",
-        (said % (2, 12)).decode().rstrip(),
+        (message % (2, 12)).decode().rstrip(),
     ]
     assert lines(tail.read()) == shown
     assert read_log(path).splitlines() == shown
-    assert path.read_bytes().count(said % (3, 3)) == 2  # nothing is lost
+    assert path.read_bytes().count(message % (3, 3)) == 2  # nothing is lost
 
 
 def test_a_bar_is_status_until_its_line_ends(tail: LogTail, path: Path) -> None:

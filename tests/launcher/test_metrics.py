@@ -37,7 +37,7 @@ def test_rows_without_a_step_are_kept_apart() -> None:
     assert frame.index.isna().tolist() == [True, True, False]
 
 
-def test_attempts_and_ranks_are_told_apart_where_there_are_several() -> None:
+def test_attempts_and_ranks_are_distinguished_where_there_are_several() -> None:
     frame = frame_of([_row(1, loss=1.0), _row(1, attempt=1, loss=2.0), _row(1, attempt=1, rank=3, loss=3.0)])
     assert list(frame.columns) == ["loss", "rank", "attempt", "time_s"]
     assert frame["loss"].tolist() == [1.0, 2.0, 3.0]

@@ -1,4 +1,4 @@
-"""How many workers a launch has where nobody says: one per device, or as the environment says."""
+"""How many workers a launch has without the argument: one per device, or as the environment says."""
 
 from __future__ import annotations
 

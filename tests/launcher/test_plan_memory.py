@@ -29,7 +29,7 @@ def warnings_with(
     return tuple(text for text in plan.warnings if "host memory" in text)
 
 
-def test_too_little_memory_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # Weights that change and gradients, in 8 processes: 8 x 2 x 4 MB.
     (text,) = warnings_with(monkeypatch, 63_999_999, (MODEL,))
     assert "training 4.00 MB of parameters in 8 processes takes at least 64.0 MB of host memory" in text

@@ -122,7 +122,7 @@ def test_every_question_has_an_answer_at_every_time() -> None:
         waiting = requests.ask_stacks()
         cancelled.cancel()
         requests.answer(answered, "here")
-        requests.answer(cancelled, "nobody wants to know")
+        requests.answer(cancelled, "no caller waits")
         assert not in_progress.done()
     assert answered.result(0) == "here"
     assert in_progress.result(0) == waiting.result(0) == "no worker runs at the moment"

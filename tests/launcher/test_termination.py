@@ -47,7 +47,7 @@ def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
     assert requests.interrupts == 0
     assert "20 s" in termination.poll(120.0)
     assert requests.interrupts == 1
-    assert termination.poll(121.0) == "", "said once"
+    assert termination.poll(121.0) == "", "reported once"
     assert requests.interrupts == 1
 
 

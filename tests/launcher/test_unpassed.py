@@ -106,7 +106,7 @@ def test_what_a_function_reaches_by_itself_is_named(function: Callable[..., Any]
 @pytest.mark.parametrize(
     "function", [uses_nothing, uses_frozen, takes, print, dict, functools.partial(takes, frozen)]
 )
-def test_nothing_is_said_where_nothing_trainable_is_reached(function: Callable[..., Any]) -> None:
+def test_nothing_is_reported_where_nothing_trainable_is_reached(function: Callable[..., Any]) -> None:
     assert describe_unpassed_modules(function, "train") == ""
 
 
@@ -114,7 +114,7 @@ def test_odd_things_do_no_harm() -> None:
     assert describe_unpassed_modules(uses_odd_things, "train").partition(" of ")[0] == ""
 
 
-def test_a_cell_is_told_if_and_only_if_its_job_trained(kernel: Kernel) -> None:
+def test_a_cell_has_a_note_if_and_only_if_its_job_trained(kernel: Kernel) -> None:
     kernel.run(
         """
 import torch
@@ -130,9 +130,9 @@ def evaluate():
     return net(torch.ones(1, 2)).item()
 """
     )
-    told = "net (Linear) of the notebook was used by train without being in args"
+    note = "net (Linear) of the notebook was used by train without being in args"
     trained = kernel.run("notebook_launcher(train, num_processes=2)").stdout
-    assert told in trained
+    assert note in trained
     assert "notebook_launcher(train, (model,))" in trained
     for quiet in (
         "notebook_launcher(evaluate, num_processes=2)",

@@ -73,7 +73,7 @@ def test_only_weights_that_training_changes_count() -> None:
     assert trainable_bytes(net()) == 4 * (2 * 2 + 2 + 2 * 3 + 3)
 
 
-def test_what_is_inside_one_argument_is_told_in_one_line() -> None:
+def test_what_is_inside_one_argument_is_reported_in_one_line() -> None:
     nets = [net() for _ in range(5)]
     modules = {0: net(), "args[1]['a']": nets[0], "args[1]['b']": nets[1]}
     back = load_back(modules, {path: ones_like(module) for path, module in modules.items()}, {})
@@ -98,17 +98,17 @@ def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
 
 
 def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
-    """What ``count`` ranks tell, of which each holds some rows of every weight, and rank 0 the biases."""
-    told: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
+    """What ``count`` ranks send, of which each holds some rows of every weight, and rank 0 the biases."""
+    states: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
     for name, tensor in state.items():
         if name.endswith("bias"):
-            told[0][0][name] = tensor
+            states[0][0][name] = tensor
             continue
         start = 0
         for rank, rows in enumerate(tensor.tensor_split(count)):
-            told[rank][0][name] = TensorShard(tuple(tensor.shape), (start, 0), rows)
+            states[rank][0][name] = TensorShard(tuple(tensor.shape), (start, 0), rows)
             start += len(rows)
-    return told
+    return states
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -138,8 +138,8 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
 def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    told = in_shards(ones_like(model), 2)
-    back = load_back({0: model}, join(told[:1]), {})
+    states = in_shards(ones_like(model), 2)
+    back = load_back({0: model}, join(states[:1]), {})
     assert not back.paths
     (line,) = back.warnings
     assert "2 elements of 0.weight are on other machines" in line

@@ -38,7 +38,7 @@ def test_the_loopback_is_an_interface_for_all_of_its_addresses() -> None:
     assert network.interface_settings(None) == {}
 
 
-def test_libraries_are_told_the_whole_name() -> None:
+def test_libraries_get_the_whole_name() -> None:
     assert network.interface_settings("eth1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "TP_SOCKET_IFNAME": "eth1",

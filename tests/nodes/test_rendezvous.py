@@ -205,7 +205,7 @@ def test_torchs_state_of_a_rendezvous_is_plain_data_on_the_store() -> None:
     assert unpickled == []
 
 
-def test_a_store_that_does_not_answer_is_told_from_other_errors() -> None:
+def test_a_store_that_does_not_answer_is_distinguished_from_other_errors() -> None:
     wrapped = RendezvousConnectionError("failed")
     wrapped.__cause__ = DistNetworkError("refused")
     assert is_connection_error(wrapped)

@@ -43,8 +43,8 @@ def without_measurements(text: str) -> str:
 
 
 def test_the_final_text_is_the_same_however_it_was_executed(notebooks: dict[tuple[bool, bool], Any]) -> None:
-    told = {way: without_measurements(texts(notebook)) for way, notebook in notebooks.items()}
-    assert len(set(told.values())) == 1, told
+    final = {way: without_measurements(texts(notebook)) for way, notebook in notebooks.items()}
+    assert len(set(final.values())) == 1, final
     text = texts(notebooks[True, True])
     assert re.search(r"^ +0 +done\b.*\n +1 +done\b", text, re.MULTILINE)
     assert "train: done in" in text

@@ -196,10 +196,10 @@ def test_everything_that_is_imported_is_declared(built: Built) -> None:
         if node in module.tree.body
     }
     optional = at_the_top & (OF_USERS | {"deepspeed", "ray", "torch_xla", "torchdata"})
-    assert not optional, f"imported at the top of a module, though nobody needs to have it: {optional}"
+    assert not optional, f"imported at the top of a module, though no user needs to have it: {optional}"
 
 
-def test_what_is_said_to_come_with_a_dependency_is_required_by_it() -> None:
+def test_what_is_declared_to_come_with_a_dependency_is_required_by_it() -> None:
     for name, dependency in COMES_WITH.items():
         required = {Requirement(text) for text in importlib.metadata.requires(dependency) or []}
         always = {

@@ -33,7 +33,7 @@ MODULES = (
 
 
 def parameters_of(function: Any) -> dict[str, str] | None:
-    """Parameter names in order, each with its kind and default as text; None where Python can't tell."""
+    """Parameter names in order, each with its kind and default as text; None where Python does not know."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -123,7 +123,7 @@ def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S, env: dict[str, str
     """Standard output of a command.
 
     Raises:
-        Unavailable: it failed or took too long; holds the end of what it said.
+        Unavailable: it failed or took too long; holds the end of its output.
     """
     try:
         answer = subprocess.run(

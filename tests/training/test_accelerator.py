@@ -579,7 +579,7 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
     accelerator.end_training()
 
 
-def test_a_timeout_that_comes_too_late_is_said(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_that_comes_too_late_is_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

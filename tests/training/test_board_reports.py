@@ -35,7 +35,7 @@ def test_device_memory_is_asked_for_at_most_once_a_second(monkeypatch: pytest.Mo
     assert (shown.device_bytes, shown.device_peak_bytes, shown.device_limit_bytes) == (5, 10, 100)
 
 
-def test_a_device_that_tells_nothing_shows_nothing() -> None:
+def test_a_device_that_reports_nothing_shows_nothing() -> None:
     slot = private_slot()
     DeviceMemoryReport(slot, BACKEND).show_due()
     assert slot.read(0).device_bytes == 0

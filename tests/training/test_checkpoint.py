@@ -1,4 +1,4 @@
-"""Checkpoints: training continued is bit for bit the training that went on; what is refused, and how it is said."""
+"""Checkpoints: training continued is bit for bit the training that went on; what is refused, and how it is reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = 44
 
 
 class Counter:
-    """Something of the person's own that a checkpoint has to keep."""
+    """Something of the user's own that a checkpoint has to keep."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -167,7 +167,7 @@ def _all_files(folder: str) -> list[str]:
     return sorted(path.name for path in Path(accelerator.save_state(folder)).iterdir())
 
 
-def test_files_have_the_names_that_people_know(tmp_path: Path) -> None:
+def test_files_have_the_names_that_users_know(tmp_path: Path) -> None:
     for found in ranks.run(_all_files, 2, str(tmp_path / "a" / "state")):
         kinds = ("model.safetensors", "optimizer.bin", "sampler.bin", "scheduler.bin")
         firsts = [name for kind in kinds for name in (kind, kind.replace(".", "_1."))]
@@ -415,7 +415,7 @@ def test_objects_that_would_execute_code_are_loaded_on_request_only(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "sampler.bin"])
 @pytest.mark.parametrize("damage", ["cut", "missing"])
-def test_a_checkpoint_that_was_cut_short_is_told_before_anything_changes(
+def test_a_checkpoint_that_was_cut_short_is_reported_before_anything_changes(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     accelerator, model, optimizer = _prepared()
@@ -436,7 +436,7 @@ def test_a_checkpoint_that_was_cut_short_is_told_before_anything_changes(
     _assert_same(_weights(model), before)
 
 
-def test_damage_that_leaves_the_size_is_told_too(tmp_path: Path) -> None:
+def test_damage_that_leaves_the_size_is_reported_too(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     for name in ("model.safetensors", "optimizer.bin"):
         accelerator.save_state(tmp_path / "state")
@@ -462,7 +462,7 @@ def _flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_in_any_file_is_told_before_anything_changes(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_file_is_reported_before_anything_changes(tmp_path: Path) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator, model, optimizer = _prepared(project_config=project)
     accelerator.prepare(DataLoader(range(3)), torch.optim.lr_scheduler.StepLR(optimizer, 1))
@@ -488,7 +488,7 @@ def test_a_flipped_bit_in_any_file_is_told_before_anything_changes(tmp_path: Pat
     accelerator.load_state()
 
 
-def test_a_flipped_bit_in_the_list_of_files_is_told(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     folder = Path(accelerator.save_state(tmp_path / "state"))
     path = folder / "nblaunch_checkpoint.json"
@@ -536,7 +536,7 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
     accelerator.free_memory()
@@ -834,17 +834,17 @@ def test_asynchronous_checkpoints_on_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "state_3").exists()
 
 
-def test_an_asynchronous_failure_is_told_to_the_launcher(
+def test_an_asynchronous_failure_is_reported_to_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
-    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=told.append))
+    emitted: list[Any] = []
+    context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=emitted.append))
     accelerator, _, _ = _prepared()
     monkeypatch.setattr(model_files, "write_weights", _raise)
     accelerator.save_state(tmp_path / "state", asynchronous=True)
     with pytest.raises(CheckpointError, match="no room"):
         accelerator.save_state(tmp_path / "other")
-    assert [note.text for note in told] == [
+    assert [note.text for note in emitted] == [
         f"checkpoint {tmp_path / 'state'} was not saved; nothing was changed. Rank 0: OSError: no room"
     ]
     accelerator.wait_for_checkpoint()
@@ -853,7 +853,7 @@ def test_an_asynchronous_failure_is_told_to_the_launcher(
 def test_numpy_values_are_read_with_a_numpy_that_has_not_loaded_all_of_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NumPy 1.26 gives ``numpy._core`` no attribute ``multiarray`` before somebody imports it."""
+    """NumPy 1.26 gives ``numpy._core`` no attribute ``multiarray`` before it is imported."""
     values = {"array": np.arange(3.0), "number": np.float32(0.5)}
     torch.save(values, tmp_path / "state.bin")
     monkeypatch.delattr(np._core, "multiarray")

@@ -156,9 +156,9 @@ def _registered(options: dict[str, Any]) -> str:
     ids=["hook", "wrapper"],
 )
 def test_bf16_without_nccl_is_refused_with_a_way_out(options: dict[str, Any]) -> None:
-    for told in ranks.run(_registered, 2, options):
-        assert told.startswith(f"comm_hook='{options['comm_hook']}' with comm_wrapper=")
-        assert told.endswith("Without NCCL on GPUs, fp16 takes the place of bf16")
+    for message in ranks.run(_registered, 2, options):
+        assert message.startswith(f"comm_hook='{options['comm_hook']}' with comm_wrapper=")
+        assert message.endswith("Without NCCL on GPUs, fp16 takes the place of bf16")
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def _normalised(options: dict[str, Any]) -> str:
 
 def test_statistics_over_ranks_need_gpus_and_say_so() -> None:
     assert ranks.run(_normalised, 2, {}) == ["BatchNorm1d"] * 2
-    for told in ranks.run(_normalised, 2, {"sync_batchnorm": True}):
-        assert "sync_batchnorm=True) needs a GPU" in told
+    for message in ranks.run(_normalised, 2, {"sync_batchnorm": True}):
+        assert "sync_batchnorm=True) needs a GPU" in message
 
 
 def test_settings_of_a_hook_that_is_not_chosen_are_refused() -> None:

@@ -111,7 +111,7 @@ def _default_kind() -> tuple[bool, bool, bool]:
     return tuple(isinstance(one, DataLoaderDispatcher) for one in (stream, rows, stays))  # type: ignore[return-value]
 
 
-def test_streams_are_dispatched_unless_told_otherwise() -> None:
+def test_streams_are_dispatched_unless_set_otherwise() -> None:
     assert ranks.run(_default_kind, 2) == [(True, False, False)] * 2
     assert isinstance(_accelerator().prepare(DataLoader(range(4))), DataLoaderShard)
 

@@ -402,11 +402,11 @@ def _waiting_states() -> list[str]:
         while slot.state is not WorkerState.WAITING:
             thread.join(0.01)
         seen.append(slot.state.name)
-        _tell_rank_one()
+        _send_to_rank_one()
         thread.join()
         seen.append(slot.state.name)
     else:
-        _hear_from_rank_zero()
+        _receive_from_rank_zero()
         accelerator.wait_for_everyone()
     return seen
 
@@ -416,11 +416,11 @@ def _side_group() -> dist.Store:
     return dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)
 
 
-def _tell_rank_one() -> None:
+def _send_to_rank_one() -> None:
     _side_group().set("rank 0 waits", "yes")
 
 
-def _hear_from_rank_zero() -> None:
+def _receive_from_rank_zero() -> None:
     _side_group().get("rank 0 waits")
 
 
@@ -463,7 +463,7 @@ def test_models_are_spread_by_ddp() -> None:
 
 
 def _join_before() -> tuple[int, int, str]:
-    """A script that made its process group itself, and tells us nothing by the environment."""
+    """A script that made its process group itself, and sets no environment variables."""
     topology = context.current().topology
     dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size)
     context.install(context.WorkerContext(context.Topology(), backends.choose("cpu")))
@@ -534,12 +534,12 @@ def _warnings_of_backward(is_prepared: bool) -> list[str]:
     return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
 
 
-def test_training_a_model_that_was_not_prepared_is_told_once() -> None:
-    (told,), others = ranks.run(_warnings_of_backward, 2, False)
-    assert told.startswith("test_distributed.py: no model was prepared, so each rank trains one of its own")
+def test_training_a_model_that_was_not_prepared_is_reported_once() -> None:
+    (shown,), others = ranks.run(_warnings_of_backward, 2, False)
+    assert shown.startswith("test_distributed.py: no model was prepared, so each rank trains one of its own")
     assert others == []
 
 
-def test_training_a_prepared_model_or_alone_is_not_told() -> None:
+def test_training_a_prepared_model_or_alone_is_not_reported() -> None:
     assert ranks.run(_warnings_of_backward, 2, True) == [[], []]
     assert ranks.run(_warnings_of_backward, 1, False) == [[]]

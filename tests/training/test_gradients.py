@@ -190,7 +190,7 @@ def test_ranks_with_unequal_data_join() -> None:
     assert zero[2] == one[2] == 0, "weights are equal on all ranks"
 
 
-def test_joining_leaves_even_batches_alone_unless_told() -> None:
+def test_joining_leaves_even_batches_alone_unless_asked() -> None:
     assert [answer[:2] for answer in ranks.run(_join, 2, 6, None)] == [(2, [True, True])] * 2
 
 

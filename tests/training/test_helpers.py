@@ -142,7 +142,7 @@ def test_kwargs_as_dictionaries() -> None:
     assert str(utils.RNGType.TORCH) == "torch"
 
 
-def test_models_of_peft_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_peft_are_distinguished_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class PeftModel(torch.nn.Linear):
         pass
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_gives_an_empty_model_its_weights(
 
 
 def test_what_a_checkpoint_does_not_have_stays_without_memory(tmp_path: Path) -> None:
-    """Zeros in its place would train, and nobody would know."""
+    """Zeros in its place would train, and nothing would show it."""
     accelerator = Accelerator()
     accelerator.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
     with init_empty_weights():

@@ -344,7 +344,7 @@ class _Doubling(DataLoader):
         return (2 * batch for batch in super().__iter__())
 
 
-def test_an_iteration_of_its_own_is_said_to_be_lost() -> None:
+def test_an_iteration_of_its_own_is_reported_as_lost() -> None:
     with pytest.warns(UserWarning, match="_Doubling has an __iter__ of its own") as caught:
         Accelerator().prepare(_Doubling(range(4)))
     assert caught[0].filename == __file__

@@ -102,7 +102,7 @@ def test_shards_hold_everything_and_no_more_than_they_may(sizes: list[int], limi
         assert total <= limit or sum(value.numel() > 0 for value in shard.values()) == 1
 
 
-def test_what_can_not_be_saved_is_told(tmp_path: Path) -> None:
+def test_what_can_not_be_saved_is_reported(tmp_path: Path) -> None:
     accelerator = Accelerator()
     with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")
@@ -116,7 +116,7 @@ def test_what_can_not_be_saved_is_told(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def test_what_can_not_be_read_is_told(tmp_path: Path) -> None:
+def test_what_can_not_be_read_is_reported(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(CheckpointError, match=r"nothing\.bin does not exist"):
         load_checkpoint_in_model(model, tmp_path / "nothing.bin")

@@ -261,7 +261,7 @@ def test_a_full_disk_of_another_rank_leaves_the_old_checkpoint(tmp_path: Path, a
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_a_disk_without_inodes_is_said_to_be_the_reason(
+def test_a_disk_without_inodes_is_reported_as_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", _disk_full)

@@ -1,4 +1,4 @@
-"""Trackers: which are chosen, what they are told, and what reaches the launcher."""
+"""Trackers: which are chosen, how they are called, and what reaches the launcher."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from tests.training import ranks
 
 
 class Notebook(GeneralTracker):
-    """Keeps what it is told."""
+    """Keeps the calls of its methods."""
 
     name = "notebook"
     requires_logging_directory = False
 
     def __init__(self, run_name: str = "own", **options: Any) -> None:
         super().__init__()
-        self.told: list[Any] = [("init", run_name, options)]
+        self.calls: list[Any] = [("init", run_name, options)]
 
     @property
     def tracker(self) -> list[Any]:
-        return self.told
+        return self.calls
 
     def start(self) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.told.append(("config", dict(values)))
+        self.calls.append(("config", dict(values)))
         values.clear()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.told.append((values, step, kwargs))
+        self.calls.append((values, step, kwargs))
 
     def finish(self) -> None:
-        self.told.append("finish")
+        self.calls.append("finish")
 
 
 @pytest.fixture
 def emitted() -> list[Event]:
-    """What this process tells its launcher."""
+    """What this process sends its launcher."""
     events: list[Event] = []
     context.install(context.WorkerContext(context.Topology(), backends.choose("cpu"), emit=events.append))
     return events
@@ -100,7 +100,7 @@ def test_what_is_not_installed_is_left_out_with_a_warning(
         assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
 
 
-def test_what_is_unknown_or_lacks_a_folder_is_told() -> None:
+def test_what_is_unknown_or_lacks_a_folder_is_reported() -> None:
     with pytest.raises(ValueError, match=r"log_with='aim'.*'all', 'jsonl', 'mlflow', "):
         Accelerator(log_with="aim")
     with pytest.raises(ValueError, match="log_with=3 is unknown"):
@@ -131,7 +131,7 @@ def test_a_tracker_that_lacks_something_says_what() -> None:
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_tracker_is_told() -> None:
+def test_how_a_tracker_is_called() -> None:
     register_tracker_class(Notebook)
     accelerator = Accelerator(log_with="notebook")
     with pytest.raises(ValueError, match=r"tracker 'notebook' .*init_trackers"):
@@ -140,14 +140,14 @@ def test_what_a_tracker_is_told() -> None:
     accelerator.init_trackers("project", config, {"notebook": {"tags": 1}, "other": {"x": 1}})
     tracker = accelerator.get_tracker("notebook")
     assert accelerator.trackers == [tracker]
-    assert accelerator.get_tracker("notebook", unwrap=True) is tracker.told
+    assert accelerator.get_tracker("notebook", unwrap=True) is tracker.calls
     accelerator.log({"loss": 1}, step=3, log_kwargs={"notebook": {"commit": True}})
     with pytest.raises(ValueError, match=r"'x' .*notebook"):
         accelerator.get_tracker("x")
     accelerator.end_training()
     accelerator.end_training()
     assert config == {"lr": 0.1}
-    assert tracker.told == [
+    assert tracker.calls == [
         ("init", "project", {"tags": 1}),
         "start",
         ("config", {"lr": 0.1}),
@@ -166,10 +166,10 @@ def test_all_trackers_are_ended_if_one_fails() -> None:
     accelerator.init_trackers("project")
     with pytest.raises(OSError, match="the disk is full"):
         accelerator.end_training()
-    assert second.told[-1] == "finish"
+    assert second.calls[-1] == "finish"
 
 
-def test_the_launcher_hears_of_numbers_and_short_texts(emitted: list[Event]) -> None:
+def test_the_launcher_receives_numbers_and_short_texts(emitted: list[Event]) -> None:
     values = {
         "loss": torch.tensor([0.5], requires_grad=True),
         "of": {"train": {"loss": 2}, "is": True},
@@ -199,8 +199,8 @@ class Guarded(Notebook):
 
 
 def _on_ranks() -> dict[str, Any]:
-    told: list[Event] = []
-    context.current().emit = told.append
+    sent: list[Event] = []
+    context.current().emit = sent.append
     guarded = Guarded()
     accelerator = Accelerator(log_with=[Notebook, Everywhere])
     accelerator.init_trackers("project")
@@ -210,13 +210,13 @@ def _on_ranks() -> dict[str, Any]:
     guarded.log({"x": 1})
     names = [tracker.name for tracker in accelerator.trackers]
     accelerator.end_training()
-    return {"names": names, "told": [event.values for event in told], "guarded": len(guarded.told)}
+    return {"names": names, "sent": [event.values for event in sent], "guarded": len(guarded.calls)}
 
 
 def test_trackers_run_on_the_main_process_unless_they_say_otherwise() -> None:
     main, other = ranks.run(_on_ranks, 2)
-    assert main == {"names": ["notebook", "everywhere"], "told": [{"rank": 0}], "guarded": 2}
-    assert other == {"names": ["everywhere"], "told": [], "guarded": 1}
+    assert main == {"names": ["notebook", "everywhere"], "sent": [{"rank": 0}], "guarded": 2}
+    assert other == {"names": ["everywhere"], "sent": [], "guarded": 1}
 
 
 # --- those that come along -------------------------------------------------------------------------------------------

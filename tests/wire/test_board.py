@@ -52,7 +52,7 @@ def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
     board.close()
 
 
-def test_closing_leaves_no_descriptor_also_while_somebody_holds_the_board() -> None:
+def test_closing_leaves_no_descriptor_also_while_the_board_is_referred_to() -> None:
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(8)
     held = [board, board.slot(3)]

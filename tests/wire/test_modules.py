@@ -38,7 +38,7 @@ def paths(*args: Any) -> list[Any]:
     return list(modules_in(args))
 
 
-def test_arguments_are_told_by_their_positions() -> None:
+def test_arguments_are_named_by_their_positions() -> None:
     first, second = net(), net()
     assert modules_in((1, first, "x", second)) == {1: first, 3: second}
     assert modules_in((1, None)) == {}
@@ -53,13 +53,13 @@ def test_containers_are_looked_through() -> None:
     assert paths({Kind.TEACHER: net(), object(): net()}) == ["args[0][<Kind.TEACHER: 1>]", "args[0][key 1]"]
 
 
-def test_each_module_is_told_once() -> None:
+def test_each_module_is_listed_once() -> None:
     model = net()
     assert paths(model, model, [model]) == [0]
     assert paths([model, model], {"again": model}) == ["args[0][0]"]
 
 
-def test_a_part_of_another_is_not_told() -> None:
+def test_a_part_of_another_is_not_listed() -> None:
     encoder = net()
     whole = nn.Sequential(encoder, net())
     assert paths(encoder, whole) == [1]

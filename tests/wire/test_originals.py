@@ -1,4 +1,4 @@
-"""Tensors that a worker has changed are told from those that it has not, in whatever way they were changed."""
+"""Tensors that a worker has changed are distinguished from those that it has not, in whatever way they were changed."""
 
 from __future__ import annotations
 

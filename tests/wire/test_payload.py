@@ -123,7 +123,7 @@ def test_what_is_loaded_outlives_the_file_and_can_be_changed() -> None:
 
 
 def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
-    """A loss that somebody keeps must not keep the weights that lie beside it, nor a descriptor."""
+    """A loss that a caller keeps must not keep the weights that lie beside it, nor a descriptor."""
     small, array, large = torch.ones(3), np.arange(5000), torch.arange(MB)
     at = payload.PayloadWriter(file).append(
         {"small": small, "array": array, "large": large, "tied": large[:]}

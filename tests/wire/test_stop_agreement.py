@@ -19,7 +19,7 @@ from nblaunch.wire.stop_agreement import StopAgreement, should_stop
 LIMIT_S = 20.0
 
 
-def test_nobody_stops_unasked() -> None:
+def test_no_rank_stops_unasked() -> None:
     slot = private_slot()
     assert [should_stop(slot) for _ in range(1000)] == [False] * 1000
     assert slot.num_checks == 1000
@@ -85,7 +85,7 @@ def test_ranks_that_returned_are_not_asked() -> None:
         stopped = should_stop(slots[0])
         agreement.poll([0], 0.0)
     assert should_stop(slots[0]) or stopped
-    StopAgreement(slots, 0.0).poll([], 1.0)  # nobody left: nothing to agree on
+    StopAgreement(slots, 0.0).poll([], 1.0)  # no rank left: nothing to agree on
 
 
 def _run_ranks(pauses_s: list[float], collective: Callable[[], object]) -> list[int]:

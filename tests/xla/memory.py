@@ -66,7 +66,7 @@ class Report:
         elapsed_s: from the launch to the last worker's model.
         num_samples: how often it was looked at.
         peak_of_all: highest host memory of the whole launch, with trained weights on their way back.
-        line: what the launcher told the person.
+        line: what the launcher shows the user.
     """
 
     variant: str
@@ -95,7 +95,7 @@ def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Repo
 
 
 class Sampler(threading.Thread):
-    """Looks at a process and its children until told to stop."""
+    """Looks at a process and its children until asked to stop."""
 
     def __init__(self, moved: mmap.mmap) -> None:
         super().__init__(daemon=True)
@@ -151,7 +151,7 @@ def build() -> Any:
 
 def run_one(variant: str) -> Report:
     """In the fresh process: launch, sample, report."""
-    import torch  # noqa: F401  the kernel of a person has it
+    import torch  # noqa: F401  a user's kernel has it
 
     from nblaunch import notebook_launcher
     from nblaunch.backends.xla import BACKEND

@@ -73,13 +73,13 @@ def loops(shared: Kernel) -> Kernel:
 
 
 def notes(kernel: Kernel, body: str, num_processes: int = 1) -> list[str]:
-    """What is said about the loops of ``body``, but for what their first steps compiled."""
+    """What is reported about the loops of ``body``, but for what their first steps compiled."""
     cell = kernel.run(
         f"def run():\n    {body}\nnotebook_launcher(run, (), {num_processes}, dashboard='text')",
         timeout_s=120,
     )
-    said = [line for line in cell.stdout.splitlines() if line.startswith("nblaunch: ")]
-    return [line for line in said if "a value" in line or "new graph" in line or "runs on the CPU" in line]
+    notes = [line for line in cell.stdout.splitlines() if line.startswith("nblaunch: ")]
+    return [line for line in notes if "a value" in line or "new graph" in line or "runs on the CPU" in line]
 
 
 @pytest.mark.parametrize("variant", FAULTLESS)

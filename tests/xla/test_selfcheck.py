@@ -19,7 +19,7 @@ def run(*words: str) -> str:
     return ended.stdout
 
 
-def test_the_report_tells_of_torch_xla() -> None:
+def test_the_report_has_torch_xla() -> None:
     report = json.loads(run("env", "--json"))
     assert report["launch"]["backend"] == "xla"
     assert report["versions"]["torch_xla"]

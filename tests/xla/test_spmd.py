@@ -86,7 +86,7 @@ notebook_launcher(late, (build(),), num_processes=1)
     assert "before the device is first used" in cell.error.value
 
 
-def test_bf16_is_what_is_said(start_xla: StartKernel) -> None:
+def test_bf16_is_what_is_reported(start_xla: StartKernel) -> None:
     """What was only sent comes back unchanged there; the program's own types count."""
     kernel = start_xla(CPU_NUM_DEVICES="2")
     kernel.run(

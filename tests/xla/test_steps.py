@@ -1,4 +1,4 @@
-"""Graphs that training steps compile, and what is said about them (PJRT CPU)."""
+"""Graphs that training steps compile, and what is reported about them (PJRT CPU)."""
 
 from __future__ import annotations
 

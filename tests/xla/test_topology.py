@@ -1,4 +1,4 @@
-"""What TPU workers are told of their place, against torch_xla's own functions, fed with made-up metadata.
+"""The topology that TPU workers are given, against torch_xla's own functions, fed with made-up metadata.
 
 No TPU is needed and none is seen: ``configure_topology`` only reads metadata and sets variables.
 """
@@ -71,7 +71,7 @@ def configured(kind: str, rank: int) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_every_worker_is_told_what_torch_xla_would_tell_it(kind: str) -> None:
+def test_every_worker_is_given_what_torch_xla_would_give_it(kind: str) -> None:
     num_chips = HOSTS[kind][0]
     for rank in range(num_chips):
         with mock.patch.dict(os.environ):

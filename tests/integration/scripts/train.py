@@ -16,7 +16,7 @@ from nblaunch.utils import set_seed
 def main(path: str) -> dict[str, float]:
     accelerator = Accelerator(split_batches=True, gradient_accumulation_steps=2)
     set_seed(11)
-    # In double precision: nobody's order of summation is to make a difference that one sees.
+    # In double precision: no order of summation is to make a difference that one sees.
     inputs = torch.randn(52, 5, dtype=torch.float64)
     dataset = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
     module = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1)).double()

@@ -49,7 +49,7 @@ def _loader(world_size: int = 1) -> DataLoader:
 
 def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, max_norm: float) -> list[Any]:
     """The global loss of every micro-step, and the norms that clipping gave."""
-    told: list[Any] = []
+    results: list[Any] = []
     for x, y in loader:
         with accelerator.accumulate(model):
             output = model(x)
@@ -61,8 +61,8 @@ def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, ma
                 norm = accelerator.clip_grad_norm_(model.parameters(), max_norm).item()
             optimizer.step()
             optimizer.zero_grad()
-        told.append((accelerator.reduce(loss.detach(), "mean").item(), norm))
-    return told
+        results.append((accelerator.reduce(loss.detach(), "mean").item(), norm))
+    return results
 
 
 def _prepare(accelerator: Accelerator, module: nn.Module | None = None) -> Any:
@@ -82,11 +82,11 @@ def _train(
     )
     module = _module()
     model, optimizer, loader = _prepare(accelerator, module)
-    told = [one for _ in range(epochs) for one in _epoch(accelerator, model, optimizer, loader, MAX_NORM)]
+    results = [one for _ in range(epochs) for one in _epoch(accelerator, model, optimizer, loader, MAX_NORM)]
     weights = accelerator.get_state_dict(model)
     return SimpleNamespace(
-        losses=[loss for loss, _ in told],
-        norms=[norm for _, norm in told if norm is not None],
+        losses=[loss for loss, _ in results],
+        norms=[norm for _, norm in results if norm is not None],
         weights={name: value.float() for name, value in weights.items()},
         kind=str(accelerator.distributed_type),
         is_compiled=module._compiled_call_impl is not None,
@@ -165,10 +165,10 @@ def test_the_module_inside_the_engine_is_compiled(alone: SimpleNamespace) -> Non
             )  # torch's compiler looks at what warns, and takes an error for its own
             return _train(DeepSpeedPlugin(zero_stage=2), compiler="eager")
 
-    told = ranks.run(compiled, 2)[0]
-    assert told.is_compiled
-    assert told.is_own
-    _same(told, alone)
+    results = ranks.run(compiled, 2)[0]
+    assert results.is_compiled
+    assert results.is_own
+    _same(results, alone)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -258,17 +258,17 @@ def _by_file(path: str) -> dict[str, Any]:
 def test_a_configuration_file_describes_optimizer_schedule_clipping_and_accumulation(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    told = ranks.run(_by_file, 2, str(path))[0]
-    assert told["steps"] == STEPS
-    assert told["batch"] == GLOBAL_BATCH * STEPS
-    assert told["adam"] is torch.optim.AdamW  # nothing is compiled for the CPU
-    assert told["decay"] == 0.01
+    results = ranks.run(_by_file, 2, str(path))[0]
+    assert results["steps"] == STEPS
+    assert results["batch"] == GLOBAL_BATCH * STEPS
+    assert results["adam"] is torch.optim.AdamW  # nothing is compiled for the CPU
+    assert results["decay"] == 0.01
     # Seven micro-steps, four steps: the rate goes up with the engine's steps, not with the calls. It begins with the
     # first of the four steps of its way.
-    assert told["rates"] == pytest.approx([0.02 * part / 4 for part in (0, 0, 0, 1, 1, 2, 3)])
+    assert results["rates"] == pytest.approx([0.02 * part / 4 for part in (0, 0, 0, 1, 1, 2, 3)])
     # Clipping is the configuration's: the loop does not ask for it.
     context.install(context.WorkerContext(Topology(), backends.choose("cpu")))
-    assert told["losses"][:STEPS] == pytest.approx(_train(None, epochs=1).losses[:STEPS], abs=TOLERANCE)
+    assert results["losses"][:STEPS] == pytest.approx(_train(None, epochs=1).losses[:STEPS], abs=TOLERANCE)
 
 
 def test_a_schedule_of_torch_follows_the_steps() -> None:
@@ -382,8 +382,8 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
             return str(error), sorted({*before} ^ {*after})
         return "", []
 
-    told, differs = ranks.run(fail, 2, str(tmp_path / "state"))[0]
-    assert "no space left" in told
+    results, differs = ranks.run(fail, 2, str(tmp_path / "state"))[0]
+    assert "no space left" in results
     assert not differs
 
 
@@ -415,7 +415,7 @@ def test_a_state_dict_that_stage_3_left_empty_is_warned_of(tmp_path: Path) -> No
     def ask(folder: str) -> list[list[str]]:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
         model, *_ = _prepare(accelerator)
-        told = []
+        results = []
         for call in (
             lambda: accelerator.unwrap_model(model).state_dict(),
             lambda: accelerator.get_state_dict(model),
@@ -425,8 +425,8 @@ def test_a_state_dict_that_stage_3_left_empty_is_warned_of(tmp_path: Path) -> No
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 call()
-            told.append([str(warning.message) for warning in caught if "ZeRO 3" in str(warning.message)])
-        return told
+            results.append([str(warning.message) for warning in caught if "ZeRO 3" in str(warning.message)])
+        return results
 
     asked, *others = ranks.run(ask, 2, str(tmp_path))[1]
     assert len(asked) == 1
@@ -469,7 +469,7 @@ def test_a_student_is_trained_beside_a_teacher_in_parts() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_deepspeed_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_the_line_that_installs_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -578,15 +578,15 @@ def test_what_an_engine_can_t_do_is_refused_in_words() -> None:
             lambda: accelerator.backward(model(torch.ones(2, 8)).sum()),
             lambda: accelerator.prepare(_module(), torch.optim.SGD(_module().parameters(), lr=0.1)),
         ]
-        told = []
+        results = []
         for call in calls:
             try:
                 call()
             except ValueError as error:
-                told.append(str(error))
+                results.append(str(error))
         accelerator.free_memory()
         again, _ = accelerator.prepare(*_fresh())  # the engine before is gone
-        return [*told, type(again).__name__]
+        return [*results, type(again).__name__]
 
     def _fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = _module()

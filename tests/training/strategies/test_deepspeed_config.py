@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: "auto" values filled in from what was prepared, contradictions refused by their keys."""
+"""What DeepSpeed is given: "auto" values filled in from what was prepared, contradictions refused by their keys."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_optimizer_and_scheduler_of_the_configuration() -> None:
     optimizer = DummyOptim(MODEL.parameters(), lr=0.5, weight_decay=0.1, betas=(0.8, 0.9))
     scheduler = DummyScheduler(optimizer, total_num_steps=101, warmup_num_steps=10)
     config = _complete(described, optimizer=optimizer, scheduler=scheduler, world_size=2)
-    # eps is nobody's: it gets the optimizer's own default. On the CPU nothing is compiled.
+    # eps is not given: it gets the optimizer's own default. On the CPU nothing is compiled.
     assert config["optimizer"]["params"] == {
         "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "torch_adam": True
     }  # fmt: skip
@@ -302,10 +302,10 @@ def test_contradictions_are_refused_by_their_keys(
         _complete(AUTO | config, **prepared)
 
 
-# --- what a person is told --------------------------------------------------------------------------------------------
+# --- what is reported to the user -------------------------------------------------------------------------------------
 
 
-def test_a_line_tells_what_every_rank_holds() -> None:
+def test_a_line_shows_what_every_rank_holds() -> None:
     assert shards_line("Net", 3, 4_000_000_000, [10**9] * 4) == (
         "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gradients and optimizer states are sharded "
         "(ZeRO stage 3)"

@@ -81,30 +81,30 @@ def epoch(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, norm: float = 0.5
 ) -> list[float]:
     """One epoch with clipping; the mean loss of every step, and the norms of gradients before they were clipped."""
-    told = []
+    results = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = (model(inputs) - targets).pow(2).mean()
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                told.append(float(accelerator.clip_grad_norm_(model.parameters(), norm)))
+                results.append(float(accelerator.clip_grad_norm_(model.parameters(), norm)))
             optimizer.step()
             optimizer.zero_grad()
-        told.append(accelerator.reduce(loss.detach(), "mean").item())
-    return told
+        results.append(accelerator.reduce(loss.detach(), "mean").item())
+    return results
 
 
 def _train(
     settings: dict[str, Any] | None, device: str = "cpu", **accelerator_settings: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     accelerator, *rest = prepared(settings, network(device), **accelerator_settings)
-    told = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
-    return told, accelerator.get_state_dict(rest[0])
+    results = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
+    return results, accelerator.get_state_dict(rest[0])
 
 
 @functools.cache
 def expected(accumulation: int = 1, precision: str = "no") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What one process without sharding tells."""
+    """What one process without sharding yields."""
     found: tuple[list[float], dict[str, torch.Tensor]]
     (found,) = ranks.run(
         functools.partial(_train, gradient_accumulation_steps=accumulation, mixed_precision=precision),
@@ -115,12 +115,12 @@ def expected(accumulation: int = 1, precision: str = "no") -> tuple[list[float],
 
 
 def same(found: list[Any], accumulation: int = 1, precision: str = "no") -> None:
-    """Every rank tells what one process tells, and the main process has its weights."""
+    """Every rank yields what one process yields, and the main process has its weights."""
     # Weights have moved by up to 0.4. Adam makes much of rounding errors where a gradient is next to nothing.
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if precision == "no" else {"rtol": 0.05, "atol": 0.05}
-    told, weights = expected(accumulation, precision)
+    results, weights = expected(accumulation, precision)
     for one, _ in found:
-        torch.testing.assert_close(torch.tensor(one), torch.tensor(told), **tolerance)
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(results), **tolerance)
     torch.testing.assert_close(found[0][1], weights, **tolerance)
     assert [one for _, one in found[1:]] == [{}] * (len(found) - 1)
 
@@ -509,9 +509,9 @@ def _evaluate(accelerator: Accelerator, model: Any) -> list[float]:
 
 def _evaluate_in_between(settings: dict[str, Any] | None) -> list[float]:
     accelerator, model, *rest = prepared(settings, network())
-    told = _evaluate(accelerator, model)  # before torch has gathered anything
-    told += epoch(accelerator, model, *rest)
-    return told + _evaluate(accelerator, model) + epoch(accelerator, model, *rest)
+    results = _evaluate(accelerator, model)  # before torch has gathered anything
+    results += epoch(accelerator, model, *rest)
+    return results + _evaluate(accelerator, model) + epoch(accelerator, model, *rest)
 
 
 def _warnings_of_ignored(is_frozen: bool) -> list[str]:
@@ -533,8 +533,8 @@ def test_what_ranks_train_each_for_itself_is_warned_of_once() -> None:
 
 def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
     (alone,) = ranks.run(_evaluate_in_between, 1, None)
-    for told in ranks.run(_evaluate_in_between, 2, {}):
-        assert told == pytest.approx(alone, rel=1e-3, abs=1e-3)
+    for results in ranks.run(_evaluate_in_between, 2, {}):
+        assert results == pytest.approx(alone, rel=1e-3, abs=1e-3)
 
 
 def _average_locally() -> str:

@@ -44,7 +44,7 @@ def _prepare(kind: str | None) -> tuple[Accelerator, Any, Any, Any]:
 
 
 def _save(kind: str | None, folder: str) -> list[float]:
-    """Save after one epoch; what the second one tells."""
+    """Save after one epoch; return the results of the second one."""
     accelerator, *rest = _prepare(kind)
     epoch(accelerator, *rest)
     accelerator.save_state(folder)
@@ -81,7 +81,7 @@ def test_whole_states_are_those_of_models_that_are_not_sharded(
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
-def test_parts_have_the_names_that_people_know(tmp_path: Path) -> None:
+def test_parts_have_the_names_that_users_know(tmp_path: Path) -> None:
     ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
     found = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*")}
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
@@ -108,7 +108,7 @@ def _load_elsewhere(folder: str, kind: str | None = None) -> str:
     return ""
 
 
-def test_parts_without_a_plugin_are_told(tmp_path: Path) -> None:
+def test_parts_without_a_plugin_are_reported(tmp_path: Path) -> None:
     ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
     for message in ranks.run(_load_elsewhere, 2, str(tmp_path / "state")):
         assert all(word in message for word in ("saved", "'fsdp2'", "'ddp'"))
@@ -255,7 +255,7 @@ def _load_other(folder: str) -> str:
     return "loaded"
 
 
-def test_parts_of_another_model_are_told(tmp_path: Path) -> None:
+def test_parts_of_another_model_are_reported(tmp_path: Path) -> None:
     ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
     for message in ranks.run(_load_other, 2, str(tmp_path / "state")):
         assert "pytorch_model_fsdp_0 does not fit what is prepared" in message
@@ -289,11 +289,11 @@ def _save_while_training(kind: str, folder: str) -> list[float]:
     epoch(accelerator, *rest)
     with _blocked() as may_write:
         accelerator.save_state(folder, asynchronous=True)
-        told = epoch(accelerator, *rest)  # steps, with their collectives, while nothing can be written
+        results = epoch(accelerator, *rest)  # steps, with their collectives, while nothing can be written
         assert not os.path.exists(folder)
         may_write.set()
         accelerator.wait_for_checkpoint()
-    return told
+    return results
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -327,7 +327,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 def _fail_to_write(folder: str, culprit: int) -> tuple[str, list[float], list[float]]:
     accelerator, *rest = _prepare("SHARDED_STATE_DICT")
     accelerator.save_state(folder)
-    told = epoch(accelerator, *rest)
+    results = epoch(accelerator, *rest)
     write = FileSystemWriter.write_data
     if accelerator.process_index == culprit:
         FileSystemWriter.write_data = _disk_full  # type: ignore[method-assign]
@@ -336,7 +336,7 @@ def _fail_to_write(folder: str, culprit: int) -> tuple[str, list[float], list[fl
         accelerator.save_state(folder)
     FileSystemWriter.write_data = write  # type: ignore[method-assign]
     accelerator.load_state(folder)
-    return str(caught.value), told, epoch(accelerator, *rest)
+    return str(caught.value), results, epoch(accelerator, *rest)
 
 
 def _disk_full(*_: Any, **__: Any) -> Any:
@@ -345,12 +345,12 @@ def _disk_full(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_shards_that_can_not_be_written_meanwhile_leave_the_old_ones(tmp_path: Path, culprit: int) -> None:
-    for message, told, again in ranks.run(_fail_to_write, 2, str(tmp_path / "state"), culprit):
+    for message, results, again in ranks.run(_fail_to_write, 2, str(tmp_path / "state"), culprit):
         assert (
             f"was not saved; nothing was changed. Rank {culprit}: OSError: [Errno 28] No space"
             in message.replace("shards of the state were not saved", "was not saved")
         )
-        assert again == pytest.approx(told, rel=1e-6)
+        assert again == pytest.approx(results, rel=1e-6)
     assert os.listdir(tmp_path) == ["state"]
 
 

@@ -274,7 +274,7 @@ def test_settings_may_change_until_they_are_used() -> None:
         plugin.set_mixed_precision("fp8")
 
 
-def test_the_name_is_where_people_look_for_it() -> None:
+def test_the_name_is_where_users_look_for_it() -> None:
     assert nblaunch.utils.FullyShardedDataParallelPlugin is nblaunch.FullyShardedDataParallelPlugin
 
 
@@ -308,7 +308,7 @@ def test_another_librarys_plugin_is_refused() -> None:
         Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
 
 
-def test_a_line_tells_what_every_rank_holds() -> None:
+def test_a_line_shows_what_every_rank_holds() -> None:
     assert shards_line("Net", 4_000_000_000, 33, [10**9] * 4, True) == (
         "Net: 4.00 GB of weights sharded over 4 ranks, 1.00 GB each; gathered in 33 units, each freed after its forward"
     )
