@@ -107,8 +107,8 @@ def notebook_launcher(
             ``num_nodes`` above 1.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices,
-            with batches sharded over them by the compiler. (Strategies for models are arguments of the
-            ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.)
+            with batches sharded over them by the compiler, and weights, too, with ``Accelerator(fsdp_plugin=...)``.
+            (Strategies for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.)
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits. An interrupt

@@ -198,6 +198,18 @@ class Backend(ABC):
             f"strategy='spmd' is for XLA devices, and this process computes on {self.name}; leave it out there"
         )
 
+    @property
+    def num_spmd_devices(self) -> int:
+        """Return the number of devices that this process drives as one; 0 where each process has its own."""
+        return 0
+
+    def shard(self, tensor: torch.Tensor, dimension: int) -> None:
+        """Cut ``tensor`` along ``dimension`` over the devices that this process drives as one, each holding a part.
+
+        In place: for the process it stays one tensor, that of the global shape.
+        """
+        raise NotImplementedError(f"{self.name} has one device per process")
+
     def set_reporters(
         self,
         *,

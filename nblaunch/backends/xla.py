@@ -9,11 +9,13 @@ Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks ex
 objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
 on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
 
-Two modes change this scheme: one process drives all devices of a host (SPMD), with batches cut over them by the
-compiler; and wider numbers are represented as bfloat16 by the device itself, which takes the place of autocast.
+Two modes change this scheme. One process drives all devices of a host (SPMD), with batches, and weights where that is
+asked for, cut over them by the compiler. And wider numbers are represented as bfloat16 by the device itself, instead
+of autocast.
 
-Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``compile_watch.py`` (what is compiled and why),
-``first_use.py`` (whether a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
+Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``xla_spmd.py`` (all devices as one),
+``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether a fork is possible), ``host/tpu.py`` (the
+machine) and ``host/memory.py``.
 
 TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
 will have to answer: how chips are counted without ``import torch_tpu`` (which aborts the process where
@@ -37,66 +39,16 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, packages
 from nblaunch.backends import first_use, process_group, xla_runtime
-from nblaunch.backends.base import Backend, tensors
+from nblaunch.backends.base import Backend
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
+from nblaunch.backends.xla_spmd import SpmdDevices
 from nblaunch.host import memory, tpu
 from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
-
-
-def switch_on() -> None:
-    """Have the runtime of this process drive all devices as one.
-
-    Raises:
-        RuntimeError: it drives one already.
-    """
-    runtime = xla_runtime.package().runtime
-    if runtime.is_spmd():
-        return
-    if first_use.is_xla_initialised():
-        raise RuntimeError(
-            "strategy='spmd' must be chosen before the device is first used in the process: pass it to "
-            "notebook_launcher, or build the Accelerator first"
-        )
-    runtime.use_spmd()
-
-
-class BatchCutter:
-    """Has every device hold its part of a batch's rows; does nothing where each process has one device."""
-
-    def __init__(self) -> None:
-        self._mesh: Any = None
-        self._has_reported = False
-
-    def cut(self, batch: Any, note: Callable[[str], None]) -> None:
-        """Cut all tensors of ``batch`` on the device. What the devices don't divide is held by all of them.
-
-        Args:
-            batch: nested tensors.
-            note: takes a sentence for the user, the first time that a batch can't be cut.
-        """
-        runtime = xla_runtime.part("runtime")
-        if not runtime.is_spmd():
-            return
-        spmd = xla_runtime.part("distributed.spmd")
-        count = runtime.global_runtime_device_count()
-        if self._mesh is None:
-            self._mesh = spmd.Mesh(list(range(count)), (count,), ("data",))
-        for tensor in tensors(batch):
-            if tensor.device.type != "xla" or not tensor.ndim:
-                continue
-            if tensor.shape[0] % count == 0:
-                spmd.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.ndim - 1)))
-            elif not self._has_reported:
-                self._has_reported = True
-                note(
-                    f"a batch of {tensor.shape[0]} rows can't be cut over {count} devices: each computes all of it. "
-                    f"Choose a batch_size that {count} divides"
-                )
 
 
 _THIRD = 1 / 3
@@ -166,7 +118,7 @@ class XlaBackend(Backend):
         self._is_bf16: bool | None = None
         self._device: torch.device | None = None
         self._seed: int | None = None
-        self._cutter = BatchCutter()
+        self._spmd = SpmdDevices()
         self._watch: CompileWatch | None = None
         self._note: Callable[[str], None] = _discard
         self._fact: Callable[[str, str], None] = _discard
@@ -320,7 +272,12 @@ class XlaBackend(Backend):
             )
 
     def enable_spmd(self) -> None:
-        switch_on()
+        self._spmd.switch_on()
+
+    @property
+    def num_spmd_devices(self) -> int:
+        """Return the number of devices that this process drives as one; 0 outside of SPMD."""
+        return self._spmd.count
 
     def device(self, topology: Topology) -> torch.device:
         if self._device is None:
@@ -388,6 +345,9 @@ class XlaBackend(Backend):
             part.to(device)
         memory.trim()
 
+    def shard(self, tensor: torch.Tensor, dimension: int) -> None:
+        self._spmd.shard(tensor, dimension)
+
     def host_bytes_of_device(self, num_bytes: int) -> int:
         return num_bytes if xla_runtime.kind() == "CPU" else 0
 
@@ -419,7 +379,7 @@ class XlaBackend(Backend):
 
     def begin_step(self, phase: str, batch: Any) -> None:
         if self._device is not None:
-            self._cutter.cut(batch, self._note)
+            self._spmd.cut_batch(batch, self._note)
         if self._watch is not None:
             self._watch.begin_step(phase, batch)
 

@@ -107,7 +107,8 @@ class Accelerator(PreparationProperties, Rejoining):
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler cuts batches over them.
             None: as in ``notebook_launcher``, else one device per process. Or a ``StrategyPlugin`` of your own, which
             spreads models; see ``nblaunch.training.strategies``.
-        fsdp_plugin: shard models over ranks, for those that don't fit one device; see its class.
+        fsdp_plugin: shard models over ranks, for those that don't fit one device; with ``strategy="spmd"``, over the
+            devices of this process. See its class.
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
             goes on with the plugins of the first.
         deepspeed_plugins: several of them by name; ``state.select_deepspeed_plugin(name)`` says which ``prepare`` uses.

@@ -196,6 +196,43 @@ def test_one_process_drives_all_chips(tpu: Kernel, report: list[str]) -> None:
     assert found["workers"] == 1
 
 
+def test_a_model_is_sharded_over_all_chips(tpu: Kernel, report: list[str]) -> None:
+    """Both by the runtime's own figures and by the parts of the tensors; and it learns what whole weights learn."""
+    cell = tpu.run(
+        """
+def sharded(is_sharded):
+    from nblaunch import FullyShardedDataParallelPlugin
+    import torch_xla, torch_xla.core.xla_model as xm
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin() if is_sharded else None)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x), 16))
+    losses = []
+    for (x,) in loader:
+        loss = (model(x) - x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    tensors = [*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())]
+    parts = [torch_xla._XLAC._get_local_shards([tensor])[0] for tensor in tensors]
+    share = sum(parts[0][0].numel() for parts in parts) / sum(tensor.numel() for tensor in tensors)
+    return torch.stack(losses).tolist(), share, xm.get_memory_info().get("bytes_used")
+[notebook_launcher(sharded, (is_sharded,), strategy="spmd") for is_sharded in (False, True)]
+""",
+        timeout_s=500,
+    )
+    (whole, _, whole_bytes), (parts, share, bytes_on_each) = cell.value
+    report += ["", f"## sharded over chips: {cell.value}"]
+    count = BACKEND.device_count()
+    assert parts == pytest.approx(whole, rel=0.02)
+    assert share == pytest.approx(1 / count)
+    if count == 8:
+        assert bytes_on_each < whole_bytes / 4
+
+
 def test_host_memory(report: list[str]) -> None:
     from tests.xla import memory
 

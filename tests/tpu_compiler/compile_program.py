@@ -36,6 +36,7 @@ def main(file: str, topology: str, num_devices: int, way: str) -> None:
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = options.num_replicas, options.num_partitions
     build.use_spmd_partitioning = way == "partitions"
+    build.allow_spmd_sharding_propagation_to_output = [way == "partitions"]  # as torch_xla does
     shape = (options.num_replicas, options.num_partitions)
     ids = np.array([device.id for device in devices]).reshape(shape)
     build.device_assignment = options.device_assignment = xla_client.DeviceAssignment.create(ids)
@@ -47,13 +48,16 @@ def main(file: str, topology: str, num_devices: int, way: str) -> None:
     compiled = executable.hlo_modules()[0].to_string()
     entry = re.search(r"entry_computation_layout=\{\((.*?)\)->", compiled, re.DOTALL)
     arguments = re.findall(r"([a-z]+\d+)\[", entry[1] if entry else "")
+    collectives = Counter(re.findall(COLLECTIVES, compiled))
+    # libtpu has a reduce-scatter as a fusion of an all-reduce and a slice.
+    collectives["reduce-scatter"] += len(re.findall(r"calls=%all-reduce-scatter", compiled))
     print(
         json.dumps(
             {
                 "argument_bytes": stats.argument_size_in_bytes,
                 "output_bytes": stats.output_size_in_bytes,
                 "temporary_bytes": stats.temp_size_in_bytes,
-                "collectives": Counter(re.findall(COLLECTIVES, compiled)),
+                "collectives": {name: count for name, count in collectives.items() if count},
                 "types": Counter(arguments),
             }
         )

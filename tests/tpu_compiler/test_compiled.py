@@ -22,6 +22,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4")
 WIDTH = 2048
+NUM_LAYERS = 4
 
 
 def run(*command: str, **variables: str) -> dict[str, Any]:
@@ -72,6 +73,19 @@ def test_spmd_cuts_a_step_over_eight_devices(tmp_path: Path, topology: str) -> N
     found = compiled(tmp_path, topology, spmd=True)
     assert found["devices"] == 8
     assert found["collectives"]["all-reduce"] >= 1
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_sharded_weights_are_gathered_and_their_gradients_scattered(tmp_path: Path, topology: str) -> None:
+    """Each device holds an eighth of weights, gradients and state, beside its rows of the batch."""
+    whole = compiled(tmp_path, topology, spmd=True, width=WIDTH)
+    parts = compiled(tmp_path, topology, spmd=True, sharded=True, width=WIDTH)
+    assert "all-gather" not in whole["collectives"]
+    assert parts["collectives"]["all-gather"] >= NUM_LAYERS
+    assert parts["collectives"]["reduce-scatter"] == NUM_LAYERS
+    assert parts["argument_bytes"] < whole["argument_bytes"] / 6
+    assert parts["output_bytes"] < whole["output_bytes"] / 6
+    assert parts["temporary_bytes"] < whole["temporary_bytes"]
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

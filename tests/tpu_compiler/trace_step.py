@@ -44,16 +44,20 @@ def write(
     replicas: int = 1,
     width: int = 0,
     spmd: bool = False,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Write the program of a training step; return what is known of it."""
     import torch_xla
     import torch_xla.runtime as xr
 
-    from nblaunch import Accelerator
+    from nblaunch import Accelerator, FullyShardedDataParallelPlugin
     from nblaunch.backends import xla, xla_runtime
 
     accelerator = Accelerator(
-        mixed_precision=precision, downcast_bf16=downcast, strategy="spmd" if spmd else None
+        mixed_precision=precision,
+        downcast_bf16=downcast,
+        strategy="spmd" if spmd else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
     )
     model = network(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)

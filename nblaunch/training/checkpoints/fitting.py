@@ -81,7 +81,10 @@ def _special_prefixes(module: nn.Module) -> Iterator[str]:
         loads = type(child)._load_from_state_dict is not nn.Module._load_from_state_dict
         if (
             loads
-            or child._load_state_dict_pre_hooks
+            or any(
+                not getattr(hook, "keeps_names_and_shapes", False)
+                for hook in child._load_state_dict_pre_hooks.values()
+            )
             or type(child).load_state_dict is not nn.Module.load_state_dict
         ):
             yield f"{name}." if name else ""

@@ -56,6 +56,10 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 class FullyShardedDataParallelPlugin(StrategyPlugin):
     """Shard models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
+    Where one process drives all XLA devices (``strategy="spmd"``), models are sharded over these by XLA's compiler, and
+    checkpoints are as without sharding. Of the fields below, ``ignored_modules`` has a meaning there; those that ask
+    for what the compiler can't do are refused.
+
     A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save whole weights with
     ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
     the main process gets; ``accelerator.save`` refuses shards.
@@ -167,6 +171,10 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
 
     def build(self, setup: TrainingSetup) -> Strategy:
         # Not before: plugins are made and read in places that train nothing.
+        if setup.process.backend.num_spmd_devices:
+            from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
+
+            return DeviceShardsStrategy(setup.process, self)
         from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
         return Fsdp2Strategy(setup.process, self, setup.precision.dtype)

@@ -64,8 +64,8 @@ class Fsdp2Strategy(Strategy):
             )
         if process.backend.reduces_gradients_at_step:
             raise ValueError(
-                f"fsdp_plugin can't be used on {process.backend.name}: torch's fully_shard is for CPUs and GPUs; leave "
-                "it out there"
+                f"fsdp_plugin can't be used on {process.backend.name} with a process per device: torch's fully_shard "
+                "is for CPUs and GPUs. strategy='spmd' shards models over the devices of one process; or leave it out"
             )
         self.plugin = plugin
         self._process = process

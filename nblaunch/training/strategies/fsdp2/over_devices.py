@@ -1,0 +1,170 @@
+"""Models sharded over the devices that one process drives as one (SPMD), by the device's compiler.
+
+There are no ranks to exchange anything: a tensor has its global shape here, and an annotation says along which
+dimension the devices cut it. From those of weights, gradients and optimizer state the compiler derives where weights
+are gathered and gradients reduced. So states are read and written whole, as without sharding.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nblaunch import context, formatting
+from nblaunch.backends.base import tensors
+from nblaunch.errors import warn
+from nblaunch.events import Note
+from nblaunch.host import memory
+from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.models import bare_module
+from nblaunch.training.strategies.base import Strategy
+from nblaunch.training.strategies.fsdp2 import units
+
+if TYPE_CHECKING:
+    from nblaunch.training.optimizer import AcceleratedOptimizer
+    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+
+# Fields that ask for what the compiler has no place for: field -> what to do instead.
+_REFUSED = {
+    "cpu_offload": "shards stay on the devices; leave it out",
+    "activation_checkpointing": "call torch_xla.utils.checkpoint.checkpoint in the model's forward instead",
+    "mixed_precision_policy": "pass mixed_precision='bf16' to the Accelerator instead",
+    "param_init_fn": "build the model with its weights, on the CPU",
+}
+
+
+class DeviceShardsStrategy(Strategy):
+    """Shard weights, gradients and optimizer state over the devices of this process.
+
+    Args:
+        process: this process, which drives several devices.
+        plugin: what users set.
+
+    Raises:
+        ValueError: a field of the plugin can't be followed here.
+    """
+
+    name = "fsdp2 over devices"
+    moves_models = True
+
+    def __init__(self, process: JoinedProcess, plugin: FullyShardedDataParallelPlugin) -> None:
+        for field, instead in _REFUSED.items():
+            if getattr(plugin, field):
+                raise ValueError(
+                    f"{field}={getattr(plugin, field)!r:.60} can't be used with strategy='spmd': {instead}"
+                )
+        if not plugin.reshards:
+            warn(
+                "with strategy='spmd' the compiler decides how long weights stay gathered: SHARD_GRAD_OP has no effect"
+            )
+        self.plugin = plugin
+        self._backend = process.backend
+        self._count = process.backend.num_spmd_devices
+        self._dimensions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> int
+
+    # --- preparing -----------------------------------------------------------------------------------------------
+
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
+        inner = bare_module(model)
+        ignored = units.ignored_parameters(inner, self.plugin.ignored_modules)
+        names = {id(one) for one in ignored}
+        kept_whole = {name for name, one in inner.named_parameters() if id(one) in names}
+        # Inner modules first, each cut before the next is moved: the host never holds much of the model twice.
+        for prefix, module in reversed(list(inner.named_modules())):
+            module.to(process.device)
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name not in kept_whole:
+                    self._shard(parameter)
+            module.register_load_state_dict_pre_hook(self._send_parts)
+            module.register_forward_hook(self._cut_output)
+        memory.trim()
+        self._report(inner)
+        return model
+
+    def _shard(self, parameter: nn.Parameter) -> None:
+        dimension = sharded_dimension(parameter.shape, self._count)
+        if dimension is None:
+            return
+        self._dimensions[parameter] = dimension
+        self._backend.shard(parameter, dimension)
+        if parameter.requires_grad:
+            # At every micro-step: what is accumulated is held between steps.
+            parameter.register_post_accumulate_grad_hook(self._shard_gradient)
+
+    def _shard_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._backend.shard(parameter.grad, self._dimensions[parameter])
+
+    def _send_parts(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Have weights that are about to be loaded lie on the devices in parts: ``copy_`` would send all to each."""
+        for name, parameter in module.named_parameters(recurse=False):
+            given, dimension = state.get(prefix + name), self._dimensions.get(parameter)
+            if dimension is not None and isinstance(given, torch.Tensor) and given.shape == parameter.shape:
+                sent = given.to(parameter.device, parameter.dtype)
+                self._backend.shard(sent, dimension)
+                state[prefix + name] = sent
+
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as checkpoints.fitting asks
+
+    def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Cut activations by rows, so that the compiler gathers weights rather than activations."""
+        for tensor in tensors(output):
+            is_new = tensor.grad_fn is not None and not tensor._is_view()
+            if is_new and tensor.ndim and tensor.shape[0] % self._count == 0:
+                self._backend.shard(tensor, 0)
+
+    def _report(self, model: nn.Module) -> None:
+        sizes = [one.numel() * one.element_size() for one in model.parameters()]
+        on_each = sum(self._bytes_on_each(one) for one in model.parameters())
+        context.current().emit(
+            Note.of_job(
+                f"{type(model).__name__}: {formatting.size(sum(sizes))} of weights sharded over {self._count} devices, "
+                f"{formatting.size(on_each)} each"
+            )
+        )
+
+    def _bytes_on_each(self, parameter: nn.Parameter) -> int:
+        num_bytes = parameter.numel() * parameter.element_size()
+        if parameter not in self._dimensions:
+            return num_bytes
+        length = parameter.shape[self._dimensions[parameter]]
+        return num_bytes // length * -(-length // self._count)
+
+    def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_post_hook(lambda stepped, *_: self._shard_state(stepped))
+            optimizer.register_load_state_dict_post_hook(self._shard_state)
+        return None
+
+    def _shard_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut weights and their states after they were written, in the graph that writes them."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                dimension = self._dimensions.get(parameter)
+                if dimension is None:
+                    continue
+                states = tensors(list(optimizer.state.get(parameter, {}).values()))
+                alike = [
+                    one for one in states if one.shape == parameter.shape and one.device == parameter.device
+                ]
+                for tensor in (parameter, *alike):
+                    self._backend.shard(tensor, dimension)
+
+    # --- gradients -----------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()  # nothing is reduced between processes
+
+
+def sharded_dimension(shape: torch.Size, count: int) -> int | None:
+    """Return the dimension along which a weight is cut over devices; None: it is too small, and each holds it whole.
+
+    The longest that the devices divide, or else the longest: the compiler returns other tensors whole, unless it
+    writes them over sharded ones, as a step does.
+    """
+    candidates = [index for index, length in enumerate(shape) if length >= count > 1]
+    return max(candidates, key=lambda index: (shape[index] % count == 0, shape[index]), default=None)
