@@ -231,3 +231,9 @@ class PreparationProperties(ProcessMethods):
 
     fp8_backend = parallelism_config = torch_device_mesh = None
     """There is none."""
+
+    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    """Recipes of training in fp8: none, as where Accelerate is given none."""
+
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = has_lomo_optimizer = False
+    """Neither fp8 nor an optimizer that steps in backward is in use."""

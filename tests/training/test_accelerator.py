@@ -107,6 +107,14 @@ def test_settings_may_be_changed_for_what_is_prepared_later() -> None:
     assert scheduler.get_last_lr() == [0.5]
 
 
+def test_programs_that_look_for_fp8_find_that_it_is_not_in_use() -> None:
+    accelerator = Accelerator()
+    recipes = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler")
+    assert [getattr(accelerator, name) for name in recipes] == [None] * 4
+    in_use = ("fp8_enabled", "has_fp8_handler", "delayed_fp8_autocast", "has_lomo_optimizer")
+    assert not any(getattr(accelerator, name) for name in in_use)
+
+
 def test_handlers_pass_on_what_differs_from_the_defaults() -> None:
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     assert DistributedDataParallelKwargs(bucket_cap_mb=1).to_kwargs() == {"bucket_cap_mb": 1}

@@ -6,6 +6,7 @@ import importlib
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,44 @@ def test_metrics_count_every_sample_once(rows: int, options: dict[str, Any]) -> 
 def test_metrics_keep_the_order_of_the_dataset() -> None:
     for epochs in ranks.run(_seen_in_metrics, 2, 13, 4, False, {}):
         assert epochs == [list(range(13))] * 2
+
+
+class _ShuffledRows(Sampler[int]):
+    """Shuffles by torch's global generator unless it is given one, as transformers' sampler of similar lengths does."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.generator: torch.Generator | None = None
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.rows, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def _orders_of_a_global_shuffle(is_shared: bool, seeds: Sequence[int]) -> tuple[list[list[int]], float]:
+    options = {"use_seedable_sampler": True}
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(seeds[accelerator.process_index])
+    loader = DataLoader(torch.arange(24), batch_size=4, sampler=_ShuffledRows(24))
+    if is_shared:
+        loader = accelerator.prepare(loader)
+    epochs = [
+        [row for batch in loader for row in (gather(batch) if is_shared else batch).tolist()]
+        for _ in range(2)
+    ]
+    return epochs, torch.rand(()).item()
+
+
+def test_beside_a_seedable_sampler_others_draw_from_the_global_generator_as_without_sharing() -> None:
+    expected = ranks.run(_orders_of_a_global_shuffle, 1, False, [3])[0]
+    assert ranks.run(_orders_of_a_global_shuffle, 2, True, [3, 3]) == [expected] * 2
+
+
+def test_ranks_with_seeds_of_their_own_share_the_order_of_a_global_shuffle() -> None:
+    for epochs, _ in ranks.run(_orders_of_a_global_shuffle, 2, True, [3, 4]):
+        assert [sorted(seen) for seen in epochs] == [list(range(24))] * 2
 
 
 def _collect_objects(rows: int) -> list[list[str]]:

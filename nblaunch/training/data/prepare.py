@@ -221,8 +221,10 @@ def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
     """Give the user's samplers a seeded sampler or generators that ranks can synchronise; changes them in place.
 
     With ``use_seedable_sampler``, the ``RandomSampler`` is replaced by a seeded one, for whose seed rank 0 may have to
-    be asked: a collective. Otherwise, a sampler that would draw from torch's global generator gets its own, on
-    whatever layer it is.
+    be asked: a collective. Any other sampler goes on drawing from torch's global generator then, as it does with
+    Accelerate; it is made that of rank 0 at the start of an epoch, so that ranks with seeds of their own share the
+    samples, too. Without ``use_seedable_sampler``, a sampler that would draw from the global generator gets its own,
+    on whatever layer it is.
     """
     batch_sampler = innermost(order)
     sampler: Any = getattr(batch_sampler, "sampler", None)
@@ -233,8 +235,7 @@ def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
         return
     for part in layers(order):
         if hasattr(part, "generator") and part.generator is None:
-            part.generator = torch.Generator()
-            part.generator.manual_seed(_draw_seed())
+            part.generator = torch.default_generator if config.use_seedable_sampler else _own_generator()
 
 
 def _is_reseeded(sampler: Any, data_seed: int | None) -> bool:
@@ -244,8 +245,9 @@ def _is_reseeded(sampler: Any, data_seed: int | None) -> bool:
     return type(sampler) is RandomSampler
 
 
-def _draw_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().item())
+def _own_generator() -> torch.Generator:
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.Generator().manual_seed(seed)
 
 
 def _agree_on_seed(seed: int | None) -> int:
