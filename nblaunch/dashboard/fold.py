@@ -127,7 +127,7 @@ def _with_point(
     if reading.step_time_s <= 0:
         return points
     newest = RatePoint(
-        reading.step_time_s, steps_done, reading.samples, reading.own_time_s, reading.own_steps
+        reading.step_time_s, steps_done, reading.samples, reading.busy_time_s, reading.busy_steps
     )
     if points and newest.time_s <= points[-1].time_s:
         return points

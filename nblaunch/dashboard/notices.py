@@ -69,19 +69,19 @@ def _slow_ranks(view: JobView) -> list[Notice]:
 
 def _slow_in_step(view: JobView) -> list[Notice]:
     """Find ranks that make the others wait at every step, as in data parallel training, where all rates are equal."""
-    own = {
+    busy_s = {
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
-    slower = _outliers(own)
+    slower = _outliers(busy_s)
     if not slower:
         return []
-    longest = median(own[rank] for rank in slower)
-    usual = median(seconds for rank, seconds in own.items() if rank not in slower)
+    longest = median(busy_s[rank] for rank in slower)
+    usual = median(seconds for rank, seconds in busy_s.items() if rank not in slower)
     step_s = 1 / median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
     if (longest - usual) / step_s < _MIN_LOSS:
         return []
     text = (
-        f"{_are_slower(view, slower, own)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
+        f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
         f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), and all go at that speed"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
@@ -90,10 +90,10 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _outliers(seconds: Mapping[int, float]) -> dict[int, float]:
     """Return ranks far above the median of the others -> the ratio; empty if that are more than half of them."""
     slower: dict[int, float] = {}
-    for rank, own_s in seconds.items():
+    for rank, busy_s in seconds.items():
         others = [other_s for other, other_s in seconds.items() if other != rank]
-        if others and own_s / median(others) >= SLOW_RATIO:
-            slower[rank] = own_s / median(others)
+        if others and busy_s / median(others) >= SLOW_RATIO:
+            slower[rank] = busy_s / median(others)
     return slower if len(slower) <= len(seconds) // 2 else {}
 
 

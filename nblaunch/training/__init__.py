@@ -24,7 +24,7 @@ The :class:`Accelerator`, and what it is built of:
     collectives/     values of all ranks; random states
     checkpoints/     saved states and models
     tracking/        metrics and trackers
-    board_reports.py reports on the board: loops, loss, device memory, own time
+    board_reports.py reports on the board: loops, loss, device memory, busy time
     utilities/       what scripts import beside the Accelerator
 
 The way of objects through ``prepare``:

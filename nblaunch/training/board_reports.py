@@ -1,13 +1,13 @@
-"""Reports of a rank on the progress board: loops over data, loss, device memory, own time.
+"""Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
-Own time is how long a rank computes by itself in each step, which names the slow rank where all ranks go in step:
+Busy time is how long a rank takes for a step without waiting for others. It shows the straggler of ranks in lockstep:
 
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
-                                                              └────────── own time ──────────┘
+                                                              └────────── busy time ──────────┘
 
 Where gradients are averaged, all ranks make the same number of steps a second, that of the slowest one: the rank whose
-own time is the longest. On devices that compute while Python runs ahead, it is the time that Python takes: slow loading
-and slow hosts are seen, a slow device is not.
+busy time is the longest. On devices that compute while Python runs ahead, it is the time that Python takes: it shows
+slow loading and slow hosts, but no slow device.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class LoopStack:
         return epoch - 1 + outer.total - outer.step if outer is not None and outer.total > 0 else 0
 
 
-class OwnTime:
-    """Measures own time and adds it up on the board.
+class BusyTime:
+    """Measures busy time and adds it up on the board.
 
     Args:
         slot: of this rank.
@@ -140,10 +140,10 @@ class OwnTime:
         self._since = 0.0
 
     def begin_backward(self) -> None:
-        """Add the own time of the step: from here on the rank may wait for others."""
+        """Add the busy time of the step: from here on the rank may wait for others."""
         self._slot.note_progress()
         if self._since:
-            self._slot.add_own_time(monotonic() - self._since)
+            self._slot.add_busy_time(monotonic() - self._since)
 
     def end_backward(self) -> None:
         """Start measuring: from here on the rank is by itself."""

@@ -47,9 +47,9 @@ class Gradients:
         if not shared.has_checked_models:
             shared.check_models()
         divisor = self._accumulation.divisor
-        shared.own_time.begin_backward()
+        shared.busy_time.begin_backward()
         self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
-        shared.own_time.end_backward()
+        shared.busy_time.end_backward()
         shared.losses.note(loss, not shared.process.backend.is_lazy)
 
     @contextmanager

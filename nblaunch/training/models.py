@@ -104,27 +104,27 @@ class Replacements:
         return Replacements, ()  # what is pickled with it has the new parameters already
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-        """Let ``new`` stand for ``old`` from now on."""
+        """Record that ``new`` has replaced ``old``."""
         self._new[id(old)] = (weakref.ref(old), new)
 
     def get(self, parameter: Any) -> Any:
-        """Return what stands for ``parameter`` now: mostly itself."""
+        """Return the parameter that has replaced ``parameter``; itself where none has."""
         reference, new = self._new.get(id(parameter), (None, parameter))
         return new if reference is not None and reference() is parameter else parameter
 
     @contextmanager
     def noted(self, model: torch.nn.Module) -> Iterator[None]:
-        """Note which parameters of ``model`` become others in the block, and keep those tied that were."""
+        """Record which parameters of ``model`` are replaced in the block, and keep tied parameters tied."""
         before = dict(model.named_parameters(remove_duplicate=False))
         yield
-        news: dict[int, torch.nn.Parameter] = {}
+        replaced: dict[int, torch.nn.Parameter] = {}
         for name, old in before.items():
             owner_name, _, own_name = name.rpartition(".")
             owner = model.get_submodule(owner_name)
             now = owner._parameters[own_name]
             if now is old or now is None:
                 continue
-            new = news.setdefault(id(old), now)
+            new = replaced.setdefault(id(old), now)
             if new is not now:
                 owner._parameters[own_name] = new  # tied: two names of one parameter
             self.add(old, new)

@@ -14,7 +14,7 @@ from nblaunch.errors import warn
 from nblaunch.events import EpochEnded
 from nblaunch.training import joining
 from nblaunch.training.accumulation import AccumulationState, LoaderStack
-from nblaunch.training.board_reports import DeviceMemoryReport, Loop, LoopStack, LossReport, OwnTime
+from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, Loop, LoopStack, LossReport
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
 from nblaunch.training.precision import Precision
@@ -33,7 +33,7 @@ class SharedState:
         accumulation: the accumulation window that was entered last, or else that of the latest Accelerator.
         loops: the running loops over loaders and iterables, shown on the board.
         losses: reports the last loss there.
-        own_time: reports time per step spent without waiting for other ranks.
+        busy_time: reports time per step spent without waiting for other ranks.
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the latest Accelerator; None before there is one.
         plugin: how the latest Accelerator spreads models; None before there is one.
@@ -50,7 +50,7 @@ class SharedState:
     accumulation: AccumulationState
     loops: LoopStack
     losses: LossReport
-    own_time: OwnTime
+    busy_time: BusyTime
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     plugin: StrategyPlugin | None = None
@@ -133,7 +133,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             AccumulationState(loaders),
             LoopStack(process.slot),
             losses,
-            OwnTime(process.slot),
+            BusyTime(process.slot),
         )
     shared: SharedState = worker.training
     if cpu and shared.process.device.type != "cpu":

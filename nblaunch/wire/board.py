@@ -29,8 +29,8 @@ _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS = 7
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
-_LOSS, _STEP_TIME, _OWN_TIME = 16, 17, 18  # doubles
-_OWN_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
+_LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
+_BUSY_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 
@@ -56,8 +56,8 @@ class SlotReading:
         device_bytes: memory of its device that the rank has taken; 0 where nothing is known.
         device_peak_bytes: the most so far.
         device_limit_bytes: all that the device has; 0 where that is not known.
-        own_time_s: seconds that the rank has computed by itself, between one backward and the next.
-        own_steps: how often.
+        busy_time_s: seconds that the rank did not wait for others, from the end of one backward to the next.
+        busy_steps: number of steps in which that was measured.
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
         num_checks: looks at ``accelerator.should_stop``.
@@ -80,8 +80,8 @@ class SlotReading:
     device_bytes: int = 0
     device_peak_bytes: int = 0
     device_limit_bytes: int = 0
-    own_time_s: float = 0.0
-    own_steps: int = 0
+    busy_time_s: float = 0.0
+    busy_steps: int = 0
     num_updates: int = 0
     num_progress_signs: int = 0
     num_checks: int = 0
@@ -178,10 +178,10 @@ class Slot:
         """Count bytes of parameters that were built in this process."""
         self._ints[_BUILT_BYTES] += num_bytes
 
-    def add_own_time(self, seconds: float) -> None:
+    def add_busy_time(self, seconds: float) -> None:
         """Add the time from one backward to the next, without waiting for other ranks."""
-        self._doubles[_OWN_TIME] += seconds
-        self._ints[_OWN_STEPS] += 1
+        self._doubles[_BUSY_TIME] += seconds
+        self._ints[_BUSY_STEPS] += 1
 
     def count_update(self) -> None:
         """Count a step of an optimizer."""
@@ -268,8 +268,8 @@ class Slot:
             device_bytes=ints[_DEVICE_BYTES],
             device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
-            own_time_s=self._doubles[_OWN_TIME],
-            own_steps=ints[_OWN_STEPS],
+            busy_time_s=self._doubles[_BUSY_TIME],
+            busy_steps=ints[_BUSY_STEPS],
             num_updates=ints[_UPDATES],
             num_progress_signs=ints[_PROGRESS_SIGNS],
             num_checks=ints[_CHECKS],

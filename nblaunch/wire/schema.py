@@ -1,6 +1,6 @@
 """Plain data as JSON, by the annotations of its dataclasses: for what comes from other machines and is never unpickled.
 
-    Member(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Member) ──> an equal one
+    Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal one
 
 Any process that reaches a store can write to it. So the reader names the class that it expects, and nothing else can
 come out: no class is looked up by a name in the text, no code of the sender's choice runs. Known are numbers of 64

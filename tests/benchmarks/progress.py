@@ -16,14 +16,14 @@ from tests.benchmarks.bench import Row, alternate, at_most, call, kernel, show
 
 NUM_STEPS = 20_000
 MAX_US = 1.0
-MAX_OWN_US = 10.0
+MAX_BUSY_US = 10.0
 
 
 def measure() -> Iterator[Row]:
     with kernel() as started:
         result = call(started, in_kernel_measure)
     yield at_most("Slot.advance, a step", result["advance_us"], MAX_US, " us", 2)
-    yield at_most("own time of a step, measured", result["own_us"], MAX_OWN_US, " us", 2)
+    yield at_most("busy time of a step, measured", result["busy_us"], MAX_BUSY_US, " us", 2)
     added = result["prepared_us"] - result["plain_us"]
     note = f"{result['plain_us']:.2f} us plain, {result['prepared_us']:.2f} us prepared"
     yield Row("prepared loader, added to a step of a DataLoader", f"{added:.2f} us ({note})")
@@ -40,7 +40,7 @@ def _measure() -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     from nblaunch import Accelerator, context
-    from nblaunch.training.board_reports import OwnTime
+    from nblaunch.training.board_reports import BusyTime
 
     slot = context.current().slot
     accelerator = Accelerator()
@@ -52,23 +52,23 @@ def _measure() -> dict[str, float]:
         for step in range(NUM_STEPS):
             slot.advance_to(step, 32 * step)
 
-    own = OwnTime(slot)
+    busy = BusyTime(slot)
 
-    def measure_own() -> None:
+    def measure_busy() -> None:
         for _ in range(NUM_STEPS):
-            own.begin_backward()
-            own.end_backward()
+            busy.begin_backward()
+            busy.end_backward()
 
     def nothing() -> None:
         for _ in range(NUM_STEPS):
             pass
 
     steps = alternate(advance, nothing, 9)
-    own_times = alternate(measure_own, nothing, 9)
+    busy_times = alternate(measure_busy, nothing, 9)
     loops = alternate(lambda: _run(prepared), lambda: _run(plain), 9)
     return {
         "advance_us": (steps.a_s - steps.b_s) / NUM_STEPS * 1e6,
-        "own_us": (own_times.a_s - own_times.b_s) / NUM_STEPS * 1e6,
+        "busy_us": (busy_times.a_s - busy_times.b_s) / NUM_STEPS * 1e6,
         "prepared_us": loops.a_s / NUM_STEPS * 1e6,
         "plain_us": loops.b_s / NUM_STEPS * 1e6,
     }

@@ -76,13 +76,13 @@ def test_the_first_second_is_too_early_to_judge() -> None:
     assert notices(at_rates([10, 4], seconds=2)) == ()
 
 
-def in_step(own_s: Sequence[float], step_s: float = 0.1) -> JobView:
+def in_step(busy_s: Sequence[float], step_s: float = 0.1) -> JobView:
     """Ranks that wait for each other at every step, after so many seconds of their own."""
-    view = view_of(started(len(own_s)))
+    view = view_of(started(len(busy_s)))
     for step in range(0, 101, 5):
         readings = [
-            sample(rank, step, step_time_s=5 + step * step_s, own_time_s=step * seconds, own_steps=step)
-            for rank, seconds in enumerate(own_s)
+            sample(rank, step, step_time_s=5 + step * step_s, busy_time_s=step * seconds, busy_steps=step)
+            for rank, seconds in enumerate(busy_s)
         ]
         view = fold_readings(view, readings, START_S + step * step_s)
     return view

@@ -147,8 +147,10 @@ def test_beyond_16_processes_the_extremes_and_a_summary_are_shown() -> None:
 def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
     view = view_of(started(24))
     for step in range(0, 101, 5):
-        own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
-        readings = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        busy_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
+        readings = [
+            sample(rank, step, busy_time_s=step * busy_s[rank], busy_steps=step) for rank in range(24)
+        ]
         view = fold_readings(view, readings, START_S + step / 10)
     assert "rank 11 is 3.0 times slower than the others" in render_text(view)
     assert tabulate(view).rows[0].rank == 11
@@ -277,8 +279,10 @@ def golden_views() -> dict[str, JobView]:
     """Jobs that have all that a table can show between them."""
     slowest = trained(24)
     for step in range(0, 101, 5):
-        own_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
-        readings = [sample(rank, step, own_time_s=step * own_s[rank], own_steps=step) for rank in range(24)]
+        busy_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
+        readings = [
+            sample(rank, step, busy_time_s=step * busy_s[rank], busy_steps=step) for rank in range(24)
+        ]
         slowest = fold_readings(slowest, readings, START_S + step / 10)
     memory = [HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)]
     metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nblaunch.backends.cpu import BACKEND, CpuBackend
-from nblaunch.training.board_reports import DeviceMemoryReport, LossReport, OwnTime
+from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, LossReport
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
@@ -41,24 +41,24 @@ def test_a_device_that_reports_nothing_shows_nothing() -> None:
     assert slot.read(0).device_bytes == 0
 
 
-def test_own_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("nblaunch.training.board_reports.monotonic", lambda: now[0])
     slot = private_slot()
-    own = OwnTime(slot)
+    busy = BusyTime(slot)
     for forward_s, backward_s in ((1.0, 5.0), (2.0, 5.0), (3.0, 5.0)):
         now[0] += forward_s
-        own.begin_backward()
+        busy.begin_backward()
         now[0] += backward_s
-        own.end_backward()
-    assert (slot.read(0).own_time_s, slot.read(0).own_steps) == (
+        busy.end_backward()
+    assert (slot.read(0).busy_time_s, slot.read(0).busy_steps) == (
         5.0,
         2,
     )  # before the first, there is no backward
-    own.pause()
+    busy.pause()
     now[0] += 60
-    own.begin_backward()
-    assert slot.read(0).own_steps == 2
+    busy.begin_backward()
+    assert slot.read(0).busy_steps == 2
 
 
 def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1_000_000) -> LossCurve:

@@ -25,8 +25,8 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
         slot.note_interrupt()
         slot.add_built_bytes(1 << 40)
         slot.set_device_memory(2, 3, 5)
-        slot.add_own_time(0.5)
-        slot.add_own_time(0.25)
+        slot.add_busy_time(0.5)
+        slot.add_busy_time(0.25)
         os._exit(0)
     os.waitpid(pid, 0)
     zero, one, two = board.read()
@@ -38,7 +38,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     assert (one.loop, one.num_epochs, one.trained) == (3, 6, (4, 10, 2))
     assert one.losses == LossCurve(3, 2, (0.5, 0.25))
     assert (zero.losses, two.losses) == (LossCurve(), LossCurve())
-    assert (one.own_time_s, one.own_steps) == (0.75, 2)
+    assert (one.busy_time_s, one.busy_steps) == (0.75, 2)
     assert (one.state, two.step) == (WorkerState.TRAINING, 0)
     assert begun_s <= one.step_time_s <= time.monotonic()  # one clock for all processes
 

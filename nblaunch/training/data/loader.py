@@ -143,7 +143,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._begins_at = Position()  # later epochs are whole
             self.end()
             shared.losses.flush()
-            shared.own_time.pause()
+            shared.busy_time.pause()
             shared.loops.end(loop)
             if loop.state is WorkerState.TRAINING:
                 shared.report_epoch(loop)
