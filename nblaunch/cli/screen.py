@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TextIO
 
-from nblaunch.dashboard.text import write
+from nblaunch.dashboard.terminal import write
 
 _FIRST_INTERVAL_S = 2.0
 _LAST_INTERVAL_S = 60.0

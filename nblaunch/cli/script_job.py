@@ -25,7 +25,7 @@ from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
 from nblaunch.config.settings import SETTINGS
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.text import LiveLine, TextDashboard
+from nblaunch.dashboard.terminal import TextDashboard, open_live
 from nblaunch.errors import JobCancelled, JobHung, LaunchError, WorkerDied
 from nblaunch.events import AttemptStarted, Event, Failed, JobEnded, Started
 from nblaunch.launcher import store
@@ -126,7 +126,7 @@ def _dashboards(resolved: Resolved) -> list[Dashboard]:
     """Return dashboards that print all lines of all ranks, since programs may read them."""
     if resolved["dashboard"] == "none":
         return [GuardedDashboard(LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED))]
-    live = LiveLine()
+    live = open_live()
     lines = LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED, live=live)
     return [GuardedDashboard(lines), GuardedDashboard(TextDashboard(live=live))]
 

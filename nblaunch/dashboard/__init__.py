@@ -9,7 +9,10 @@ table.py           the view as rows and columns
 epochs.py          losses and metrics of each epoch
 stall.py           ranks without progress, and rates that fall to 0
 notices.py         slow and stuck ranks, losses that are not finite
-text.py            the table on terminals, and the progress line
+text.py            the table as text, and the progress in one line
+terminal.py        the dashboard for scripts and terminals
+  live_table.py        a table that is redrawn in place, with rich
+  ansi.py              what a terminal can do, and colours
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 notebook.py        the dashboard for notebooks: an output of a cell that is updated
@@ -32,7 +35,7 @@ from nblaunch import env
 from nblaunch.dashboard.base import Controls, Dashboard, GuardedDashboard, NullDashboard
 from nblaunch.dashboard.lines import LinesPrinter, publish_in_shell
 from nblaunch.dashboard.notebook import NotebookDashboard, running_request
-from nblaunch.dashboard.text import LiveLine, TextDashboard
+from nblaunch.dashboard.terminal import TextDashboard, open_live
 from nblaunch.dashboard.widgets import WidgetsDashboard
 from nblaunch.host import notebook_service
 from nblaunch.packages import is_installed
@@ -71,7 +74,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     shell = kernel_shell()
     if shell is None:
         # Other output would break a line that is redrawn in place, and the caller of a background job may print.
-        live = None if background else LiveLine()
+        live = None if background else open_live()
         return [GuardedDashboard(LinesPrinter(live=live)), GuardedDashboard(TextDashboard(live=live))]
     is_live = (kind == "widgets" and is_interactive()) or (kind == "auto" and has_widgets())
     table: Dashboard = (

@@ -25,7 +25,7 @@ from typing import Any, TextIO, final
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
-from nblaunch.dashboard.text import LiveLine, write
+from nblaunch.dashboard.terminal import LiveDisplay, write
 from nblaunch.dashboard.view import TAIL_LENGTH
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.formatting import single_line
@@ -144,7 +144,7 @@ class LinesPrinter(Dashboard):
         defers_lines: print all lines at the end, because widgets show them meanwhile; displays are shown at once.
         omits_hangs: leave out reports of hangs, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
-        live: the line of the same terminal that is redrawn in place, to be kept below.
+        live: what is redrawn in place on the same terminal, to be kept below.
         clock: monotonic seconds.
     """
 
@@ -153,7 +153,7 @@ class LinesPrinter(Dashboard):
         *,
         stream: TextIO | None = None,
         publish: Publish | None = None,
-        live: LiveLine | None = None,
+        live: LiveDisplay | None = None,
         num_head: int = HEAD_LINES,
         num_head_of_all: int | None = None,
         num_tail: int = TAIL_LENGTH,

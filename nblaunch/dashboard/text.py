@@ -1,22 +1,12 @@
-"""Text of a job: the table, the progress line, and the dashboard for scripts and terminals.
-
-In a terminal the progress line is redrawn in place with carriage returns and spaces, which every terminal supports;
-elsewhere a new line is written from time to time. There are no colours.
-"""
+"""Text of a job: the table, and its progress in one line. ``terminal.py`` writes them."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import monotonic
-from typing import TextIO, final
-from unicodedata import east_asian_width
 
 from nblaunch import formatting
-from nblaunch.dashboard.base import Pace, ViewingDashboard
+from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
 from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
@@ -24,98 +14,8 @@ from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
 
-_DEFAULT_WIDTH = 80
-
-
-@final
-class LiveLine:
-    """A line of a terminal that is redrawn in place.
-
-    Args:
-        stream: default: ``sys.stderr``, looked up at each write.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-        self._drawn = ""
-
-    @property
-    def is_possible(self) -> bool:
-        """Return whether the stream is a terminal."""
-        try:
-            return bool(self._to.isatty())
-        except (AttributeError, ValueError):  # not a file, or closed
-            return False
-
-    @property
-    def width(self) -> int:
-        """Return the number of columns before a line wraps."""
-        try:
-            columns = os.get_terminal_size(self._to.fileno()).columns
-        except (OSError, ValueError, AttributeError):
-            columns = 0
-        return (columns or _DEFAULT_WIDTH) - 1
-
-    @property
-    def can_draw_blocks(self) -> bool:
-        """Return whether the encoding of the stream has block characters for bars."""
-        try:
-            "█▏".encode(getattr(self._to, "encoding", None) or "ascii")
-        except (UnicodeEncodeError, LookupError):
-            return False
-        return True
-
-    def show(self, text: str) -> None:
-        """Replace the line by ``text``, cut to the width of the terminal."""
-        text = cut(text, self.width)
-        if text == self._drawn:
-            return
-        rest = " " * max(columns_of(self._drawn) - columns_of(text), 0)
-        self._write(f"\r{text}{rest}")
-        self._drawn = text
-
-    def clear(self) -> None:
-        """Remove the line; the cursor is then at the beginning of an empty line."""
-        if self._drawn:
-            self._write(f"\r{' ' * columns_of(self._drawn)}\r")
-            self._drawn = ""
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Hide the line while the block writes whole lines to the terminal."""
-        drawn = self._drawn
-        self.clear()
-        try:
-            yield
-        finally:
-            if drawn:
-                self.show(drawn)
-
-    @property
-    def _to(self) -> TextIO:
-        return sys.stderr if self._stream is None else self._stream
-
-    def _write(self, text: str) -> None:
-        encoding = getattr(self._to, "encoding", None) or "ascii"
-        self._to.write(text.encode(encoding, "replace").decode(encoding))
-        self._to.flush()
-
-
-def columns_of(text: str) -> int:
-    """Return the width of ``text`` on a terminal, where some characters take two columns."""
-    return len(text) + sum(east_asian_width(one) in "WF" for one in text if not one.isascii())
-
-
-def cut(text: str, width: int) -> str:
-    """Return ``text``, cut to ``width`` columns with an ellipsis."""
-    if columns_of(text) <= width:
-        return text
-    while text and columns_of(text) > width - 3:
-        text = text[:-1]
-    return f"{text}..."
-
-
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 5, 30
+_START_S = 20.0  # after which ranks that show nothing are called running
 
 
 def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
@@ -154,12 +54,24 @@ def _times(view: JobView) -> str:
 
 def _states(view: JobView) -> str:
     """Return ``4 training``, ``3 training, 1 waiting``; for a single process its state."""
+    if is_starting(view):
+        return "starting"
     if len(view.ranks) == 1:
         return view.ranks[0].state.name.lower()
     states: dict[WorkerState, int] = {}
     for rank in view.ranks:
         states[rank.state] = states.get(rank.state, 0) + 1
     return ", ".join(f"{number} {state.name.lower()}" for state, number in sorted(states.items()))
+
+
+def is_starting(view: JobView) -> bool:
+    """Return whether the ranks have not begun to do what can be seen; one that is silent for long just runs."""
+    is_quiet = all(
+        rank.state in (WorkerState.STARTING, WorkerState.RUNNING)
+        and not (rank.has_progress or rank.status_line or rank.num_lines)
+        for rank in view.ranks
+    )
+    return is_quiet and view.elapsed_s < _START_S
 
 
 def _bar(fraction: float, width: int, *, has_blocks: bool) -> str:
@@ -186,10 +98,13 @@ def progress_line(view: JobView) -> str:
 
 
 _DETAIL_WIDTH = 60
-_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first redrawn line, and between two
 
 
-def render_text(view: JobView, *, with_output: bool = False) -> str:
+Paint = Callable[[str, str], str]
+"""Returns a text in a colour: :func:`nblaunch.dashboard.ansi.paint`, or one that changes nothing."""
+
+
+def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpainted) -> str:
     """Return the table as text, without a final line end.
 
     One header line, one line per process (if there are more than 16, the extremes, a summary and a grid of the others),
@@ -199,15 +114,17 @@ def render_text(view: JobView, *, with_output: bool = False) -> str:
     Args:
         view: the job.
         with_output: add the notes and the last lines of output of all ranks, if nothing else shows them.
+        paint: colours states, failures and warnings.
     """
     table = tabulate(view)
-    lines = [*(_table_lines(table) if table.rows else []), *_grid_lines(table.grid)]
-    lines.append(f"{table.name}: {table.headline} on {table.setting}" if view.is_started else table.headline)
+    lines = [*(_table_lines(table, paint) if table.rows else []), *_grid_lines(table.grid)]
+    headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
+    lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
-    lines += [f"{label}: {text}" for label, text in table.failures]
+    lines += [f"{paint(label, 'red')}: {text}" for label, text in table.failures]
     for notice in table.notices:
-        lines += [notice.text, *(f"    {line}" for line in notice.lines)]
-    lines += [f"warning: {text}" for text in table.warnings]
+        lines += [paint(notice.text, "yellow"), *(f"    {line}" for line in notice.lines)]
+    lines += [f"{paint('warning', 'yellow')}: {text}" for text in table.warnings]
     lines += _epoch_lines(table.epochs)
     lines += [table.metrics] if table.metrics else []
     lines += [table.memory] if table.memory else []
@@ -220,20 +137,23 @@ def render_text(view: JobView, *, with_output: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _table_lines(table: Table) -> list[str]:
+def _table_lines(table: Table, paint: Paint) -> list[str]:
     has_detail = any(row.detail for row in table.rows)
-    grid = [("rank", "state", *table.columns, "output" if has_detail else "")]
-    grid += [_cells(row) for row in table.rows]
+    heads = ("rank", "state", *table.columns, "output" if has_detail else "")
+    grid = [heads, *map(_cells, table.rows)]
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    styles = ["", *(STATE_STYLES[row.state] for row in table.rows)]
     last = len(widths) - 1
     # Text is aligned to the left, numbers to the right.
     lines = []
-    for cells in grid:
+    for cells, style in zip(grid, styles, strict=True):
         padded = [
             cell.ljust(width) if index in (1, last) else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append("  ".join(padded).rstrip())
+        before, state, after = padded[0], padded[1].rstrip(), "  ".join(["", *padded[2:]])
+        space = " " * (widths[1] - len(state))
+        lines.append(f"{before}  {paint(state, style)}{space}{after}".rstrip())
     return lines
 
 
@@ -259,70 +179,3 @@ def _grid_lines(cells: Sequence[GridCell]) -> list[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     detail = row.detail if len(row.detail) <= _DETAIL_WIDTH else row.detail[: _DETAIL_WIDTH - 1] + "…"
     return (row.label, row.state_text, *row.cells, detail)
-
-
-def write(stream: TextIO, text: str) -> None:
-    """Write in one call, with ``?`` for characters that the encoding of the stream lacks."""
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = getattr(stream, "encoding", None) or "ascii"
-        stream.write(text.encode(encoding, "replace").decode(encoding))
-
-
-@final
-class TextDashboard(ViewingDashboard):
-    """A progress line, and a table at the end.
-
-    On a terminal one line is redrawn in place, as tqdm does. Elsewhere (a file, a pipe, the log of a batch job) a new
-    line is written every few seconds.
-
-    Args:
-        stream: default: ``sys.stderr``, looked up at each write.
-        live: the line of the terminal, shared with other writers; None = never redraw a line.
-        first_s: seconds before the first progress line; a short job prints its final table only.
-        interval_s: seconds between lines during the first minute; five times that later.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        *,
-        stream: TextIO | None = None,
-        live: LiveLine | None = None,
-        first_s: float = 2.0,
-        interval_s: float = 5.0,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._stream = stream
-        self._live = live if live is not None and live.is_possible else None
-        if self._live is not None:
-            pace = Pace(first_s=_FIRST_LIVE_S, interval_s=_LIVE_S, slow_s=_LIVE_S, clock=clock)
-        else:
-            pace = Pace(
-                first_s=first_s, interval_s=interval_s, slow_s=5 * interval_s, slow_after_s=60.0, clock=clock
-            )
-        super().__init__(pace)
-        self._last_line = ""
-
-    def _draw(self) -> None:
-        self._pace.note_published()
-        if self._live is not None:
-            self._live.show(live_line(self._view, self._live.width, has_blocks=self._live.can_draw_blocks))
-            return
-        line = progress_line(self._view)
-        if line != self._last_line:
-            self._last_line = line
-            self._write(line + "\n")
-
-    def _draw_last(self, view: JobView) -> None:
-        if self._live is not None:
-            self._live.clear()
-        if view.is_started:
-            # A hang was reported in lines when it was seen.
-            self._write(render_text(replace(view, hang=())) + "\n")
-
-    def _write(self, text: str) -> None:
-        stream = sys.stderr if self._stream is None else self._stream
-        write(stream, text)
-        stream.flush()

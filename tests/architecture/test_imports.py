@@ -39,6 +39,7 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.notebook", "nblaunch.nodes.attempts"): "a launch on one machine does not load it",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
+    ("nblaunch.dashboard.terminal", "nblaunch.dashboard.live_table"): "needs rich, which may be missing",
     (
         "nblaunch.dashboard.widgets",
         "nblaunch.dashboard.widget_panel",

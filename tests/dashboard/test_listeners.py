@@ -17,7 +17,7 @@ from nblaunch import dashboard
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
-from nblaunch.dashboard.text import TextDashboard
+from nblaunch.dashboard.terminal import TextDashboard
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
 from nblaunch.wire.board import SlotReading
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started

@@ -524,7 +524,7 @@ def test_the_live_line_looks_like_a_bar() -> None:
 
 
 def test_the_live_line_of_a_job_without_lengths_shows_what_it_can() -> None:
-    assert live_line(view_of(started(1)), 80) == "train: [0 s, running]"
+    assert live_line(view_of(started(1)), 80) == "train: [0 s, starting]"
     view = view_of(
         [StatusLine(0, START_S, text="fold 2:  45%|###   | 45/100 [00:01<00:02]")], view_of(started(2))
     )

@@ -6,21 +6,25 @@ import fcntl
 import io
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from nblaunch.dashboard.ansi import has_colour
+from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.lines import LinesPrinter
-from nblaunch.dashboard.text import LiveLine, TextDashboard, columns_of, cut
-from nblaunch.events import LogLines
-from tests.dashboard.scenes import START_S, Clock, ended, sample, started
+from nblaunch.dashboard.live_table import LiveTable
+from nblaunch.dashboard.terminal import LiveDisplay, LiveLine, TextDashboard, columns_of, cut, open_live
+from nblaunch.events import LogLines, Note
+from tests.dashboard.scenes import START_S, Clock, ended, raised, sample, started, trained, view_of
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 100
@@ -41,29 +45,58 @@ notebook_launcher(train, num_processes=2, backend="cpu")
 
 
 class Screen:
-    """What a terminal shows of what is written: carriage returns go back, and later characters replace earlier ones."""
+    """What a terminal shows of what is written, with the cursor movements that rich and our own line use."""
 
     def __init__(self) -> None:
         self.lines = [""]
-        self._column = 0
         self.snapshots: list[str] = []
+        self.colours: set[int] = set()
+        self.is_cursor_hidden = False
+        self._row = self._column = 0
+        self._rest = ""
 
     def write(self, text: str) -> None:
-        for one in text:
-            if one == "\r":
-                self.snapshots.append(self.lines[-1].rstrip())
+        text = self._rest + text
+        cut_short = re.search(r"\x1b(\[[\d;?]*)?$", text)
+        self._rest = cut_short[0] if cut_short else ""
+        for part in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|[^\x1b]", text.removesuffix(self._rest)):
+            if part.startswith("\x1b["):
+                self._control(part[2:-1], part[-1])
+            elif part == "\r":
+                self.snapshots.append(self.lines[self._row].rstrip())
                 self._column = 0
-            elif one == "\n":
-                self.lines.append("")
-                self._column = 0
+            elif part == "\n":
+                self._row, self._column = self._row + 1, 0
+                self.lines += [""] * (self._row + 1 - len(self.lines))
             else:
-                line = self.lines[-1]
-                self.lines[-1] = line[: self._column] + one + line[self._column + 1 :]
+                line = self.lines[self._row].ljust(self._column)
+                self.lines[self._row] = line[: self._column] + part + line[self._column + 1 :]
                 self._column += 1
+
+    def _control(self, arguments: str, name: str) -> None:
+        if name == "A":
+            self._row -= int(arguments or 1)
+            assert self._row >= 0
+        elif name == "K":
+            assert arguments == "2"
+            self.lines[self._row] = ""
+        elif name == "m":
+            self.colours |= {int(number) for number in arguments.split(";") if number}
+        else:
+            assert arguments == "?25", (arguments, name)
+            self.is_cursor_hidden = name == "l"
 
     @property
     def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines)
+        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
+
+
+@pytest.fixture(autouse=True)
+def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colours are as in a terminal of a user who has no settings for them."""
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @contextmanager
@@ -80,21 +113,32 @@ def terminal() -> Iterator[tuple[int, io.TextIOWrapper]]:
 
 
 def read(user: int, timeout_s: float = 0.0) -> str:
-    """What has arrived by now."""
+    """What has arrived by now, up to the end of a character."""
     data = b""
-    while select.select([user], [], [], timeout_s)[0]:
+    while select.select([user], [], [], timeout_s)[0] or not _is_whole(data):
         try:
             chunk = os.read(user, 1 << 16)
-        except OSError:  # Linux's way to say that the other end is closed
+        except OSError:  # Linux's way to report that the other end is closed
             break
         data += chunk
     return data.decode()
 
 
-def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
-    screen, clock = Screen(), Clock()
+def _is_whole(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [LiveLine, LiveTable])
+def test_progress_is_redrawn_and_lines_scroll_by_above_it(
+    kind: Callable[[io.TextIOWrapper], LiveDisplay],
+) -> None:
+    screen, clock, seen = Screen(), Clock(), set()
     with terminal() as (user, stream):
-        live = LiveLine(stream)
+        live = kind(stream)
         lines = LinesPrinter(stream=stream, live=live, clock=clock)
         board = TextDashboard(stream=stream, live=live, clock=clock)
         for event in started(2):
@@ -106,16 +150,19 @@ def test_the_line_is_redrawn_and_lines_scroll_by_above_it() -> None:
             samples = [sample(rank, tick, 30) for rank in range(2)]
             lines.on_readings(samples), board.on_readings(samples)
             screen.write(read(user))
-        assert screen.text.split("\n")[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
+            seen |= {line for line in screen.text.splitlines() if f" {tick}/30 " in line}
+        assert screen.text.splitlines()[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
         assert screen.lines[3].startswith("train")
-        assert len(screen.lines) == 4
+        assert len(screen.text.splitlines()) == (4 if kind is LiveLine else 7)
         for event in ended(2):
             lines.on_event(event), board.on_event(event)
         lines.close(), board.close()
         screen.write(read(user))
     assert screen.lines[3].startswith("rank  state")
     assert "train: done in 12 s" in screen.text
-    assert len({line for line in screen.snapshots if line.startswith("train")}) > 10
+    assert not screen.is_cursor_hidden
+    assert len(seen) > 10
+    assert {32, 36} <= screen.colours  # green and cyan
 
 
 def test_updates_are_at_most_five_a_second() -> None:
@@ -180,11 +227,112 @@ def test_a_terminal_without_block_characters_gets_others() -> None:
     assert stream.buffer.getvalue() == b"\r50% ?"  # type: ignore[attr-defined]
 
 
-@pytest.mark.timeout(90)
-def test_a_script_in_a_terminal_shows_a_bar_then_the_table(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+@pytest.mark.parametrize("kind", [LiveLine, LiveTable])
+def test_the_progress_of_a_job_is_starting_until_its_first_step(
+    kind: Callable[[io.TextIOWrapper], LiveDisplay],
+) -> None:
     screen = Screen()
+    with terminal() as (user, stream):
+        live = kind(stream)
+        view = view_of(started(2))
+        live.draw(view)
+        screen.write(read(user))
+        assert "starting" in screen.text
+        assert "running for" in screen.text or kind is LiveLine
+        live.draw(fold_readings(view, [sample(rank, 1, 9) for rank in range(2)], START_S + 1))
+        screen.write(read(user))
+        assert "starting" not in screen.text
+        live.clear()
+        screen.write(read(user))
+        live.draw(fold_readings(view, [], START_S + 60))  # it shows nothing of itself, but it runs
+        screen.write(read(user))
+        assert "starting" not in screen.text
+        live.clear()
+
+
+def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
+    screen = Screen()
+    with terminal() as (user, stream):
+        live = LiveTable(stream)
+        view = view_of([raised(rank, f"failure {rank}") for rank in range(16)], trained(16))
+        for _ in range(3):
+            live.draw(
+                view_of([Note(-1, START_S, f"warning {number}", "warning") for number in range(20)], view)
+            )
+        screen.write(read(user))
+        assert len(screen.lines) <= 30
+        live.clear()
+        screen.write(read(user))
+    assert screen.text == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "in_terminal", "in_file"),
+    [
+        ({}, True, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"NO_COLOR": ""}, True, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+)
+def test_colours_are_for_terminals_unless_the_environment_decides(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], in_terminal: bool, in_file: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with terminal() as (user, stream):
+        for kind in (LiveLine, LiveTable):
+            board = TextDashboard(stream=stream, live=kind(stream), first_s=0.0)
+            for event in [*started(2), *ended(2)]:
+                board.on_event(event)
+            board.close()
+            assert ("\x1b[32m" in read(user)) == in_terminal
+        assert has_colour(stream) == in_terminal
+        assert isinstance(open_live(stream), LiveLine) == (variables.get("TERM") == "dumb")
+    file = io.StringIO()
+    board = TextDashboard(stream=file)
+    for event in [*started(2), *ended(2)]:
+        board.on_event(event)
+    board.close()
+    assert ("\x1b[" in file.getvalue()) == in_file
+    assert isinstance(open_live(file), LiveLine)
+
+
+# Where rich is not installed.
+WITHOUT_RICH = (
+    "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+    "importlib.util.find_spec = lambda name, *rest: None if name == 'rich' else find(name, *rest)\n"
+)
+
+
+@pytest.mark.timeout(90)
+def test_a_script_in_a_terminal_with_rich_shows_a_table_that_moves(tmp_path: Path) -> None:
+    screen, seen = _run_script(tmp_path, SCRIPT)
+    steps = [list(map(int, re.findall(r" (\d+)/40 ", text))) for text in seen if "/40 " in text]
+    assert len({tuple(step) for step in steps}) >= 3, seen[-5:]
+    assert all(len(step) == 2 for step in steps)  # a row per rank
+    assert any("starting" in text for text in seen) or steps
+    assert not screen.is_cursor_hidden
+    _assert_ended(screen)
+
+
+@pytest.mark.timeout(90)
+def test_a_script_in_a_terminal_without_rich_shows_a_bar_then_the_table(tmp_path: Path) -> None:
+    screen, _ = _run_script(tmp_path, WITHOUT_RICH + SCRIPT)
+    bars = [line for line in screen.snapshots if line.startswith("train") and "/40 [" in line]
+    steps = [int(line.partition("/40")[0].rpartition(" ")[2]) for line in bars]
+    assert len(set(steps)) >= 3, screen.snapshots
+    assert steps == sorted(steps)
+    _assert_ended(screen)
+
+
+def _run_script(tmp_path: Path, source: str) -> tuple[Screen, list[str]]:
+    """Run a script in a terminal; returns what is there at the end, and what was there in between."""
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    screen, seen = Screen(), []
     with terminal() as (user, stream):
         process = subprocess.Popen(
             [sys.executable, str(script)],
@@ -195,12 +343,13 @@ def test_a_script_in_a_terminal_shows_a_bar_then_the_table(tmp_path: Path) -> No
         )
         while process.poll() is None:
             screen.write(read(user, 0.1))
+            seen.append(screen.text)
         screen.write(read(user, 0.1))
     assert process.returncode == 0, screen.text
-    bars = [line for line in screen.snapshots if line.startswith("train") and "/40 [" in line]
-    steps = [int(line.partition("/40")[0].rpartition(" ")[2]) for line in bars]
-    assert len(set(steps)) >= 3, screen.snapshots
-    assert steps == sorted(steps)
+    return screen, seen
+
+
+def _assert_ended(screen: Screen) -> None:
     rows = screen.text.splitlines()
     assert [line for line in rows if line.startswith("[")].count("[1] at 30") == 1
     table = next(index for index, line in enumerate(rows) if line.startswith("rank  state"))
