@@ -17,7 +17,7 @@ from nblaunch.events import Event
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.link import Link
-from nblaunch.wire.turns import Turns
+from nblaunch.wire.locks import WorkerLocks
 
 
 def _discard(event: Event) -> None:
@@ -33,7 +33,7 @@ class WorkerContext:
         backend: device family.
         slot: of the progress board.
         emit: sends an event to the launcher; never raises, never blocks for long.
-        turns: blocks that only some workers of this machine run at the same time.
+        locks: between the workers of this machine.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, as
             ``{"mixed_precision": "bf16"}``.
         parent_pid: process that started this worker; 0 if there is none.
@@ -43,8 +43,8 @@ class WorkerContext:
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
         compares_shapes: collectives compare the shapes of their tensors over ranks; None: as launched.
-        rejoined: parts that objects of the notebook have in this process, by the object's ``id``, each with the object
-            itself (``training/rejoining.py``).
+        object_parts: parts that objects of the notebook have in this process, by the object's ``id``, each with the
+            object itself (``training/per_process.py``).
         collect_sharded_weights: returns what this rank sends of a module's trained weights to the notebook, its shards
             among them; set by strategies that shard weights. None = every rank has the whole weights.
     """
@@ -53,7 +53,7 @@ class WorkerContext:
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
     emit: Callable[[Event], None] = _discard
-    turns: Turns = field(default_factory=Turns)
+    locks: WorkerLocks = field(default_factory=WorkerLocks)
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
@@ -62,7 +62,9 @@ class WorkerContext:
     is_launched: bool = False
     training: Any = None
     compares_shapes: bool | None = None
-    rejoined: dict[int, tuple[Any, dict[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
+    object_parts: dict[int, tuple[Any, dict[str, Any]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     collect_sharded_weights: Callable[[Any], Mapping[str, Any]] | None = None
 
 

@@ -18,7 +18,7 @@ this code in it.
           log_limit.py   keeps them small
       outcome.py         outcome of a job: values, or the error; loads the trained weights
         weights.py       trained weights on their way into the kernel's modules
-        unpassed.py      modules that were trained without being passed
+        uncollected.py   modules that were trained without being passed as arguments
         metrics.py       what was logged, as a table
     job.py               Job: what the caller holds, a future
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor

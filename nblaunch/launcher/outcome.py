@@ -15,7 +15,7 @@ from nblaunch.errors import JobCancelled, ResultError
 from nblaunch.events import Note
 from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
-from nblaunch.launcher.unpassed import describe_unpassed_modules
+from nblaunch.launcher.uncollected import describe_uncollected_modules
 from nblaunch.user_code import from_first_user_frame
 from nblaunch.wire.modules import ArgPath
 from nblaunch.wire.outbox import RankResult
@@ -115,7 +115,7 @@ def conclude_job(
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
     unfit, notes = _load_weights(attempt, report, rank_results)
-    notes += [Note.of_job(text) for text in _describe_unpassed(attempt, report)]
+    notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
     values = {rank: result.value for rank, result in rank_results.items()}
@@ -126,12 +126,12 @@ def conclude_job(
     )
 
 
-def _describe_unpassed(attempt: Attempt, report: AttemptReport) -> list[str]:
+def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
     """Describe the modules that the function of a job without modules in its arguments has trained."""
     has_trained = any(reading.loss is not None for reading in report.last_readings)
     if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
         return []
-    text = describe_unpassed_modules(attempt.spec.function, attempt.spec.function_name)
+    text = describe_uncollected_modules(attempt.spec.function, attempt.spec.function_name)
     return [text] if text else []
 
 

@@ -14,7 +14,7 @@ The :class:`Accelerator`, and what it is built of:
 
     accelerator.py   the methods that users call: a façade
     properties.py    its properties
-    rejoining.py     its parts in a worker, where it was made in a notebook cell
+    per_process.py   its parts per process: one of a notebook cell has others in a worker
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     precision.py     number formats: around the forward, and for backward, clipping and step

@@ -52,10 +52,10 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     project_of,
 )
+from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.placement import is_dispatched
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
 from nblaunch.training.properties import PreparationProperties
-from nblaunch.training.rejoining import Rejoining
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, reset_message
 from nblaunch.training.strategies import StrategyPlugin, TrainingSetup
@@ -67,7 +67,7 @@ from nblaunch.training.tracking.trackers import GeneralTracker
 T = TypeVar("T")
 
 
-class Accelerator(PreparationProperties, Rejoining):
+class Accelerator(PreparationProperties, PerProcessParts):
     """Prepare a plain PyTorch training loop for any number of processes, and let them train as one.
 
     Example::

@@ -162,5 +162,5 @@ def one_at_a_time() -> Iterator[None]:
     Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
     does nothing.
     """
-    with context.current().turns.exclusive():
+    with context.current().locks.lock():
         yield

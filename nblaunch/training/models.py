@@ -153,5 +153,5 @@ def _beside(parameter: torch.nn.Parameter, state: torch.Tensor) -> torch.Tensor:
 
 def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
     """Move ``model`` to the device of ``process``."""
-    with context.current().turns.shared() if process.backend.transfers_in_turn else nullcontext():
+    with context.current().locks.semaphore() if process.backend.transfers_in_turn else nullcontext():
         process.backend.to_device(model, process.device)

@@ -102,7 +102,7 @@ class ProcessMethods(ABC):
         """Make :attr:`device` the current one again, where the script chose another."""
         self._process.backend.device(self._process.topology)
 
-    # --- waiting and taking turns --------------------------------------------------------------------------------
+    # --- waiting ---------------------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""

@@ -27,7 +27,7 @@ Both ways between launcher and workers:
 
 Between ranks and between nodes:
 
-    turns.py            blocks that only some workers of a machine run at the same time
+    locks.py            between the workers of a machine
     signing.py          pickles signed with the key of the job
     schema.py           dataclasses as JSON between nodes, never unpickled
 """

@@ -39,9 +39,9 @@ from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.link import Link
+from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.modules import modules_at
 from nblaunch.wire.originals import Originals
-from nblaunch.wire.turns import Turns
 from nblaunch.worker import inherited, output, process_control, progress
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
@@ -87,7 +87,7 @@ class _Worker:
         descendants.carry(assignment.descendant_tag)
         self.assignment = assignment
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
-        self.turns = Turns(assignment.board_fd, assignment.rank)
+        self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
         self.interrupts = process_control.Interrupts(self.slot)
         self.sender = EventSender(assignment.event_fd, self.interrupts.deferred)
         self.interrupts.install()
@@ -161,7 +161,7 @@ class _Worker:
                 backend=backend,
                 slot=self.slot,
                 emit=self.sender.send,
-                turns=self.turns,
+                locks=self.locks,
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
@@ -182,7 +182,7 @@ class _Worker:
         self._is_subprocess = True
         self.sender.renew_after_fork()
         self.slot.detach()
-        self.turns.detach()
+        self.locks.detach()
         self.interrupts.reset_in_subprocess()
         output.renew_buffers()
         process_control.watch_faults_of_subprocess()

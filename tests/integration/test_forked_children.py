@@ -82,10 +82,10 @@ def train():
             raise AssertionError("no interrupt")
         except KeyboardInterrupt:
             pass
-        with context.current().turns.exclusive():
+        with context.current().locks.lock():
             pass
 
-    with context.current().turns.exclusive():     # a process that waited for its turn would wait for ever
+    with context.current().locks.lock():     # a process that waited for the lock would wait for ever
         status = in_child(interfere)
     return status, slot.read(0) == before, slot.num_checks
 notebook_launcher(train, num_processes=1)

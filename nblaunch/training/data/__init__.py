@@ -1,13 +1,13 @@
 """Prepared data loaders.
 
-prepare.py      make a prepared loader out of the user's
-adapter.py      a loader around the one that reads, torch's or torchdata's, and the state of its epoch
-samplers.py     samplers of the order that all ranks share, and the layers of an order
-sharding.py     which samples a rank gets
-loader.py       read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
-dispatcher.py   ``DataLoaderDispatcher``, where rank 0 reads for all
-skipping.py     begin further on in an epoch
-position.py     how far an epoch was read, for any number of ranks, and the rest of it
-resuming.py     where loaders are, for checkpoints
-reading.py      what a loader takes over from the one that it is made of
+prepare.py          make a prepared loader out of the user's
+adapter.py          a loader around the one that reads, torch's or torchdata's, and the state of its epoch
+samplers.py         samplers of the order that all ranks share, and the layers of an order
+sharding.py         which samples a rank gets
+loader.py           read them: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard
+dispatcher.py       ``DataLoaderDispatcher``, where rank 0 reads for all
+loader_options.py   options that a loader inherits from the one that it is made from
+skipping.py         loaders whose next epoch begins behind its first batches
+position.py         how far an epoch was read, for any number of ranks, and the rest of it
+resuming.py         states of loaders in checkpoints
 """

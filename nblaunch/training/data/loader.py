@@ -25,8 +25,8 @@ from nblaunch.events import WorkerState
 from nblaunch.training.board_reports import Loop
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.adapter import FINISHED, ORDER, DataLoaderAdapter, DataLoaderStateMixin
+from nblaunch.training.data.loader_options import inherited_options, order_options
 from nblaunch.training.data.position import Position, rest_of_order, rest_of_stream
-from nblaunch.training.data.reading import reading_options, reading_order
 from nblaunch.training.data.samplers import (
     SkipBatchSampler,
     innermost,
@@ -286,13 +286,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def beginning_at(self, position: Position) -> PreparedLoader:
         """Return a loader of the rest of the epoch; later epochs may be read from either, whole."""
-        options = {**reading_options(self), **self.own_options()}
+        options = {**inherited_options(self), **self.own_options()}
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDataset):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
             options.update(batch_size=self.batch_size, drop_last=self.drop_last)
         else:
-            options.update(reading_order(self, rest_of_order(order_of(self), position)))
+            options.update(order_options(self, rest_of_order(order_of(self), position)))
         rest = type(self)(dataset, **options)
         rest._begins_at = position
         rest.follow(self)

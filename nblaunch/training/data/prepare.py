@@ -17,7 +17,7 @@ from nblaunch.errors import warn
 from nblaunch.training.collectives import operations
 from nblaunch.training.data.dispatcher import DataLoaderDispatcher
 from nblaunch.training.data.loader import DataLoaderShard, PreparedLoader
-from nblaunch.training.data.reading import is_stateful, reading_options, reading_order
+from nblaunch.training.data.loader_options import inherited_options, is_stateful, order_options
 from nblaunch.training.data.samplers import SeedableRandomSampler, innermost, layers, order_of
 from nblaunch.training.data.sharding import (
     BatchSamplerShard,
@@ -110,7 +110,7 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
         ValueError: the data can't be shared as ``config`` says, with the reason.
     """
     _check_plain(loader)
-    common = reading_options(loader)
+    common = inherited_options(loader)
     common.update(
         device=target.device,
         num_processes=target.world_size,
@@ -127,7 +127,7 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     _make_order_shareable(order, config)
     shard = _share_order(loader, order, target, config)
     order = order if shard is None else shard
-    return DataLoaderShard(loader.dataset, **reading_order(loader, order), **common)
+    return DataLoaderShard(loader.dataset, **order_options(loader, order), **common)
 
 
 def _share_order(
@@ -188,7 +188,7 @@ def _dispatch(
     else:
         order = order_of(loader)
         _make_order_shareable(order, config)
-        sampling = reading_order(loader, order)
+        sampling = order_options(loader, order)
     common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
     return DataLoaderDispatcher(loader.dataset, **sampling, **common)
 

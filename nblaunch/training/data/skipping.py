@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, stateful_loader
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.reading import is_stateful, reading_options, reading_order
+from nblaunch.training.data.loader_options import inherited_options, is_stateful, order_options
 from nblaunch.training.data.samplers import SkipBatchSampler, order_of
 
 
@@ -63,7 +63,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
         num_batches = 0
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches} is negative")
-    options = reading_options(dataloader)
+    options = inherited_options(dataloader)
     kind: Any = type(dataloader)
     per_batch = 1
     if isinstance(dataloader, PreparedLoader):
@@ -80,7 +80,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
         if not isinstance(dataloader, PreparedLoader):
             kind = stateful_loader if is_stateful(dataloader) else DataLoader
         order = SkipBatchSampler(order_of(dataloader), num_batches * per_batch)
-        options.update(reading_order(dataloader, order))
+        options.update(order_options(dataloader, order))
     skipping: DataLoader = kind(dataloader.dataset, **options)
     if isinstance(skipping, PreparedLoader):
         skipping.follow(dataloader)

@@ -1,4 +1,4 @@
-"""Turns that workers take."""
+"""Locks between workers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.turns import NUM_LANES, Turns
+from nblaunch.wire.locks import MAX_HOLDERS, WorkerLocks
 
 pytestmark = pytest.mark.timeout(30)
 
 
 def _hold(fd: int, rank: int, is_exclusive: bool = False) -> tuple[int, int, int]:
-    """Fork a child that reports when it is in its turn, and ends it on request; return its pid and both pipes."""
+    """Fork a child that reports when it holds a lock, and releases it on request; return its pid and both pipes."""
     entered, entering = os.pipe()
     leave, leaving = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(leaving)
-        turns = Turns(fd, rank)
-        with turns.exclusive() if is_exclusive else turns.shared():
+        locks = WorkerLocks(fd, rank)
+        with locks.lock() if is_exclusive else locks.semaphore():
             os.write(entering, b"in")
             os.read(leave, 1)
         os._exit(0)
@@ -34,7 +34,7 @@ def _hold(fd: int, rank: int, is_exclusive: bool = False) -> tuple[int, int, int
 
 
 def _end(held: tuple[int, int, int]) -> None:
-    """End the turn of a child, if it still runs, and wait for its end."""
+    """Release the lock of a child, if it still runs, and wait for its end."""
     pid, entered, leaving = held
     with contextlib.suppress(BrokenPipeError):
         os.write(leaving, b"x")
@@ -56,26 +56,26 @@ def _wait_until_blocked(pid: int) -> None:
         os.sched_yield()
 
 
-def test_ranks_of_one_lane_take_turns_and_others_do_not_wait() -> None:
-    fd = create_memory_file("turns")
+def test_every_second_rank_waits_and_others_do_not() -> None:
+    fd = create_memory_file("locks")
     first = _hold(fd, 0)
     assert os.read(first[1], 2) == b"in"
-    second = _hold(fd, NUM_LANES)
-    other_lane = _hold(fd, 1)
-    assert os.read(other_lane[1], 2) == b"in"
+    second = _hold(fd, MAX_HOLDERS)
+    other = _hold(fd, 1)
+    assert os.read(other[1], 2) == b"in"
     _wait_until_blocked(second[0])
     _end(first)
     assert os.read(second[1], 2) == b"in"
     _end(second)
-    _end(other_lane)
+    _end(other)
     os.close(fd)
 
 
 def test_a_process_that_is_killed_in_its_turn_blocks_no_other() -> None:
-    fd = create_memory_file("turns")
+    fd = create_memory_file("locks")
     first = _hold(fd, 0)
     assert os.read(first[1], 2) == b"in"
-    second = _hold(fd, NUM_LANES)
+    second = _hold(fd, MAX_HOLDERS)
     _wait_until_blocked(second[0])
     os.kill(first[0], signal.SIGKILL)
     assert os.read(second[1], 2) == b"in"
@@ -85,17 +85,17 @@ def test_a_process_that_is_killed_in_its_turn_blocks_no_other() -> None:
 
 
 def test_blocks_for_one_at_a_time_exclude_each_other_and_no_turn() -> None:
-    fd = create_memory_file("turns")
+    fd = create_memory_file("locks")
     first = _hold(fd, 0, is_exclusive=True)
-    other_lane, same_lane = _hold(fd, 1), _hold(fd, 0)
+    other, same = _hold(fd, 1), _hold(fd, 0)
     try:
-        assert os.read(first[1], 2) == os.read(other_lane[1], 2) == os.read(same_lane[1], 2) == b"in"
+        assert os.read(first[1], 2) == os.read(other[1], 2) == os.read(same[1], 2) == b"in"
         second = _hold(fd, 1, is_exclusive=True)
         _wait_until_blocked(second[0])
         _end(first)
         assert os.read(second[1], 2) == b"in"
         _end(second)
     finally:
-        _end(other_lane)
-        _end(same_lane)
+        _end(other)
+        _end(same)
         os.close(fd)

@@ -1,4 +1,4 @@
-"""An Accelerator that was made in a notebook cell takes its place in a worker: its ranks, device and process group.
+"""Parts per process of an Accelerator: one that was made in a notebook cell has others in each worker.
 
     accelerator = Accelerator(mixed_precision="bf16")     # in a cell: one process, rank 0 of 1
 
@@ -27,12 +27,12 @@ _HAS_PREPARED = (
 
 
 class _PerProcess:
-    """An attribute of a :class:`Rejoining` object with a value per process."""
+    """An attribute of :class:`PerProcessParts` with a value per process."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Rejoining | None, owner: type) -> Any:
+    def __get__(self, instance: PerProcessParts | None, owner: type) -> Any:
         if instance is None:
             return self
         try:
@@ -40,12 +40,12 @@ class _PerProcess:
         except KeyError:
             raise AttributeError(self._name) from None
 
-    def __set__(self, instance: Rejoining, value: Any) -> None:
+    def __set__(self, instance: PerProcessParts, value: Any) -> None:
         instance._parts()[self._name] = value
 
 
-class Rejoining:
-    """Base of the ``Accelerator``: its parts, per process."""
+class PerProcessParts:
+    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
 
     _handlers: Any = _PerProcess()
     _shared: Any = _PerProcess()
@@ -73,7 +73,7 @@ class Rejoining:
 
     def _build_parts(self, arguments: Mapping[str, Any]) -> None:
         """Build the parts of this process, as the constructor does: that of the class itself, not of one below it."""
-        own = next(cls for cls in type(self).__mro__ if Rejoining in cls.__bases__)
+        own = next(cls for cls in type(self).__mro__ if PerProcessParts in cls.__bases__)
         own.__init__(self, **arguments)  # type: ignore[misc]
 
     def _parts(self) -> dict[str, Any]:
@@ -82,34 +82,39 @@ class Rejoining:
         if here is self._home:
             return self._own_parts
         if not here.is_launched:
-            return self._own_parts if self._home is not None else self._settle(here)
-        known = here.rejoined.get(id(self))
-        return self._rejoin(here) if known is None else known[1]
+            return self._own_parts if self._home is not None else self._make_own(here)
+        known = here.object_parts.get(id(self))
+        return self._build_here(here) if known is None else known[1]
 
-    def _settle(self, here: WorkerContext) -> dict[str, Any]:
-        """Make a process without a launcher, in which the object was unpickled, the object's own."""
+    def _make_own(self, here: WorkerContext) -> dict[str, Any]:
+        """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
         self._home = here
         if not self._own_parts:
             self._build_parts(self._arguments)
         return self._own_parts
 
-    def _rejoin(self, here: WorkerContext) -> dict[str, Any]:
+    def _build_here(self, here: WorkerContext) -> dict[str, Any]:
+        """Build and return the parts of this worker.
+
+        Raises:
+            RuntimeError: objects were prepared in the notebook.
+        """
         arguments = self._arguments
         if self._own_parts:
             if self._own_parts["_preparer"].has_prepared:
                 raise RuntimeError(_HAS_PREPARED)
             arguments = {**arguments, **_arguments_now(self._own_parts)}
         parts: dict[str, Any] = {}
-        here.rejoined[id(self)] = self, parts
+        here.object_parts[id(self)] = self, parts
         try:
             self._build_parts(arguments)
         except BaseException:
-            del here.rejoined[id(self)]
+            del here.object_parts[id(self)]
             raise
         return parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _, parts = context.current().rejoined.get(id(self), (self, self._own_parts))
+        _, parts = context.current().object_parts.get(id(self), (self, self._own_parts))
         if not parts:
             return _unpickled, (type(self), self._arguments, {})
         kept = parts if parts["_preparer"].has_prepared else {}
@@ -133,7 +138,9 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _unpickled(cls: type[Rejoining], arguments: Mapping[str, Any], parts: dict[str, Any]) -> Rejoining:
+def _unpickled(
+    cls: type[PerProcessParts], arguments: Mapping[str, Any], parts: dict[str, Any]
+) -> PerProcessParts:
     """Return the object without parts: the process that loads a call may not be the one that runs it.
 
     Args:

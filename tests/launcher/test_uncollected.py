@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.launcher.unpassed import describe_unpassed_modules
+from nblaunch.launcher.uncollected import describe_uncollected_modules
 from tests.kernels import Kernel
 
 net = nn.Linear(2, 2)
@@ -100,18 +100,18 @@ FOUND: list[tuple[Callable[..., Any], str]] = [
 
 @pytest.mark.parametrize(("function", "named"), FOUND)
 def test_what_a_function_reaches_by_itself_is_named(function: Callable[..., Any], named: str) -> None:
-    assert describe_unpassed_modules(function, "train").startswith(f"{named} of the notebook w")
+    assert describe_uncollected_modules(function, "train").startswith(f"{named} of the notebook w")
 
 
 @pytest.mark.parametrize(
     "function", [uses_nothing, uses_frozen, takes, print, dict, functools.partial(takes, frozen)]
 )
 def test_nothing_is_reported_where_nothing_trainable_is_reached(function: Callable[..., Any]) -> None:
-    assert describe_unpassed_modules(function, "train") == ""
+    assert describe_uncollected_modules(function, "train") == ""
 
 
 def test_odd_things_do_no_harm() -> None:
-    assert describe_unpassed_modules(uses_odd_things, "train").partition(" of ")[0] == ""
+    assert describe_uncollected_modules(uses_odd_things, "train").partition(" of ")[0] == ""
 
 
 def test_a_cell_has_a_note_if_and_only_if_its_job_trained(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""Modules that a function takes from the notebook without getting them in its arguments."""
+"""Modules that a function trains without getting them in its arguments, so that their weights are not collected."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.user_code import captured_variables
 
 
-def describe_unpassed_modules(function: Callable[..., Any], name: str) -> str:
-    """Describe the modules that a function takes from the notebook without getting them in ``args``.
+def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:
+    """Describe the modules that a function takes from the notebook without getting them in its arguments.
 
     Workers train such a module like any other, but its weights were not asked for, and end with the workers. Only what
     is in plain sight is found: closures, global names, the object of a bound method, the arguments of a ``partial``.

@@ -1,4 +1,4 @@
-"""How a loader reads, apart from what: the options that a loader made of another one takes over."""
+"""Options of a DataLoader that a loader made from it inherits: they set how data is read, not which."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
-# What says how data is read, not which: taken over from the user's loader. Not every torch has all of them.
-_READING_OPTIONS = (
+# Not every torch has all of them.
+_INHERITED = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -25,12 +25,10 @@ _READING_OPTIONS = (
 )
 
 
-def reading_options(loader: DataLoader) -> dict[str, Any]:
-    """Return what says how ``loader`` reads, and not what: workers, collation, memory."""
+def inherited_options(loader: DataLoader) -> dict[str, Any]:
+    """Return the options of ``loader`` for a loader made from it: workers, collation, memory."""
     options = {
-        name: getattr(loader, name)
-        for name in _READING_OPTIONS
-        if name in _ACCEPTED and hasattr(loader, name)
+        name: getattr(loader, name) for name in _INHERITED if name in _ACCEPTED and hasattr(loader, name)
     }
     if is_stateful(loader):
         options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]
@@ -41,15 +39,15 @@ def reading_options(loader: DataLoader) -> dict[str, Any]:
     return options
 
 
-def reading_order(loader: DataLoader, order: Any) -> dict[str, Any]:
-    """Return what a new loader is given to read by ``order`` as ``loader`` reads by its own."""
+def order_options(loader: DataLoader, order: Any) -> dict[str, Any]:
+    """Return the options by which a loader made from ``loader`` reads in ``order``."""
     if loader.batch_sampler is None:  # the dataset gets whatever the sampler yields: an index, or a list
         return {"sampler": order, "batch_size": None}
     return {"batch_sampler": order}
 
 
 def is_stateful(loader: DataLoader) -> bool:
-    """Return whether torchdata reads it."""
+    """Return whether ``loader`` is torchdata's ``StatefulDataLoader``."""
     torchdata = sys.modules.get(
         "torchdata.stateful_dataloader"
     )  # where it was not imported, nothing can be one

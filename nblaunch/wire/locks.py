@@ -1,0 +1,56 @@
+"""Locks between the workers of a job on one machine.
+
+They are record locks on the file of the progress board, which every worker has open however it was started. The file
+is neither read nor written here. The system releases the locks of a process that ends, so a worker that is killed
+while it holds one blocks no other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+MAX_HOLDERS = 2
+"""Workers that hold the semaphore at the same time. With one, the others' processors lie idle while it waits for
+memory."""
+
+
+class WorkerLocks:
+    """A lock and a semaphore, as one worker holds them; neither waits for the other.
+
+    Args:
+        fd: descriptor of the file that all workers lock; -1 = there are no other workers, and nothing waits.
+        rank: of this worker.
+    """
+
+    def __init__(self, fd: int = -1, rank: int = 0) -> None:
+        self._fd = fd
+        self._slot = rank % MAX_HOLDERS
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Return a context manager that one worker enters at a time."""
+        return self._locked(MAX_HOLDERS)
+
+    def semaphore(self) -> AbstractContextManager[None]:
+        """Return a context manager that at most ``MAX_HOLDERS`` workers enter at the same time.
+
+        Workers whose ranks differ by a multiple of ``MAX_HOLDERS`` wait for each other, also while a place is free.
+        """
+        return self._locked(self._slot)
+
+    def detach(self) -> None:
+        """Wait for no lock any more, in a process forked by the worker: that may hold it, and wait for this process."""
+        self._fd = -1
+
+    @contextmanager
+    def _locked(self, byte: int) -> Iterator[None]:
+        fd = self._fd
+        if fd < 0:
+            yield
+            return
+        fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
+        try:
+            yield
+        finally:
+            fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
