@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from nblaunch.cli import UsageError
+from nblaunch.errors import CheckpointError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,8 +37,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and return the exit code."""
-    # Imported here, since they import torch.
-    from nblaunch.errors import CheckpointError
     from nblaunch.training.checkpoints.sharded_files import merge_fsdp_weights
 
     try:

@@ -41,7 +41,7 @@ from nblaunch.worker import bootstrap, process_control
 
 
 class ForkEngine(Engine):
-    """Fork from the calling thread: the main one, while no other code of the user can run."""
+    """Forks from the calling thread: the main one, while no other code of the user can run."""
 
     name = "fork"
 

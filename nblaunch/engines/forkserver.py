@@ -24,7 +24,7 @@ from nblaunch.wire.board import Board
 
 
 class ForkserverEngine(Engine):
-    """Start one fresh process that loads the call and forks the workers."""
+    """Starts one fresh process that loads the call and forks the workers."""
 
     name = "forkserver"
 

@@ -14,7 +14,7 @@ from nblaunch.wire.board import Board
 
 
 class SpawnEngine(Engine):
-    """Start every worker as a new Python process."""
+    """Starts every worker as a new Python process."""
 
     name = "spawn"
 

@@ -139,7 +139,7 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Loading:
-    """Hold whether a module has its weights, and a warning."""
+    """Whether a module has its weights, and a warning."""
 
     is_loaded: bool
     text: str = ""

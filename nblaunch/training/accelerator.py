@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class Accelerator(PreparationProperties, PerProcessParts):
-    """Prepare a plain PyTorch training loop for any number of processes, and let them train as one.
+    """Prepares a plain PyTorch training loop for any number of processes, which then train as one.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Join the processes of a job: :func:`join` returns this one as :class:`JoinedProcess`; then, wait for the others.
+"""The process group of a job: :func:`join` it, as a :class:`JoinedProcess`, and wait for other ranks.
 
 A rank that waits for others shows it on the progress board (:class:`Waiting`), so that a slow rank can be
 distinguished from those that wait for it.
@@ -67,7 +67,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
         init: how to join the process group.
 
     Raises:
-        RuntimeError: the environment has several processes but no address where they meet.
+        RuntimeError: the environment has several processes but no address of their rendezvous.
     """
     worker = context.current()
     backend = backends.choose("cpu") if cpu else worker.backend

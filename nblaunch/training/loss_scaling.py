@@ -20,7 +20,7 @@ from nblaunch.training.collectives import dtensor
 
 
 class LossScaling:
-    """Scale losses, and unscale the gradients of each optimizer once per round.
+    """Scales losses, and unscales the gradients of each optimizer once per round.
 
     Args:
         scaler: torch's; what it is asked for directly is right, too, as long as it is read by :attr:`scaler`.

@@ -230,14 +230,14 @@ def _do_nothing() -> None:
 
 
 class OptimizerPlaceholder:
-    """Stand for an optimizer that the strategy makes: ``prepare`` takes it and returns the real one."""
+    """A placeholder for an optimizer that the strategy makes: ``prepare`` takes it and returns the real one."""
 
     needs: str
     """What makes the real one; the end of the error where there is no such thing."""
 
 
 class SchedulerPlaceholder:
-    """Stand for a learning rate scheduler that the strategy makes."""
+    """A placeholder for a learning rate scheduler that the strategy makes."""
 
     needs: str
     """As in :class:`OptimizerPlaceholder`."""

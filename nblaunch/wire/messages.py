@@ -23,7 +23,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Execute(Command):
-    """Run code as a cell, in ``__main__``.
+    """Code to run as a cell, in ``__main__``.
 
     Args:
         code: Python with IPython's extensions, where the rank has IPython.
@@ -42,12 +42,12 @@ class Execute(Command):
 
 @dataclass(frozen=True)
 class Assign(Command):
-    """Set variables in ``__main__``; the values follow as a memory file."""
+    """Variables to set in ``__main__``; the values follow as a memory file."""
 
 
 @dataclass(frozen=True)
 class Call(Command):
-    """Call a function as a job does; the call follows as a memory file.
+    """A function to call as a job does; the call follows as a memory file.
 
     Args:
         sends_weights_of: argument paths of the modules whose weights are wanted back.
@@ -58,12 +58,12 @@ class Call(Command):
 
 @dataclass(frozen=True)
 class LeaveGroup(Command):
-    """Leave the process group, in which another rank waits for this one in vain."""
+    """Request to leave the process group, in which another rank waits for this one in vain."""
 
 
 @dataclass(frozen=True)
 class Close(Command):
-    """End the worker."""
+    """Request to end the worker."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,10 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.config.settings"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.session.session"): "only session= needs it",
     ("nblaunch", "nblaunch.session"): "magics need IPython",
+    (
+        "nblaunch.cli.merge",
+        "nblaunch.training.checkpoints.sharded_files",
+    ): "help and wrong uses need no torch",
     ("nblaunch.cli.launch", "nblaunch.cli.script_job"): "150 ms that help and wrong uses do not need",
     ("nblaunch.notebook", "nblaunch.nodes.attempts"): "a launch on one machine does not load it",
     ("nblaunch.backends.base", "nblaunch.backends"): "process_group is only needed in workers",
@@ -51,6 +55,10 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     (
         "nblaunch.training.strategies.fsdp2.plugin",
         "nblaunch.training.strategies.fsdp2.strategy",
+    ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
+    (
+        "nblaunch.training.strategies.fsdp2.plugin",
+        "nblaunch.training.strategies.fsdp2.over_devices",
     ): "PartialState and commands import the plugin alone, without torch's compiler (1.5 s)",
 }
 

@@ -1,4 +1,4 @@
-"""Writing so that a crash at any moment leaves what was there before or what is new, never a mixture.
+"""Atomic writes of files and folders: a crash at any moment leaves the old ones or the new ones, never a mixture.
 
 Everything is written aside, forced to disk, and takes its place by a rename, which the file system does as a whole:
 
@@ -7,8 +7,8 @@ Everything is written aside, forced to disk, and takes its place by a rename, wh
     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 
 The last row is a journal: once ``.committed`` exists, the new files count, and :func:`finish_commit` moves up what is
-left of them. Files of an existing folder that are not replaced stay as they are. One process writes; who that is, and
-what is written, is decided elsewhere.
+left of them. Files of an existing folder that are not replaced stay as they are. One process writes; callers decide
+which, and what it writes.
 """
 
 from __future__ import annotations

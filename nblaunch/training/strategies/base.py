@@ -37,7 +37,7 @@ from nblaunch.training.precision import Precision
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Hold what a strategy is built with.
+    """What a strategy is built with.
 
     Args:
         process: the ranks, the backend and the device of this process.
@@ -69,7 +69,7 @@ class ShardWriter(ABC):
 
 
 class StrategyPlugin(ABC):
-    """Choose a strategy and hold its settings: ``Accelerator(strategy=plugin)``.
+    """The choice of a strategy, with its settings: ``Accelerator(strategy=plugin)``.
 
     A strategy of your own needs no change in nblaunch. Write a plugin that builds it, in any module that the workers
     can import, and pass an object of it::
@@ -139,7 +139,7 @@ class StrategyPlugin(ABC):
 
 
 class Strategy(ABC):
-    """Spread models over processes in one way. The module's description has the order of the calls."""
+    """A way to spread models over processes. The module's description has the order of the calls."""
 
     name: str
 

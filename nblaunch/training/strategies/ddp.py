@@ -47,7 +47,7 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 
 
 class DdpStrategy(Strategy):
-    """Wrap models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
+    """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
     Args:
         options: its arguments.

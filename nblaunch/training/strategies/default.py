@@ -15,7 +15,7 @@ from nblaunch.training.strategies.reduce_at_step import ReduceAtStepStrategy
 
 
 class DefaultPlugin(StrategyPlugin):
-    """Choose among a lone process, DistributedDataParallel, and gradients that are averaged at the optimizer's step.
+    """The choice among a lone process, DistributedDataParallel, and gradients averaged at the optimizer's step.
 
     Args:
         options: arguments of DistributedDataParallel.
@@ -33,7 +33,7 @@ class DefaultPlugin(StrategyPlugin):
 
 
 class SingleStrategy(Strategy):
-    """Keep the model of a lone process as it is."""
+    """Leaves the model of a lone process as it is."""
 
     name = "single"
 

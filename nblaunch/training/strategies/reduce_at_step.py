@@ -20,7 +20,7 @@ from nblaunch.training.strategies.base import Strategy
 
 
 class ReduceAtStepStrategy(Strategy):
-    """Keep the model as it is, with the weights of rank 0 on every rank; the backend averages gradients at the step."""
+    """Leaves the model as it is, with rank 0's weights on every rank; the backend averages gradients at the step."""
 
     name = "reduce_at_step"
 

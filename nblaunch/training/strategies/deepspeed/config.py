@@ -31,7 +31,7 @@ _MAX_BUCKET = 500_000_000  # elements; DeepSpeed's own default
 
 
 class DummyOptim(OptimizerPlaceholder):
-    """Stand for the optimizer that DeepSpeed's configuration describes; ``prepare`` returns the real one.
+    """A placeholder for the optimizer that DeepSpeed's configuration describes; ``prepare`` returns the real one.
 
     Args:
         params: parameters to optimize, or dicts of parameter groups.
@@ -52,7 +52,7 @@ class DummyOptim(OptimizerPlaceholder):
 
 
 class DummyScheduler(SchedulerPlaceholder):
-    """Stand for the scheduler that DeepSpeed's configuration describes; ``prepare`` returns the real one.
+    """A placeholder for the scheduler that DeepSpeed's configuration describes; ``prepare`` returns the real one.
 
     Args:
         optimizer: the ``DummyOptim`` or optimizer that it goes with.

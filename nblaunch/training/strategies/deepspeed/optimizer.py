@@ -16,7 +16,7 @@ from nblaunch.training.precision import Precision
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """Stand for an engine's optimizer. Its ``param_groups`` and state are those of this rank's shard.
+    """A prepared optimizer that an engine steps. Its ``param_groups`` and state are those of this rank's shard.
 
     Args:
         engine: DeepSpeed's, with an optimizer.
@@ -61,7 +61,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """Stand for a scheduler that the engine moves on with each of its steps.
+    """A prepared scheduler that the engine steps with each of its own steps.
 
     Args:
         scheduler: the engine's.

@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class DeepSpeedPlugin(StrategyPlugin):
-    """Train with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
+    """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
     Needs ``pip install deepspeed``. Either a configuration of DeepSpeed's own is given, or the fields below make one;
     where both say the same thing differently, that is refused. ``deepspeed_config`` is the result. Values that say
@@ -236,7 +236,7 @@ class DeepSpeedPlugin(StrategyPlugin):
 
 @dataclass
 class DeepSpeedPlugins(StrategyPlugin):
-    """Hold the plugins of a process by name, one of them selected: the one that ``prepare`` uses.
+    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses.
 
     Raises:
         ValueError: there is none.

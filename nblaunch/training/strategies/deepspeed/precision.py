@@ -11,7 +11,7 @@ from nblaunch.training.precision import AutocastForward, Precision, restore_forw
 
 
 class EnginePrecision(Precision):
-    """Do what is left where the engine scales losses, and holds fp32 copies of its 16-bit weights.
+    """What is left of mixed precision where the engine scales losses, and holds fp32 copies of its 16-bit weights.
 
     Args:
         other: the precision that the process would use otherwise; gives its name.

@@ -47,7 +47,7 @@ _SHARDED = {
 
 @dataclass(frozen=True)
 class _Given:
-    """Hold what one call of ``prepare`` was given beside the model."""
+    """What one call of ``prepare`` was given beside the model."""
 
     optimizer: Any = None
     scheduler: Any = None
@@ -55,7 +55,7 @@ class _Given:
 
 
 class DeepSpeedStrategy(Strategy):
-    """Train with one engine per Accelerator, made of the model and the optimizer that ``prepare`` is given in one call.
+    """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
 
     A model without an optimizer is evaluated only: stage 3 shards it all the same; with stages 1 and 2 it only goes to
     its device.

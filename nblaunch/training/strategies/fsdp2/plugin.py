@@ -54,7 +54,7 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 @dataclass
 class FullyShardedDataParallelPlugin(StrategyPlugin):
-    """Shard models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
+    """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     Where one process drives all XLA devices (``strategy="spmd"``), models are sharded over these by XLA's compiler, and
     checkpoints are as without sharding. Of the fields below, ``ignored_modules`` has a meaning there; those that ask

@@ -61,7 +61,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AsOwnTensor(torch.autograd.Function):
-    """Show the memory of a view as no view. Writing to it counts for what autograd has saved of the view, too."""
+    """A view's memory as a tensor of its own. Writing to it counts for what autograd has saved of the view, too."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:

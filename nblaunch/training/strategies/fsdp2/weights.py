@@ -28,7 +28,7 @@ _UNKNOWN = "unknown"
 
 
 class WholeWeights:
-    """Hold the whole weights of a model while it is sharded, and fill the shards from them. Copies none of them whole.
+    """The whole weights of a model while it is sharded, from which its shards are filled. Copies none of them whole.
 
     Args:
         model: as the user built it.
