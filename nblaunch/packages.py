@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -30,6 +31,35 @@ def is_installed(package: str) -> bool:
     except ValueError:  # a module without a file may have no specification
         return True
     return spec is not None and (spec.origin is not None or spec.submodule_search_locations is None)
+
+
+def torch_mismatch(package: str) -> str | None:
+    """Return that ``package`` is made for other releases of torch than this; None: for this, or nothing is known."""
+    import importlib.metadata  # 10 ms that a fresh interpreter does not need
+
+    try:
+        version, own = (importlib.metadata.version(name) for name in ("torch", package))
+        needs = importlib.metadata.requires(package) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None  # not installed by pip
+    bounds = [
+        bound
+        for need in needs
+        if re.match(r"torch\b(?!-)", need)
+        for bound in re.findall(r"([<>]=?)\s*([\d.]+)", need)
+    ]
+    if all(_fits(_release(version), sign, _release(limit)) for sign, limit in bounds):
+        return None
+    wanted = " and ".join(sign + limit for sign, limit in sorted(bounds, reverse=True))
+    return f"{package} {own} is made for torch {wanted}, and torch {version} is installed"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _fits(version: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
+    return {">=": version >= limit, "<=": version <= limit, ">": version > limit, "<": version < limit}[sign]
 
 
 def when_imported(name: str, change: Change) -> None:

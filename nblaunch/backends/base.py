@@ -65,6 +65,9 @@ class Backend(ABC):
     distributed_type = "MULTI_CPU"
     """What ``accelerator.distributed_type`` names a job of several processes: a member of ``DistributedType``."""
 
+    drives = ""
+    """The hardware, where another family drives the same, so that they are alternatives: "tpu"."""
+
     compilers: tuple[str, ...] = ("inductor",)
     """Compilers of ``torch.compile`` for it, the usual one first."""
 
@@ -79,6 +82,9 @@ class Backend(ABC):
 
     reduces_gradients_at_step = False
     """Whether :meth:`reduce_gradients` averages gradients when optimizers step; else a wrapper does in backward."""
+
+    exchanges_on_host = False
+    """Whether tensors of the device, other than gradients, travel between ranks by gloo, where the group has it too."""
 
     num_own_collectives = 0
     """How many collectives this process has begun on its device, outside of torch's process groups."""
@@ -129,6 +135,13 @@ class Backend(ABC):
         A sentence that completes "fork is not possible here: ...".
         """
 
+    def clean_start_reason(self) -> str | None:
+        """Return why workers start from a clean process, unless asked for otherwise, where a fork is possible as well.
+
+        A clause. None: they are forked from this process.
+        """
+        return None
+
     def overlooked(self) -> str | None:
         """Return why devices of this family are here, but can't be used and so were not chosen."""
         return None
@@ -158,6 +171,16 @@ class Backend(ABC):
 
         Raises:
             RuntimeError: the device's library can't be imported, with the reason.
+        """
+
+    def preload(self) -> None:
+        """Import in a clean process, from which all workers are about to be forked, what each would import.
+
+        Before :meth:`fork_hazard`. Nothing but the call has been loaded there, and no other code runs, unlike in a
+        kernel.
+
+        Raises:
+            RuntimeError: the device's library can't be imported, or the process has used the device already.
         """
 
     @abstractmethod
@@ -281,6 +304,14 @@ class Backend(ABC):
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
         """Explain what the device has to do with ``error``, which ended the function, and what to try, line by line."""
+        return ()
+
+    def explain_death(self, printed: str) -> tuple[str, ...]:
+        """Explain, in the launcher, what the device has to do with the death of a worker, line by line.
+
+        Args:
+            printed: the last that it printed, the device's library included.
+        """
         return ()
 
     def empty_cache(self) -> None:

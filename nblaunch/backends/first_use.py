@@ -74,6 +74,7 @@ _first_use: tuple[tuple[str, int, str], ...] = ()
 
 def watch() -> None:
     """Have torch's counting of GPUs leave forks possible, and see what torch_xla sets. Imports nothing."""
+    keep_torch_tpu_away()
     if env.read("PYTORCH_NVML_BASED_CUDA_CHECK") is None:
         env.apply({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     if _EARLY_IN_TORCH_XLA in sys.modules:
@@ -223,6 +224,26 @@ def _xla_backward() -> None:
 
     leaf = torch.ones(2, device="xla", requires_grad=True)
     leaf.sum().backward()
+
+
+# --- TorchTPU -------------------------------------------------------------------------------------------------------
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""What torch reads when it is imported: whether it imports the packages of further devices, too."""
+
+
+def keep_torch_tpu_away() -> None:
+    """Have the import of torch, which is still to come, not import torch_tpu where that is installed.
+
+    With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU take the chips of a TPU host; on
+    others, the import takes 300 MB and some seconds for nothing.
+    The variable is unset again when torch is imported: programs that cells start are not concerned.
+    """
+    if "torch" in sys.modules or env.read(AUTOLOAD) is not None:
+        return
+    if packages.is_installed("torch_tpu"):
+        env.apply({AUTOLOAD: "0"})
+        packages.when_imported("torch", lambda torch: env.apply({AUTOLOAD: None}))
 
 
 # --- a backward in a fork -------------------------------------------------------------------------------------------

@@ -17,13 +17,7 @@ Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``xla_spmd.py`
 ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether a fork is possible), ``host/tpu.py`` (the
 machine) and ``host/memory.py``.
 
-TorchTPU (package ``torch_tpu``, device ``tpu``) is to succeed torch_xla. It will be a second file beside this one, and
-will have to answer: how chips are counted without ``import torch_tpu`` (which aborts the process where
-there is no TPU); what its ``_is_in_bad_fork`` refuses, and so which ``fork_hazard`` there is; the variables that its
-``set_tpu_launch_env`` sets, for ``worker_env`` (TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY); its process
-group (``tpu_dist``), for ``join``; whether it is lazy, for ``step_boundary``, ``is_lazy`` and
-``prefetches_to_device``; whether a module keeps its parameters when it moves, for ``to_device``. Topology and chips
-(``host/tpu.py``), memory (``host/memory.py``) and compilations (``CompileWatch``) can serve both.
+TorchTPU, which succeeds torch_xla, is a family of its own: ``torch_tpu.py``.
 """
 
 from __future__ import annotations
@@ -104,6 +98,7 @@ class XlaBackend(Backend):
 
     name = "xla"
     title = "TPU"
+    drives = "tpu"
     distributed_type = "XLA"
     compilers = ("openxla",)
     dist_backend = "gloo"
@@ -142,9 +137,7 @@ class XlaBackend(Backend):
 
     def unavailable_reason(self) -> str:
         if not is_installed("torch_xla"):
-            successor = (
-                " (torch_tpu is installed, which is not supported yet)" if is_installed("torch_tpu") else ""
-            )
+            successor = " (torch_tpu is: backend='torch_tpu' uses that)" if is_installed("torch_tpu") else ""
             return f"torch_xla is not installed{successor}; on a TPU host: {xla_runtime.INSTALL}"
         if xla_runtime.kind() == "TPU":
             return (
@@ -155,8 +148,10 @@ class XlaBackend(Backend):
 
     def overlooked(self) -> str | None:
         chips = xla_runtime.num_chips()
-        if not chips or first_use.wanted_xla_device() not in ("", "TPU") or is_installed("torch_xla"):
+        if not chips or first_use.wanted_xla_device() not in ("", "TPU"):
             return None
+        if is_installed("torch_xla") or is_installed("torch_tpu"):
+            return None  # torch_tpu's own reason is nearer
         return f"{chips} TPU chips are here, but can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
@@ -174,18 +169,13 @@ class XlaBackend(Backend):
         refusal = xla_runtime.tpu_slice().refusal()
         if refusal is not None:
             return refusal
-        holder = tpu.lock_holder()
-        if first_use.is_xla_initialised() or holder == os.getpid():
-            return (
-                f"this process has taken the TPU chips itself{first_use.xla_first_use()}, and gives them back "
-                "only when it ends: restart the kernel, and use the device only inside the function that is launched"
-            )
-        if holder is not None:
-            return (
-                f"another process uses the TPU chips: {holder} ({tpu.command_of(holder)}). End it, or shut its "
-                f"notebook's kernel down. ({tpu.LOCK_FILE} goes with it; don't delete it while the process lives.)"
-            )
-        return None
+        return tpu.holder_refusal(first_use.is_xla_initialised(), first_use.xla_first_use())
+
+    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
+        mismatch = packages.torch_mismatch("torch_tpu") if is_installed("torch_tpu") else None
+        if mismatch is None or not xla_runtime.num_chips():
+            return ()
+        return (f"torch_xla is used: {mismatch}",)
 
     def count_refusal(self, num_processes: int) -> str | None:
         if xla_runtime.kind() != "TPU":

@@ -29,7 +29,7 @@ from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.spec import LaunchSpec
 
 _PACKAGES = (
-    "torch", "torch_xla", "libtpu", "ipykernel", "ipython", "ipywidgets", "jupyter_client", "cloudpickle",
+    "torch", "torch_xla", "torch_tpu", "libtpu", "ipykernel", "ipython", "ipywidgets", "jupyter_client", "cloudpickle",
     "safetensors", "numpy", "accelerate", "transformers", "lightning", "deepspeed", "ray", "torchdata",
 )  # fmt: skip
 

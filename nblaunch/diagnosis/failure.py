@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,9 +28,9 @@ from nblaunch.host import disk
 
 _LAST_LINES = 5
 _LINE = 200  # characters
-# Errors that C++ aborts with, as of NCCL's watchdog, print one line with the cause and many with frames.
-_NATIVE_FRAME = re.compile(r"\s*frame #\d+: ")
-_NATIVE_ERROR = re.compile(r"\s*what\(\): ")
+# Errors that C++ aborts with, as of NCCL's watchdog or of libtpu, print one line with the cause and many with frames.
+_NATIVE_FRAME = re.compile(r"\s*frame #\d+: |\s+@\s+0x[0-9a-f]+ |\*\*\* Check failure stack trace: ")
+_NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
@@ -74,7 +74,12 @@ class Failure:
 
 
 def failure_of(
-    report: AttemptReport, pids: Mapping[int, int], logs: Logs, attempt: int, past: Sequence[str] = ()
+    report: AttemptReport,
+    pids: Mapping[int, int],
+    logs: Logs,
+    attempt: int,
+    past: Sequence[str] = (),
+    explain_death: Callable[[str], Sequence[str]] = lambda printed: (),
 ) -> Failure:
     """Return the failure of an attempt that did not succeed.
 
@@ -84,6 +89,7 @@ def failure_of(
         logs: of the job.
         attempt: number of the attempt.
         past: one line for each attempt that failed before.
+        explain_death: what the device has to do with the death of a worker, by what it printed last.
     """
     if report.hang:
         return _hung(report, report.hang, logs.attempt_path(attempt))
@@ -96,7 +102,10 @@ def failure_of(
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
     evidence = (
-        _device_evidence(root) or memory_evidence(report, root) or _openmp_evidence(logs, root.rank, attempt)
+        _device_evidence(root)
+        or _death_evidence(root, logs, attempt, explain_death)
+        or memory_evidence(report, root)
+        or _openmp_evidence(logs, root.rank, attempt)
     )
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
@@ -185,6 +194,16 @@ def _device_evidence(root: RootCause) -> list[str]:
         return []
     first, *others = root.failed.evidence
     return [f"rank {root.rank}: {first}", *others]
+
+
+def _death_evidence(
+    root: RootCause, logs: Logs, attempt: int, explain_death: Callable[[str], Sequence[str]]
+) -> list[str]:
+    """Return what the device's library wrote when it ended the worker; empty where the worker raised or left."""
+    if root.failed is not None or root.status is None or root.status.signal_name is None:
+        return []
+    lines = list(explain_death(logs.read(root.rank, attempt, _LAST_BYTES)))
+    return [f"rank {root.rank}: {lines[0]}", *lines[1:]] if lines else []
 
 
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:

@@ -104,7 +104,12 @@ def _start_workers(boot: Boot, call: Call, call_fd: int) -> dict[int, int]:
     can't use it either. Then the workers are fresh interpreters, each of which loads the call by itself.
     """
     first = boot.assignments[0]
-    hazard = backends.find(first.backend, first.registered_backend).fork_hazard()
+    backend = backends.find(first.backend, first.registered_backend)
+    try:
+        backend.preload()
+    except RuntimeError as error:
+        raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
+    hazard = backend.fork_hazard()
     if hazard is None:
         os.close(call_fd)
         board = Board(first.topology.world_size, first.board_fd)

@@ -63,11 +63,25 @@ def chips() -> Counter[str]:
     return chips_on(PCI_DEVICES)
 
 
-def chips_on(pci: Path) -> Counter[str]:
-    """Return the TPU chips on a PCI bus by their kind."""
+@cache
+def vfio_chips() -> Counter[str]:
+    """Return those of :func:`chips` that are passed through by VFIO. Read once per process."""
+    return chips_on(PCI_DEVICES, DEV / "vfio")
+
+
+def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
+    """Return the TPU chips on a PCI bus by their kind.
+
+    Args:
+        pci: the folder of its devices.
+        vfio: the folder of device files of VFIO groups: only chips of a group that is there count; None: all do.
+    """
     found: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
-        if proc.read(device / "vendor") == _GOOGLE and (kind := _CHIPS.get(proc.read(device / "device"))):
+        if proc.read(device / "vendor") != _GOOGLE:
+            continue
+        kind = _CHIPS.get(proc.read(device / "device"))
+        if kind and (vfio is None or (vfio / (device / "iommu_group").resolve().name).exists()):
             found[kind] += 1
     return found
 
@@ -142,6 +156,27 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     ):
         if any(wanted.fullmatch(target) for target in _targets(descriptors)):
             return int(descriptors.parent.name)
+    return None
+
+
+def holder_refusal(is_ours: bool, where: str = "") -> str | None:
+    """Return why the chips can't be used now, because a process has taken them, and what to do; None where none has.
+
+    Args:
+        is_ours: whether this process is known to use them.
+        where: names the cell that did, after a space.
+    """
+    holder = lock_holder()
+    if is_ours or holder == os.getpid():
+        return (
+            f"this process has taken the TPU chips itself{where}, and gives them back only when it ends: restart the "
+            "kernel, and use the device only inside the function that is launched"
+        )
+    if holder is not None:
+        return (
+            f"another process uses the TPU chips: {holder} ({command_of(holder)}). End it, or shut its notebook's "
+            f"kernel down. ({LOCK_FILE} goes with it; don't delete it while the process lives.)"
+        )
     return None
 
 

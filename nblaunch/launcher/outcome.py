@@ -112,7 +112,8 @@ def conclude_job(
         error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
         return JobOutcome("interrupted", error), []
     if not report.is_success:
-        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
+        backend = attempt.plan.backend
+        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures, backend.explain_death)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
     unfit, notes = _load_weights(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]

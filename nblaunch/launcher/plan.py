@@ -95,7 +95,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         modules=modules if spec.sync_weights and start_method != "inline" else {},
-        fallback=_fallback_text(spec, start_method, reason),
+        fallback=_fallback_text(spec, backend, start_method, reason),
         starts_later=starts_later,
         warnings=(
             *_overlooked(backend),
@@ -114,7 +114,10 @@ def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:
     """
     start_method, reason = _start_method(spec, plan.backend)
     return replace(
-        plan, start_method=start_method, reason=reason, fallback=_fallback_text(spec, start_method, reason)
+        plan,
+        start_method=start_method,
+        reason=reason,
+        fallback=_fallback_text(spec, plan.backend, start_method, reason),
     )
 
 
@@ -227,12 +230,16 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
         return spec.start_method, "asked for"
     if hazard is not None:
         return "forkserver", f"fork is not possible here: {hazard}"
+    wish = backend.clean_start_reason()
+    if wish is not None:
+        return "forkserver", wish
     return "fork", "shares the model with the kernel, nothing is pickled"
 
 
-def _fallback_text(spec: LaunchSpec, start_method: str, reason: str) -> str:
-    """Return a sentence where workers are not forked: fresh processes start slower and need the call pickled."""
-    is_fallback = spec.start_method == "auto" and start_method not in ("fork", "inline")
+def _fallback_text(spec: LaunchSpec, backend: Backend, start_method: str, reason: str) -> str:
+    """Return a sentence where workers can't be forked: fresh processes start slower and need the call pickled."""
+    is_usual = start_method in ("fork", "inline") or reason == backend.clean_start_reason()
+    is_fallback = spec.start_method == "auto" and not is_usual
     return (
         f"workers start through a {start_method}: {reason}; nothing has to be restarted"
         if is_fallback
@@ -242,7 +249,11 @@ def _fallback_text(spec: LaunchSpec, start_method: str, reason: str) -> str:
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
     """Return a sentence for each device that is here and idle because something is missing."""
-    others = (backend for backend in backends.discover().values() if backend is not chosen)
+    others = (
+        backend
+        for backend in backends.discover().values()
+        if backend is not chosen and not (backend.drives and backend.drives == chosen.drives)
+    )
     return tuple(text for backend in others if (text := backend.overlooked()) is not None)
 
 

@@ -299,7 +299,9 @@ class JobRunner:
 
     def keep_failure(self, report: AttemptReport) -> str:
         """Return the failure of this attempt in a line, which the errors of later ones repeat."""
-        failure = failure_of(report, self.pids, self.log, self.attempt)
+        failure = failure_of(
+            report, self.pids, self.log, self.attempt, explain_death=self.plan.backend.explain_death
+        )
         self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]
 

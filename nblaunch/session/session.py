@@ -67,7 +67,7 @@ class Session:
     Args:
         num_processes: number of workers; None = one per device.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` on the ranks.
-        backend: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"xla"``.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"xla"`` or ``"torch_tpu"``.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork the ranks begin with no
             variables; calls travel with the functions and values that they name.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.

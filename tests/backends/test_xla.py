@@ -122,10 +122,11 @@ def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) 
     assert 'pip install "nblaunch[tpu]"' in reported
 
 
-def test_the_successor_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_successor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     install(monkeypatch, "torch_tpu")
-    assert "torch_tpu is installed, which is not supported yet" in (BACKEND.overlooked() or "")
+    assert "backend='torch_tpu'" in BACKEND.unavailable_reason()
+    assert BACKEND.overlooked() is None, "what is wrong with torch_tpu is the reason"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def test_it_says_what_it_is(backend: Backend) -> None:
-    assert re.fullmatch("[a-z]+", backend.name)
+    assert re.fullmatch("[a-z][a-z0-9_]*", backend.name)
     assert backend.device_noun
     assert backend.dist_backend
     assert isinstance(backend.is_oversubscribable, bool)

@@ -253,7 +253,7 @@ def _wait_until_released(*tensors: torch.Tensor) -> None:
     where Python has seen it; and taking a group down waits for its threads with that lock held. A script that ends
     right after a collective would wait for ever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
     """
-    if dist.get_backend() != "gloo":
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         return  # groups of devices keep tensors until the device is through, and are taken down without the lock
     untyped: tuple[Any, ...] = tensors  # torch's stubs don't know _use_count
     deadline = time.monotonic() + _RELEASE_TIMEOUT_S
@@ -268,15 +268,21 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transport_device(device: torch.device) -> torch.device:
-    """Return where the process group wants its tensors: gloo on the CPU, the others on the device itself."""
-    if dist.get_backend() == "gloo":
+    """Return where the process group wants its tensors: gloo on the CPU, the others on the device itself.
+
+    A group may have both: ``cpu:gloo,tpu:tpu_dist``.
+    """
+    kind, backend = dist.get_backend(), context.current().backend
+    if kind == "gloo":
         return torch.device("cpu")
-    return device if device.type != "cpu" else torch.device(context.current().backend.device_type)
+    if "cpu:gloo" in kind.split(",") and (device.type == "cpu" or backend.exchanges_on_host):
+        return torch.device("cpu")
+    return device if device.type != "cpu" else torch.device(backend.device_type)
 
 
 def _check_alike(operation: str, tensor: torch.Tensor) -> None:
     """Raise on every rank where ``tensor`` has not the same shape and type on all of them."""
-    if dist.get_backend() != "gloo":
+    if _transport_device(tensor.device).type != "cpu":
         return
     header = torch.full((2 + _MAX_DIMS,), -1, dtype=torch.int64)
     header[0], header[1] = _DTYPES.index(tensor.dtype), tensor.ndim

@@ -217,7 +217,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether the device of this process can compute in bf16; with ``ignore_tpu``, XLA devices can not."""
     backend = context.current().backend
-    return backend.precision_refusal("bf16") is None and not (ignore_tpu and backend.device_type == "xla")
+    return backend.precision_refusal("bf16") is None and not (ignore_tpu and backend.drives == "tpu")
 
 
 def is_fp16_available() -> bool:

@@ -1,0 +1,280 @@
+"""TPU chips through TorchTPU: package ``torch_tpu``, device ``tpu``, the successor of torch_xla.
+
+    kernel        torch_tpu is not imported: with it, torch.manual_seed or any backward() on the CPU takes the chips
+    forkserver    a clean process loads the call, imports torch_tpu once and forks the workers: one model, one import
+    worker        one chip, which is ``tpu:0`` in each; process group ``cpu:gloo,tpu:tpu_dist``
+
+Operations run as they are called (there is no ``mark_step``), DDP averages gradients on the chips, ``torch.autocast``
+does bf16; what else ranks exchange travels through host memory by gloo, and compiles nothing. All else is torch's
+interface for any accelerator: of ``torch.tpu`` nearly every function refuses callers outside of torch.
+
+Verified with torch_tpu 0.2.0 and libtpu 0.0.52 on a machine without chips: all that is above up to libtpu's search for
+its chip, in eight workers. What comes after it has not run yet.
+
+Source of variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which never
+replaces what is set) and ``torch_tpu/_internal/utils/hardware.py``, with which ``tests/torch_tpu`` compares them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nblaunch import env, formatting
+from nblaunch.backends import first_use, process_group
+from nblaunch.backends.base import Backend
+from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.host import tpu, tpu_slice
+from nblaunch.packages import is_installed, torch_mismatch
+from nblaunch.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+INSTALL = "pip install torch-tpu"
+_FLAT = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
+_CUBE = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
+MESHES: Mapping[str, Mapping[int, str]] = {
+    "v4": _CUBE,
+    "v5p": _CUBE,
+    "v5e": _FLAT,
+    "v6e": _FLAT,
+    "v7x": {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"},
+}
+"""Kind of chip -> number of workers -> the mesh of their chips."""
+
+_BASE_PORT = 8476
+# The first would win over the worker's own chip; the second makes local ranks beyond it an error.
+_LEFT_BEHIND = ("TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "NNODES")
+_NO_CHIP = re.compile(r"No \w+ device found|No hardware is found")
+_NOT_STARTED = re.compile(r"TPU initialization failed: *([^\n]+)")
+
+
+class TorchTpuBackend(Backend):
+    """One process per TPU chip."""
+
+    name = "torch_tpu"
+    title = "TPU (TorchTPU)"
+    device_noun = "TPU chip"
+    device_type = "tpu"
+    drives = "tpu"
+    dist_backend = "cpu:gloo,tpu:tpu_dist"
+    distributed_type = "XLA"
+    compilers = ("tpu",)
+    is_oversubscribable = False
+    needs_static_shapes = True
+    exchanges_on_host = True
+
+    def __init__(self) -> None:
+        self._is_preloaded = False
+
+    # --- launcher's half -----------------------------------------------------------------------------------------
+
+    def affinity(self) -> int:
+        if not self.device_count() or self._missing() is not None:
+            return 0
+        if is_installed("torch_xla") and first_use.wanted_xla_device() == "CPU":
+            return 1  # PJRT_DEVICE=CPU asks for torch_xla's stand-in
+        return 30
+
+    def unavailable_reason(self) -> str:
+        missing = self._missing()
+        if missing is not None:
+            return missing
+        kinds = tpu.chips()
+        if kinds:
+            return (
+                f"torch_tpu drives chips of the kinds {', '.join(MESHES)} that are passed through by VFIO (/dev/vfio); "
+                f"here are {', '.join(kinds)}, and {_counted(sum(tpu.vfio_chips().values()))} there"
+            )
+        return "there is no TPU chip on the PCI bus; is this a TPU host, and does the container show it /sys/bus/pci?"
+
+    def _missing(self) -> str | None:
+        """Return which package is missing or does not fit; None where all do."""
+        if not is_installed("torch_tpu"):
+            return f"torch_tpu is not installed; on a TPU host: {INSTALL}"
+        if not is_installed("libtpu"):
+            return f"torch_tpu is installed without libtpu, its driver: {INSTALL}"
+        return _mismatch()
+
+    def overlooked(self) -> str | None:
+        if not self.device_count() or self._missing() is None or not is_installed("torch_tpu"):
+            return None
+        return f"{_counted(self.device_count())} are here, but can't be used: {self._missing()}"
+
+    def device_count(self) -> int:
+        return sum(count for kind, count in tpu.vfio_chips().items() if kind in MESHES)
+
+    def launch_refusal(self) -> str | None:
+        refusal = self._slice().refusal()
+        return refusal if refusal is not None else tpu.holder_refusal(is_ours=is_initialised())
+
+    def _slice(self) -> tpu_slice.TpuSlice:
+        return tpu_slice.read(env.snapshot(), tpu.chips(), self.device_count(), tpu_slice.ask_metadata_server)
+
+    def count_refusal(self, num_processes: int) -> str | None:
+        meshes = self._meshes()
+        if num_processes in meshes:
+            return None
+        valid = ", ".join(str(count) for count in meshes if count <= self.device_count())
+        return f"there is no mesh of so many {', '.join(tpu.vfio_chips())} chips: valid are {valid or 'none'}"
+
+    def _meshes(self) -> Mapping[int, str]:
+        kinds = [kind for kind in tpu.vfio_chips() if kind in MESHES]
+        return MESHES[kinds[0]] if len(kinds) == 1 else {}
+
+    def fork_hazard(self) -> str | None:
+        if "torch_tpu" in sys.modules and not self._is_preloaded:
+            return (
+                "torch_tpu is imported in this process, where a seed or a backward() may have reached the TPU runtime, "
+                "which does not work in a forked copy"
+            )
+        return None
+
+    def clean_start_reason(self) -> str | None:
+        return (
+            "torch_tpu is imported once for all, in a clean process: in this one, a seed or a backward() would take "
+            "the TPU chips from then on"
+        )
+
+    def launch_notes(self, num_processes: int) -> tuple[str, ...]:
+        notes = []
+        if is_installed("torch_xla"):
+            notes.append(
+                "torch_tpu and torch_xla are both installed, and torch_tpu is used, which this torch fits; "
+                "backend='xla' chooses the other"
+            )
+        if "torch_tpu" in sys.modules and not self._is_preloaded:
+            notes.append(
+                "torch_tpu is imported in this kernel, because torch was imported before nblaunch or a cell imports "
+                "it: the next torch.manual_seed or backward() here takes the TPU chips until the kernel is restarted. "
+                "Import nblaunch before torch, and torch_tpu in no cell"
+            )
+        return tuple(notes)
+
+    def preload(self) -> None:
+        self._is_preloaded = "torch_tpu" not in sys.modules
+        package()
+        if is_initialised():
+            raise RuntimeError(
+                "loading the function has taken the TPU chips in the process from which they start: a module that it "
+                "needs uses the device when it is imported. Use it only inside the function"
+            )
+
+    def worker_env(self, topology: Topology) -> dict[str, str | None]:
+        changes: dict[str, str | None] = dict.fromkeys((*tpu.TOPOLOGY_VARIABLES, *_LEFT_BEHIND))
+        count, local_rank = topology.local_world_size, str(topology.local_rank)
+        ports = range(_BASE_PORT, _BASE_PORT + count)
+        changes |= {
+            "TPU_VISIBLE_CHIPS": local_rank,
+            "TPU_VISIBLE_DEVICES": local_rank,
+            "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
+            "TORCH_TPU_TOPOLOGY": self._meshes().get(count),
+            "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # the same in all workers
+        }
+        if self.device_count():
+            changes |= self._slice().completed()
+        if topology.num_nodes == 1:
+            changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        return {**changes, **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
+
+    # --- worker's half -------------------------------------------------------------------------------------------
+
+    def prepare_worker(self, topology: Topology) -> None:
+        package()
+        # Registered by the import. It runs a barrier, which waits for ever for a rank that has died; the end of the
+        # process gives the chip back.
+        module = importlib.import_module("torch_tpu._internal.device._device_module")
+        atexit.unregister(module.TpuDeviceModule._shutdown_runtime)
+
+    def device(self, topology: Topology) -> torch.device:
+        package()
+        import torch
+
+        return torch.device("tpu", 0)  # whichever chip the worker has
+
+    def precision_refusal(self, precision: str) -> str | None:
+        if precision == "fp16":
+            return "TPUs have no fp16 gradient scaling; use mixed_precision='bf16'"
+        return None
+
+    def rng_state(self) -> Mapping[str, Any]:
+        import torch
+        from torch.utils.checkpoint import get_device_states
+
+        # torch's own way to ask any device: torch.tpu.get_rng_state answers callers in torch only.
+        _, states = get_device_states(torch.empty(0, device="tpu"))
+        return {"tpu": states[0]}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        from torch.utils.checkpoint import set_device_states
+
+        set_device_states([0], [state["tpu"]], device_type="tpu")
+
+    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
+        return explain(str(error)) if isinstance(error, RuntimeError) else ()
+
+    def explain_death(self, printed: str) -> tuple[str, ...]:
+        return explain(printed)
+
+
+def package() -> Any:
+    """Import torch_tpu, which adds the device ``tpu`` to torch, and return it.
+
+    Raises:
+        RuntimeError: it can't be imported, or has found no chip; with the reason.
+    """
+    import torch
+
+    if hasattr(torch, "tpu") and "torch_tpu" in sys.modules:
+        return sys.modules["torch_tpu"]
+    try:
+        # It registers the device only where autoload is on, and nblaunch may have switched that off for torch.
+        with env.patched({first_use.AUTOLOAD: "1"}):
+            module = importlib.import_module("torch_tpu")
+            importlib.import_module("torch_tpu._loader").load()
+    except (ImportError, OSError) as error:
+        raise RuntimeError(_mismatch() or f"torch_tpu can't be imported: {error}") from error
+    if not hasattr(torch, "tpu"):
+        raise RuntimeError(
+            "torch_tpu has found no TPU chip: it looks for them on the PCI bus (/sys/bus/pci/devices) and in /dev/vfio"
+        )
+    return module
+
+
+def _mismatch() -> str | None:
+    mismatch = torch_mismatch("torch_tpu")
+    return f"{mismatch}: {INSTALL} gets one" if mismatch is not None else None
+
+
+def is_initialised() -> bool:
+    """Return whether the TPU runtime is up in this process, without starting it."""
+    # A private name, and the one that torch.tpu.is_initialized() asks.
+    operations = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
+    ask = getattr(operations, "_is_initialized", None)
+    return bool(ask()) if ask is not None else False
+
+
+def explain(text: str) -> tuple[str, ...]:
+    """Explain what libtpu or torch_tpu wrote when it could not start; nothing where there is no word of it."""
+    found = _NOT_STARTED.search(text)
+    if found is None:
+        return ()
+    if _NO_CHIP.search(text):
+        return (
+            f"there is no TPU: libtpu has found no chip that this worker can drive ({found[1].strip()}), though the "
+            f"PCI bus shows {_counted(sum(tpu.chips().values()))}. Are the chips passed into this container or virtual "
+            "machine (/dev/vfio)?",
+        )
+    return (f"libtpu could not start: {found[1].strip()}",)
+
+
+def _counted(num_chips: int) -> str:
+    return formatting.count(num_chips, "TPU chip")
+
+
+BACKEND = TorchTpuBackend()

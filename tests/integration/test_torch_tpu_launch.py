@@ -1,0 +1,124 @@
+"""Launches by the TorchTPU backend from a real kernel, with a package in torch_tpu's place and made-up chips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import fake_torch_tpu
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+CHIPS = """
+import os, sys
+from collections import Counter
+from nblaunch.host import tpu
+tpu.chips = tpu.vfio_chips = lambda: Counter(v5e=4)
+tpu.lock_holder = lambda: None
+os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost")
+import torch
+from nblaunch import Accelerator, last_job, notebook_launcher
+
+def train(model):
+    import torch_tpu
+    accelerator = Accelerator()
+    ranks = accelerator.gather_object([accelerator.process_index])
+    kinds = torch.distributed.get_backend_config()
+    import_by_parent = torch_tpu.IMPORTED_BY == os.getppid()
+    return os.environ["TPU_VISIBLE_CHIPS"], str(accelerator.device), ranks, kinds, import_by_parent, os.getppid()
+"""
+
+Start = Callable[[], Kernel]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a kernel on a host with four chips."""
+    kernels: list[Kernel] = []
+
+    def new() -> Kernel:
+        path = fake_torch_tpu.write(tmp_path / "packages")
+        kernels.append(Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs"), "PYTHONPATH": path}))
+        kernels[0].run(CHIPS)
+        return kernels[0]
+
+    yield new
+    for kernel in kernels:
+        kernel.close()
+
+
+def test_one_import_and_one_model_serve_all_workers_launch_after_launch(start: Start) -> None:
+    """Though a seed and a backward() ran in the kernel, which would have taken the chips with torch_tpu imported."""
+    kernel = start()
+    kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
+    for _ in range(2):
+        cell = kernel.run(
+            "found = notebook_launcher(train, (torch.nn.Linear(2, 2),), return_all=True, dashboard='text')\n"
+            "plan = last_job().plan\n"
+            "found, 'torch_tpu' in sys.modules, plan.backend.name, plan.start_method"
+        )
+        workers, is_in_kernel, *plan = cell.value
+        assert plan == ["torch_tpu", "forkserver"]
+        assert [chip for chip, *_ in workers] == list("0123")
+        assert {(device, tuple(ranks), kinds) for _, device, ranks, kinds, *_ in workers} == {
+            ("tpu:0", (0, 1, 2, 3), "cpu:gloo,tpu:tpu_dist")
+        }
+        assert all(by_parent for *_, by_parent, _ in workers)
+        assert len({parent for *_, parent in workers}) == 1
+        assert not is_in_kernel
+        assert "the runtime was shut down" not in cell.stdout, (
+            "its barrier at the end would wait for the dead"
+        )
+        assert "workers start through" not in cell.stdout
+
+
+def test_chips_that_a_cell_has_taken_are_not_waited_for(start: Start) -> None:
+    kernel = start()
+    kernel.run("import torch_tpu")
+    cell = kernel.run("len(notebook_launcher(lambda: 1, return_all=True, dashboard='text'))")
+    assert cell.value == 4
+    assert "Import nblaunch before torch" in cell.stdout
+    cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")
+    assert cell.error is not None
+    assert "restart the kernel" in cell.error.text
+
+
+def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "packages").mkdir(exist_ok=True)
+    (tmp_path / "packages" / "seeding.py").write_text(
+        "import torch\n"
+        "class Early:\n"
+        "    def __setstate__(self, state):\n"
+        "        from torch_tpu._internal.device import _device_ops_backend\n"
+        "        _device_ops_backend.is_taken = True\n"
+        "    def __getstate__(self):\n"
+        "        return {'a': 1}\n"
+    )
+    kernel = start()
+    cell = kernel.run(
+        "import seeding\nearly = seeding.Early()\nnotebook_launcher(lambda it: 1, (early,), dashboard='none')",
+        raises="LaunchError",
+    )
+    assert cell.error is not None
+    assert "a module that it needs uses the device" in cell.error.text
+
+
+def test_a_worker_that_libtpu_ends_says_that_there_is_no_tpu(start: Start) -> None:
+    cell = start().run(
+        """
+def abort():
+    os.write(2, b"F0000 00:00:1 5309 compilation.cc:533] Check failed: context.ok() Failed to create default "
+        b"compilation context: TPU initialization failed: No jellyfish device found.\\n*** Check failure stack "
+        b"trace: ***\\n    @     0x7f1cefcb1974  absl::" b"LogMessage()\\n")
+    os.abort()
+notebook_launcher(abort, dashboard="none")
+""",
+        raises="WorkerDied",
+    )
+    assert cell.error is not None
+    assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text
+    assert "compilation.cc:533] Check failed" in cell.error.text
+    assert "absl::LogMessage" not in cell.error.text
