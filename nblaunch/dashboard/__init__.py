@@ -8,7 +8,7 @@ view.py            JobView: the state of a job as it is shown
 table.py           the view as rows and columns
 epochs.py          losses and metrics of each epoch
 stall.py           ranks without progress, and rates that fall to 0
-notices.py         slow and stuck ranks, losses that are not finite
+notices.py         slow and stalled ranks, losses that are not finite
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals
   live_table.py        a table that is redrawn in place, with rich

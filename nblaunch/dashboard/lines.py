@@ -32,10 +32,10 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
 
 NUM_LINES = 60
-"""Number of last lines that a ``LogBook`` keeps of each rank, and of all ranks together."""
+"""Number of last lines that a ``LastLines`` keeps of each rank, and of all ranks together."""
 
 
-class LogBook:
+class LastLines:
     """The last lines of each rank and of all ranks."""
 
     def __init__(self) -> None:

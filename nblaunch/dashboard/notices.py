@@ -1,4 +1,4 @@
-"""Notices about slow ranks, stuck ranks and losses that are not finite, computed from the view alone.
+"""Notices about slow ranks, stalled ranks and losses that are not finite, computed from the view alone.
 
 Stacks of ranks that hang come from the launcher, in a ``Note`` event of kind ``"hang"``.
 """
@@ -11,7 +11,7 @@ from math import isfinite
 from statistics import median
 
 from nblaunch import formatting
-from nblaunch.dashboard.stall import is_still
+from nblaunch.dashboard.stall import is_stalled
 from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
@@ -30,7 +30,7 @@ class Notice:
     """One notice.
 
     Args:
-        kind: ``"slow"``, ``"stuck"`` or ``"loss"``.
+        kind: ``"slow"``, ``"stalled"`` or ``"loss"``.
         ranks: the ranks concerned.
         text: one sentence.
         lines: details, a line each.
@@ -44,9 +44,9 @@ class Notice:
 
 def notices(view: JobView) -> tuple[Notice, ...]:
     """Return the notices of the moment, the most urgent first."""
-    stuck = _stuck(view)
-    slow = [] if stuck else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
-    return (*stuck, *_lost_losses(view), *slow)
+    stalled = _stalled(view)
+    slow = [] if stalled else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
+    return (*stalled, *_non_finite_losses(view), *slow)
 
 
 # --- slow ----------------------------------------------------------------------------------------------------------
@@ -142,46 +142,46 @@ def _awaited_rank(view: JobView) -> list[Notice]:
     return [Notice("slow", (awaited,), text)]
 
 
-# --- stuck ---------------------------------------------------------------------------------------------------------
+# --- stalled ---------------------------------------------------------------------------------------------------------
 
 
-def _stuck(view: JobView) -> list[Notice]:
+def _stalled(view: JobView) -> list[Notice]:
     """Find ranks without any change for long, and the ranks that wait for them."""
     if view.is_over:
         # The exception of a job that was stopped for a hang has the positions.
         is_shown = view.hang and not view.has_hung
-        return [Notice("stuck", (), view.hang[0], view.hang[1:])] if is_shown else []
+        return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
     named = tuple(rank.rank for rank in live if rank.stall is not None)
     if view.hang and named:
-        return [Notice("stuck", named, view.hang[0], view.hang[1:])]
-    still = [rank for rank in live if is_still(view, rank)]
-    if not still:
+        return [Notice("stalled", named, view.hang[0], view.hang[1:])]
+    without_progress = [rank for rank in live if is_stalled(view, rank)]
+    if not without_progress:
         return []
-    waiting = [rank for rank in still if _is_waiting(rank)]
-    stuck = [rank for rank in still if not _is_waiting(rank)]
-    for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stuck or waiting))
-    if not stuck and len(waiting) < len(live):
+    waiting = [rank for rank in without_progress if _is_waiting(rank)]
+    stalled = [rank for rank in without_progress if not _is_waiting(rank)]
+    for_s = whole_duration(view.now_s - max(rank.moved_s for rank in stalled or waiting))
+    if not stalled and len(waiting) < len(live):
         return []  # they wait for ranks that make progress
-    text = _where_stuck(live, stuck, waiting, for_s)
-    return [Notice("stuck", tuple(rank.rank for rank in stuck or waiting), text)]
+    text = _where_stalled(live, stalled, waiting, for_s)
+    return [Notice("stalled", tuple(rank.rank for rank in stalled or waiting), text)]
 
 
 def _is_waiting(rank: RankView) -> bool:
     return rank.state is WorkerState.WAITING or bool(rank.stall and rank.stall.waiting_in)
 
 
-def _where_stuck(
-    live: Sequence[RankView], stuck: Sequence[RankView], waiting: Sequence[RankView], for_s: str
+def _where_stalled(
+    live: Sequence[RankView], stalled: Sequence[RankView], waiting: Sequence[RankView], for_s: str
 ) -> str:
-    if not stuck:
+    if not stalled:
         return f"all ranks wait for each other in a collective since {for_s}"
-    if len(stuck) == len(live) and len(live) > 1:
-        return f"no rank has moved for {for_s}{_steps(stuck)}"
-    verb = "has" if len(stuck) == 1 else "have"
-    text = f"{_names(stuck)} {verb} not moved for {for_s}{_steps(stuck) if len(stuck) == 1 else ''}"
+    if len(stalled) == len(live) and len(live) > 1:
+        return f"no rank has moved for {for_s}{_steps(stalled)}"
+    verb = "has" if len(stalled) == 1 else "have"
+    text = f"{_names(stalled)} {verb} not moved for {for_s}{_steps(stalled) if len(stalled) == 1 else ''}"
     if waiting:
-        pronoun = "it" if len(stuck) == 1 else "them"
+        pronoun = "it" if len(stalled) == 1 else "them"
         text += (
             f"; {_names(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {pronoun} in a collective"
         )
@@ -211,7 +211,7 @@ def _names(ranks: Sequence[RankView]) -> str:
 # --- losses --------------------------------------------------------------------------------------------------------
 
 
-def _lost_losses(view: JobView) -> list[Notice]:
+def _non_finite_losses(view: JobView) -> list[Notice]:
     lost = [rank for rank in view.ranks if rank.loss is not None and not isfinite(rank.loss)]
     if not lost:
         return []

@@ -12,16 +12,16 @@ from nblaunch.dashboard.view import JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import whole_duration
 
-STUCK_S = 20.0
-"""Seconds without steps, changes of state or output after which a rank is stuck; more if its steps take long."""
+STALLED_S = 20.0
+"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps take long."""
 
-_STUCK_STEPS = 20  # a rank is stuck after the time of this many of its usual steps
+_STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
 _OUTSIDE_FACTOR = 3  # outside of loaders the usual duration is unknown
 _QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
 _KEPT_S, _KEPT_STEPS = 2.0, 3  # a measured rate holds for so long, or for so many of its steps
 
 
-def is_still(view: JobView, rank: RankView) -> bool:
+def is_stalled(view: JobView, rank: RankView) -> bool:
     """Return whether a rank has made no progress for long, by the launcher or by the clock."""
     if rank.state.is_final:
         return False
@@ -29,7 +29,7 @@ def is_still(view: JobView, rank: RankView) -> bool:
         return True
     if rank.state in _QUIET or not rank.moved_s:
         return False
-    limit_s = max(STUCK_S, _STUCK_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
+    limit_s = max(STALLED_S, _STALLED_STEPS / rank.steps_per_s if rank.steps_per_s else 0.0)
     if rank.state is WorkerState.RUNNING:
         limit_s *= _OUTSIDE_FACTOR
     elif view.hang_timeout_s is not None:
@@ -42,7 +42,7 @@ def stall_text(view: JobView, rank: RankView) -> str:
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"
-    if not is_still(view, rank) or rank.state is WorkerState.WAITING:
+    if not is_stalled(view, rank) or rank.state is WorkerState.WAITING:
         return ""
     since_s = rank.moved_s if stall is None else stall.time_s - stall.for_s
     where = f" ({stall.where})" if stall is not None else ""

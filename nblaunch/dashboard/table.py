@@ -261,7 +261,7 @@ class Table:
         rows: one per shown rank, and a summary if there are others.
         grid: the ranks without a row, by rank; :data:`GRID_COLUMNS` per line.
         failures: ``(ranks, failure)``, root cause first.
-        notices: slow and stuck ranks, losses that are not finite.
+        notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
         memory: memory of the job in one line; may be empty.

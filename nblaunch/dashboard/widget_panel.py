@@ -27,7 +27,7 @@ from IPython import get_ipython
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Controls
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
@@ -180,12 +180,12 @@ class Panel:
     """The widgets of one job.
 
     Args:
-        book: last lines of the ranks.
+        last_lines: last lines of the ranks.
         clock: monotonic seconds.
     """
 
-    def __init__(self, book: LogBook, clock: Callable[[], float] = monotonic) -> None:
-        self._book = book
+    def __init__(self, last_lines: LastLines, clock: Callable[[], float] = monotonic) -> None:
+        self._last_lines = last_lines
         self._throttle = Throttle(clock=clock)
         self._shown = widgets.Layout(margin="2px 0", width="100%")
         self._hidden = widgets.Layout(display="none")
@@ -225,8 +225,8 @@ class Panel:
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget."""
         table = tabulate(view)
-        if view.is_started and self._logs is None and not self._book.is_empty:
-            self._logs = LogPane(self._book, view.num_processes, self._throttle)
+        if view.is_started and self._logs is None and not self._last_lines.is_empty:
+            self._logs = LogPane(self._last_lines, view.num_processes, self._throttle)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
         # The title shows the same rates as the rows and changes with them.

@@ -21,7 +21,7 @@ import ipywidgets as widgets
 from ipywidgets.widgets.widget_int import ProgressStyle  # not among the public names, in 7 and 8 alike
 
 from nblaunch.dashboard.html import CALM, STATE_COLOURS, sparkline
-from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Row, Table
 from nblaunch.dashboard.widget_throttle import Throttle
 from nblaunch.events import WorkerState
@@ -45,13 +45,13 @@ class LogPane:
     """Widgets with the last lines of all ranks and of each rank.
 
     Args:
-        book: the lines.
+        last_lines: the lines.
         num_ranks: number of ranks.
         throttle: sends changes to the front end.
     """
 
-    def __init__(self, book: LogBook, num_ranks: int, throttle: Throttle) -> None:
-        self._book = book
+    def __init__(self, last_lines: LastLines, num_ranks: int, throttle: Throttle) -> None:
+        self._last_lines = last_lines
         self._throttle = throttle
         # A reversed column keeps the scroll bar at the newest line.
         layout = widgets.Layout(
@@ -78,7 +78,7 @@ class LogPane:
             f'<span style="opacity:.6">[{rank:{self._width}}]</span> {escape(_cut(line))}'
             if self._num_ranks > 1
             else escape(_cut(line))
-            for rank, line in self._book.of_all()
+            for rank, line in self._last_lines.of_all()
         ]
         self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
         # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
@@ -87,7 +87,7 @@ class LogPane:
             is_seen = seen == rank + 1
             every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
             if self._throttle.is_due(pane, every_s):
-                own = [escape(_cut(line)) for line in self._book.of_rank(rank)]
+                own = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
                 num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
                 self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 

@@ -13,7 +13,7 @@ from typing import Protocol, final
 
 from nblaunch.dashboard.base import Controls, Pace, ViewingDashboard
 from nblaunch.dashboard.html import mimebundle
-from nblaunch.dashboard.lines import LogBook
+from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.notebook import Bundle, Output, Publish
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import Event
@@ -57,7 +57,7 @@ class WidgetsDashboard(ViewingDashboard):
         *,
         background: bool = False,
         publish: Publish | None = None,
-        open_panel: Callable[[LogBook], LivePanel] | None = None,
+        open_panel: Callable[[LastLines], LivePanel] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         first_s = 0.0 if background else 0.25
@@ -65,7 +65,7 @@ class WidgetsDashboard(ViewingDashboard):
         self._is_background = background
         self._output = Output(publish)
         self._open_panel = open_panel or _open_panel
-        self._book = LogBook()
+        self._last_lines = LastLines()
         self._panel: LivePanel | None = None
         self._is_plain = False
         if background:
@@ -73,7 +73,7 @@ class WidgetsDashboard(ViewingDashboard):
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)
-        self._book.add(event)
+        self._last_lines.add(event)
 
     def control(self, controls: Controls) -> None:
         if self._is_background and self._panel is not None:
@@ -105,7 +105,7 @@ class WidgetsDashboard(ViewingDashboard):
 
     def _show_panel(self, view: JobView) -> None:
         if self._panel is None:
-            self._panel = self._open_panel(self._book)
+            self._panel = self._open_panel(self._last_lines)
             self._panel.show(view)
             self._output.show(self._panel.bundle(view))
         else:
@@ -120,7 +120,7 @@ class WidgetsDashboard(ViewingDashboard):
             _log.warning("ipywidgets failed; the job is shown as HTML instead", exc_info=True)
 
 
-def _open_panel(book: LogBook) -> LivePanel:
+def _open_panel(last_lines: LastLines) -> LivePanel:
     from nblaunch.dashboard.widget_panel import Panel
 
-    return Panel(book)
+    return Panel(last_lines)

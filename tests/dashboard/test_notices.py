@@ -1,4 +1,4 @@
-"""Words about slow and stuck ranks, from samples made by hand."""
+"""Words about slow and stalled ranks, from samples made by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.notices import notices, waiting_share
-from nblaunch.dashboard.stall import STUCK_S
+from nblaunch.dashboard.stall import STALLED_S
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.text import live_line, render_text
 from nblaunch.dashboard.view import JobView
@@ -114,14 +114,14 @@ def test_the_rank_that_all_others_wait_for_is_named() -> None:
     assert texts(view_of(ended(3, 30), view)) == ["the others waited for rank 1 33% of the time"]
 
 
-def test_a_rank_without_a_sign_of_life_is_stuck_and_others_wait_for_it() -> None:
+def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> None:
     view = waiting(trained(4), (0, 2, 3), 11)
     assert texts(fold_readings(view, [], START_S + 25)) == []
     view = fold_readings(view, [], START_S + 55)
-    stuck = notices(view)[0]
-    assert (stuck.kind, stuck.ranks) == ("stuck", (1,))
+    stalled = notices(view)[0]
+    assert (stalled.kind, stalled.ranks) == ("stalled", (1,))
     assert (
-        stuck.text == "rank 1 has not moved for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
+        stalled.text == "rank 1 has not moved for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
     )
 
 
@@ -143,7 +143,7 @@ def test_all_ranks_at_rest_are_reported_with_their_steps() -> None:
 
 def test_slow_steps_are_not_a_hang() -> None:
     view = at_rates([0.1, 0.1], seconds=40)
-    assert texts(fold_readings(view, [], START_S + 40 + 2 * STUCK_S)) == []
+    assert texts(fold_readings(view, [], START_S + 40 + 2 * STALLED_S)) == []
 
 
 @pytest.mark.parametrize("state", [WorkerState.COMPILING, WorkerState.FINISHING])
@@ -172,7 +172,7 @@ def test_a_loss_that_is_lost_is_reported(value: float) -> None:
     assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
 
 
-def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stuck() -> None:
+def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stalled() -> None:
     view = view_of(started(2, hang_timeout_s=6.0))
     for step in range(0, 101, 5):
         view = fold_readings(view, [sample(rank, step) for rank in range(2)], START_S + step / 10)

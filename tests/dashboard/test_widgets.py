@@ -16,7 +16,7 @@ import pytest
 from nblaunch import dashboard
 from nblaunch.dashboard.base import Controls
 from nblaunch.dashboard.fold import fold, fold_readings
-from nblaunch.dashboard.lines import NUM_LINES, LinesPrinter, LogBook
+from nblaunch.dashboard.lines import NUM_LINES, LastLines, LinesPrinter
 from nblaunch.dashboard.notebook import Bundle
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
@@ -123,32 +123,32 @@ def test_what_is_urgent_does_not_silence_the_rest_for_long() -> None:
     assert other.value == "late"
 
 
-# --- the book --------------------------------------------------------------------------------------------------------
+# --- the last lines -------------------------------------------------------------------------------------------------
 
 
 def test_the_book_keeps_the_last_lines_of_each_rank_and_of_all_by_time() -> None:
-    book = LogBook()
+    last_lines = LastLines()
     for number in range(200):
-        book.add(LogLines(number % 2, START_S + number, lines=(f"line {number}",)))
-    assert book.of_rank(0) == [f"line {number}" for number in range(200 - 2 * NUM_LINES, 200, 2)]
-    assert book.of_all() == [(number % 2, f"line {number}") for number in range(200 - NUM_LINES, 200)]
-    assert book.of_rank(7) == []
+        last_lines.add(LogLines(number % 2, START_S + number, lines=(f"line {number}",)))
+    assert last_lines.of_rank(0) == [f"line {number}" for number in range(200 - 2 * NUM_LINES, 200, 2)]
+    assert last_lines.of_all() == [(number % 2, f"line {number}") for number in range(200 - NUM_LINES, 200)]
+    assert last_lines.of_rank(7) == []
 
 
 def test_lines_that_come_late_stand_where_they_belong() -> None:
-    book = LogBook()
+    last_lines = LastLines()
     for rank, time_s in ((0, 2.0), (1, 1.0), (0, 3.0)):
-        book.add(LogLines(rank, time_s, lines=(f"at {time_s:.0f}",)))
-    assert [line for _, line in book.of_all()] == ["at 1", "at 2", "at 3"]
+        last_lines.add(LogLines(rank, time_s, lines=(f"at {time_s:.0f}",)))
+    assert [line for _, line in last_lines.of_all()] == ["at 1", "at 2", "at 3"]
 
 
 def test_the_book_is_plain_text() -> None:
-    book = LogBook()
-    book.add(LogLines(0, 1.0, lines=("\x1b[31mred\x1b[0m",)))
-    book.add(Displayed(0, 2.0, data={"text/plain": "<Figure>", "image/png": "…"}))
-    book.add(Note(0, 3.0, text="bf16 is emulated"))
-    book.add(Note(-1, 4.0, text="of the launcher"))
-    assert book.of_rank(0) == ["red", "displayed: <Figure>", "bf16 is emulated"]
+    last_lines = LastLines()
+    last_lines.add(LogLines(0, 1.0, lines=("\x1b[31mred\x1b[0m",)))
+    last_lines.add(Displayed(0, 2.0, data={"text/plain": "<Figure>", "image/png": "…"}))
+    last_lines.add(Note(0, 3.0, text="bf16 is emulated"))
+    last_lines.add(Note(-1, 4.0, text="of the launcher"))
+    assert last_lines.of_rank(0) == ["red", "displayed: <Figure>", "bf16 is emulated"]
 
 
 # --- the rows --------------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_the_book_is_plain_text() -> None:
 def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: int, longest_s: float) -> None:
     from nblaunch.dashboard.widget_panel import Panel
 
-    clock, book, num_bytes = Clock(), LogBook(), 0
-    panel = Panel(book, clock)
+    clock, last_lines, num_bytes = Clock(), LastLines(), 0
+    panel = Panel(last_lines, clock)
     view = view_of(started(num_ranks))
     moved_s: dict[Any, list[float]] = {}
     is_measured = False
@@ -181,7 +181,7 @@ def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: i
             view, StatusLine(0, START_S, text=f"epoch 1: {tick / 2:.0f}%|#| {tick}/200 [00:01<00:02]")
         )
         for rank in range(num_ranks):
-            book.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
+            last_lines.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
         panel.show(view)
         if tick == 0:
             for widget in dict.fromkeys(panel._all()):
@@ -209,7 +209,7 @@ class FakePanel:
         self.controls: Controls | None = None
         self._breaks_at = breaks_at
 
-    def __call__(self, book: LogBook) -> FakePanel:
+    def __call__(self, last_lines: LastLines) -> FakePanel:
         return self
 
     def bundle(self, view: JobView) -> Bundle:
@@ -286,7 +286,7 @@ def test_widgets_that_break_become_html_in_the_same_output(
 
 
 def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
-    def missing(book: LogBook) -> FakePanel:
+    def missing(last_lines: LastLines) -> FakePanel:
         raise ModuleNotFoundError("No module named 'ipywidgets'")
 
     clock = Clock()
