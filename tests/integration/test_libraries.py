@@ -1,0 +1,227 @@
+"""Libraries that are made on Accelerate, in two processes: with it inside, and with nblaunch in its place.
+
+Each trains a tiny model for a few steps. The losses that the two report are the same, to every digit shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240.0  # the libraries take seconds to import, and much more beside other tests
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+IN_PLACE = "from tests.tools import resolving; resolving.install()"
+
+IMPORTS = """
+import tempfile
+import torch
+import transformers, datasets, trl, peft, diffusers, sentence_transformers
+import accelerate
+from nblaunch import notebook_launcher
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import SFTConfig, SFTTrainer, DPOConfig, DPOTrainer
+transformers.utils.logging.set_verbosity_error()
+datasets.disable_progress_bars()
+
+WORDS = ["<unk>", "<pad>", "<s>", "</s>"] + [f"w{n}" for n in range(40)]
+
+def words():
+    known = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=known, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+def llama():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, bos_token_id=2, eos_token_id=3))
+
+def bert(kind="BertModel", **more):
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(transformers.BertConfig(
+        vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more))
+
+def settings(kind=transformers.TrainingArguments, **more):
+    common = dict(
+        num_train_epochs=1, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, bf16=False, seed=3,
+        report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no")
+    return kind(tempfile.mkdtemp(), **{**common, **more})
+
+def fitted(trainer):
+    trainer.train()
+    maker = type(trainer.accelerator).__module__.partition(".")[0]
+    losses = [round(row["loss"], 5) for row in trainer.state.log_history if "loss" in row]
+    return maker, trainer.accelerator.num_processes, losses
+
+SENTENCES = datasets.Dataset.from_dict({"text": [" ".join(f"w{n * k % 40}" for k in range(1, 7)) for n in range(12)]})
+"""
+
+TRAINER = """
+def train():
+    rows = [{"input_ids": [4 + (n * k) % 40 for k in range(3 + n % 5)], "labels": n % 2} for n in range(22)]
+    trainer = transformers.Trainer(
+        bert("BertForSequenceClassification"), settings(gradient_accumulation_steps=2, STRATEGY),
+        train_dataset=rows, eval_dataset=rows[:13], processing_class=words())
+    return *fitted(trainer), round(trainer.evaluate()["eval_loss"], 5)
+"""
+
+SFT = """
+def train():
+    trainer = SFTTrainer(llama(), args=settings(SFTConfig), train_dataset=SENTENCES, processing_class=words(), PEFT)
+    return fitted(trainer)
+"""
+
+DPO = """
+def train():
+    pairs = datasets.Dataset.from_dict({
+        "prompt": [f"w{n} w{n + 1}" for n in range(8)],
+        "chosen": [f"w{n + 2} w{n + 3}" for n in range(8)], "rejected": [f"w{n + 5} w{n + 9}" for n in range(8)]})
+    trainer = DPOTrainer(
+        llama(), ref_model=llama(), args=settings(DPOConfig), train_dataset=pairs, processing_class=words())
+    return fitted(trainer)
+"""
+
+SENTENCE_TRANSFORMERS = """
+from sentence_transformers import (
+    SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses, models as parts)
+def train():
+    folder = tempfile.mkdtemp()
+    words().save_pretrained(folder)
+    bert().save_pretrained(folder)
+    encoder = parts.Transformer(folder, max_seq_length=16)
+    model = SentenceTransformer(modules=[encoder, parts.Pooling(16)], device="cpu")
+    pairs = datasets.Dataset.from_dict({
+        "anchor": [f"w{n} w{n + 1}" for n in range(12)], "positive": [f"w{n + 2} w{n + 3}" for n in range(12)]})
+    trainer = SentenceTransformerTrainer(
+        model, settings(SentenceTransformerTrainingArguments), train_dataset=pairs,
+        loss=losses.MultipleNegativesRankingLoss(model))
+    return fitted(trainer)
+"""
+
+DIFFUSERS = """
+from diffusers import DDPMScheduler, UNet2DModel
+from diffusers.optimization import get_cosine_schedule_with_warmup
+from diffusers.training_utils import EMAModel
+from torch.utils.data import DataLoader
+def train():
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 2, 20)
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(1, 8, 8, generator=generator) for _ in range(12)]
+    loader = DataLoader(images, batch_size=2)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    averaged = EMAModel(accelerator.unwrap_model(model).parameters())
+    noising, losses = DDPMScheduler(num_train_timesteps=10), []
+    for clean in loader:
+        with accelerator.accumulate(model):
+            noise = torch.randn(clean.shape, generator=generator)
+            times = torch.randint(0, 10, (len(clean),), generator=generator)
+            predicted = model(noising.add_noise(clean, noise, times), times).sample
+            loss = torch.nn.functional.mse_loss(predicted, noise)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            averaged.step(model.parameters())
+        losses.append(round(accelerator.gather(loss.detach()[None]).mean().item(), 5))
+    losses.append(round(sum(value.abs().sum().item() for value in averaged.shadow_params), 3))
+    return type(accelerator).__module__.partition(".")[0], accelerator.num_processes, losses
+"""
+
+PROGRAMS = {
+    "Trainer": TRAINER.replace("STRATEGY", "num_train_epochs=2"),
+    "Trainer by length": TRAINER.replace(
+        "STRATEGY", "train_sampling_strategy='group_by_length', num_train_epochs=2"
+    ),
+    "SFT": SFT.replace("PEFT", ""),
+    "SFT with LoRA": SFT.replace(
+        "PEFT", "peft_config=peft.LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')"
+    ),
+    "DPO": DPO,
+    "sentence-transformers": SENTENCE_TRANSFORMERS,
+    "diffusers": DIFFUSERS,
+}
+
+LIGHTNING = """
+import logging, tempfile
+import torch
+import pytorch_lightning as pl
+from nblaunch import notebook_launcher
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.losses = torch.nn.Linear(4, 1), []
+    def training_step(self, batch, index):
+        loss = self.line(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+def train():
+    model = Line()
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tempfile.mkdtemp())
+    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+    return trainer.world_size, trainer.global_rank, len(model.losses), model.losses[-1] < model.losses[0]
+notebook_launcher(train, num_processes=2, return_all=True)
+"""
+
+
+class Sides(NamedTuple):
+    """A kernel with Accelerate inside the libraries, and one with nblaunch in its place."""
+
+    accelerate: Kernel
+    nblaunch: Kernel
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    environment = ENVIRONMENT | {"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
+    with Kernel.start(env=environment) as theirs, Kernel.start(env=environment) as ours:
+        importing = [theirs.submit(IMPORTS), ours.submit(f"{IN_PLACE}\n{IMPORTS}")]
+        for cell in importing:
+            assert cell.wait(PATIENCE_S).status == "ok", cell.describe()
+        yield Sides(theirs, ours)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_losses_are_those_with_accelerate(sides: Sides, name: str) -> None:
+    launch = f"{PROGRAMS[name]}\nnotebook_launcher(train, num_processes=2, backend='cpu', return_all=True)"
+    results: list[list[Any]] = []
+    for maker, kernel in sides._asdict().items():
+        ranks = kernel.run(launch, timeout_s=PATIENCE_S).value
+        assert [rank[:2] for rank in ranks] == [(maker, 2)] * 2
+        results.append([rank[2:] for rank in ranks])
+    assert len(results[0][0][0]) >= 2
+    assert results[0] == results[1]
+
+
+def test_a_trainer_of_lightning(sides: Sides) -> None:
+    assert sides.accelerate.run(LIGHTNING, timeout_s=PATIENCE_S).value == [(2, 0, 4, True), (2, 1, 4, True)]
