@@ -521,8 +521,9 @@ class Kernel:
         each kernel's end, for memory that the system takes back a moment later.
         """
         file = str(self._folder / "stacks")
+        # By a descriptor: each forked worker would close a file object, with a warning, when it sets its own.
         self.run(
-            f"__import__('faulthandler').enable(open({file!r}, 'w'))\n"
+            f"__import__('faulthandler').enable(__import__('os').open({file!r}, {os.O_WRONLY | os.O_CREAT}, 0o600))\n"
             "__import__('atexit').register(__import__('gc').freeze)",
             silent=True,
             store_history=False,
