@@ -17,6 +17,7 @@ import ctypes
 import errno
 import gc
 import os
+import pickle
 import random
 import re
 import sys
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,6 +65,10 @@ def fork_workers(
     is_paused = pause_pools()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
+    # Before the forks, since what a worker writes to is copied page by page.
+    assignments = [
+        replace(own, parent_pid=parent_pid, restricts_threads=not is_paused) for own in assignments
+    ]
     with (
         _memory_shown(assignments) as originals,
         _frozen_heap(),
@@ -78,7 +84,7 @@ def fork_workers(
                 kill_and_reap(pids.values())  # those that were started before this one was refused
                 raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
             if pid == 0:
-                _run_worker(assignment, assignments, load_call, board, parent_pid, is_paused, originals)
+                _run_worker(assignment, assignments, load_call, board, originals)
             pids[assignment.rank] = pid
     return pids
 
@@ -95,8 +101,6 @@ def _run_worker(
     assignments: Sequence[Assignment],
     load_call: Callable[[], Call],
     board: Board,
-    parent_pid: int,
-    is_paused: bool,
     originals: Originals | None,
 ) -> None:
     """Run the worker in the child. Never returns, whatever happens."""
@@ -105,7 +109,6 @@ def _run_worker(
             if other is not own:
                 for fd in other.own_fds:
                     os.close(fd)
-        own = replace(own, parent_pid=parent_pid, restricts_threads=not is_paused)
         bootstrap.run(own, load_call, board.slot(own.rank), originals)
     except BaseException:
         traceback.print_exc()
@@ -115,10 +118,11 @@ def _run_worker(
 
 def _with_random_state(load_call: Callable[[], Call]) -> Callable[[], Call]:
     """Restore ``random`` before the call: Python seeds it anew in every child, unlike numpy and torch."""
-    state = random.getstate()
+    # As one object: its 625 numbers lie on many pages, which would be copied when they are given up after the forks.
+    state = pickle.dumps(random.getstate())
 
     def load() -> Call:
-        random.setstate(state)
+        random.setstate(pickle.loads(state))
         return load_call()
 
     return load
@@ -240,8 +244,12 @@ def _count_loads() -> int | None:
 
 def _pause(library: str) -> bool:
     try:
-        # RTLD_NOLOAD: the very copy that is in use, never a second one.
-        handle = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        return handle.omp_pause_resource_all(_PAUSE_HARD) == 0
+        return _handle(library).omp_pause_resource_all(_PAUSE_HARD) == 0
     except (OSError, AttributeError):
         return False
+
+
+@cache
+def _handle(library: str) -> ctypes.CDLL:
+    # RTLD_NOLOAD: the very copy that is in use, never a second one.
+    return ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
