@@ -6,7 +6,6 @@ Events report starts, ends, output and metrics of ranks; readings report steps, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -24,6 +23,7 @@ from nblaunch.dashboard.view import (
     RatePoint,
     TrainingRates,
     read_bar,
+    replace,
 )
 from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line

@@ -6,9 +6,7 @@ the rates of the moment, and :func:`stall_text` what a rank does that makes no p
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.view import JobView, RankView, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import whole_duration
 

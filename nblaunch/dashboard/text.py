@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from nblaunch import formatting
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
 from nblaunch.dashboard.epochs import EpochTable
 from nblaunch.dashboard.stall import as_of_now
 from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
-from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.view import JobView, RankView, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
 

@@ -13,11 +13,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nblaunch.events import ExitStatus, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
+
+if TYPE_CHECKING:
+    from dataclasses import replace as replace
+else:
+
+    def replace(state, /, **changes):
+        """Return a copy of a frozen dataclass with other values in some fields, as :func:`dataclasses.replace` does.
+
+        That one calls the constructor, which sets the 30 fields of a rank one by one: each event would take ten times
+        as long.
+        """
+        changed = object.__new__(type(state))
+        vars(changed).update(vars(state), **changes)
+        return changed
+
 
 # With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
 _COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
