@@ -27,6 +27,7 @@ _LOWEST_TAG = 1 << 62
 _TAG_BITS = 61
 _LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
 _MAX_ROUNDS = 20
+_FEW = 100
 _SHORT_S = 2.0
 """Until then, no system has given out all its process ids, to begin again with the lowest."""
 
@@ -70,14 +71,23 @@ class Descendants:
 
     def _candidates(self) -> list[int]:
         """Return process ids to look at: for a short job those given since its start alone, as they go in order."""
+        given = self._given()
+        # A list of all processes takes much longer. (It has no threads, whose ids may have a tag here.)
+        if given is not None and len(given) <= _FEW and not any(map(self._is_tagged, given)):
+            return []
         try:
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         except OSError:  # no such folder on this system
             return []
-        newest = _newest_pid()  # after the list, or one in it could be newer
-        if time.monotonic() - self._began_s < _SHORT_S and newest >= self._newest_before:
-            return [pid for pid in pids if self._newest_before < pid <= newest]
-        return pids
+        given = self._given()  # after the list, or one in it could be newer
+        return pids if given is None else [pid for pid in pids if pid in given]
+
+    def _given(self) -> range | None:
+        """Return the ids that processes and threads got since the start; None where that is not known for certain."""
+        newest = _newest_pid()
+        if time.monotonic() - self._began_s >= _SHORT_S or newest < self._newest_before:
+            return None
+        return range(self._newest_before + 1, newest + 1)
 
     def _is_tagged(self, pid: int) -> bool:
         return self._digits in proc.read_bytes(f"/proc/{pid}/limits")

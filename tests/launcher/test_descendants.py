@@ -57,6 +57,28 @@ def test_an_orphan_ends_and_is_named(
     assert other.is_running()
 
 
+def test_nothing_is_missed_where_the_numbers_have_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([1 << 30, 5, 5, 5, 5])
+    monkeypatch.setattr(descendants, "_newest_pid", lambda: next(numbers))
+    monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)
+    job = Descendants()
+    sleeper = orphan(job.tag)
+    assert job.end(groups=[]) == [f"sleep (pid {sleeper.pid})"]
+
+
+def test_a_short_job_without_descendants_takes_no_list_of_all_processes(
+    other: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)
+    newest = iter([other.pid - 1, other.pid])
+    monkeypatch.setattr(descendants, "_newest_pid", lambda: next(newest))
+    job, lists = Descendants(), list[str]()
+    monkeypatch.setattr(descendants.os, "listdir", lambda path: lists.append(path) or [])
+    assert job.end(groups=[]) == []
+    assert lists == []
+    assert other.is_running()
+
+
 def test_a_short_job_reads_no_process_that_is_older_whatever_its_number(
     other: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
