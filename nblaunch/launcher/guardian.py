@@ -48,6 +48,11 @@ class Guardian:
         self._writing = -1
         self._stays = False
 
+    @property
+    def is_started(self) -> bool:
+        """Whether :meth:`start` was called."""
+        return self._process is not None
+
     def start(self) -> None:
         """Start the process.
 

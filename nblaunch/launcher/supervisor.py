@@ -49,9 +49,6 @@ from nblaunch.wire.stop_agreement import Agreement, StopAgreement
 
 TICK_S = 0.1
 _INSPECTION_S = 0.25
-_DEFERRED_S = 0.025
-"""From the start of the loop until what need not delay the workers' start; most launches of nothing end before."""
-
 _BUSY_TICK_S = 0.01
 """While ranks are being asked something and answer through memory or files, which do not wake the loop."""
 
@@ -98,7 +95,6 @@ class Supervisor:
         self._watched_ends: set[int] = set()
         self._next_tick = 0.0
         self._next_inspection = 0.0
-        self._deferred_at: float | None = None
         self._dumps: list[tuple[StackDump, Callable[[StackDump], None]]] = []
         self._agreement: Agreement | None = None
         self._termination: Termination | None = None
@@ -119,7 +115,6 @@ class Supervisor:
         """
         try:
             self._register()
-            self._deferred_at = time.monotonic() + _DEFERRED_S
             self._next_tick = time.monotonic() + TICK_S
             with self._requests.answering():
                 self._loop()
@@ -143,7 +138,7 @@ class Supervisor:
             self._note(f"ended with the job, though out of the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
-        """Do what workers need not wait for, and the shortest jobs do without."""
+        """Do at the first tick what workers need not wait for, and short jobs do without."""
         with refusals_as_launch_errors(self._attempt):
             self._running.guardian.start()
         try:
@@ -189,7 +184,7 @@ class Supervisor:
         self._watched_ends = wanted
 
     def _timeout(self) -> float:
-        until = self._next_tick if self._deferred_at is None else self._deferred_at
+        until = self._next_tick
         if self._escalation is not None:
             step = self._escalation.next_s(self._alive, self._has_noticed)
             until = min(until, step) if step is not None else until
@@ -403,15 +398,13 @@ class Supervisor:
     # --- what is looked at by the clock --------------------------------------------------------------------------
 
     def _look_at_clock(self) -> None:
-        now = time.monotonic()
-        if self._deferred_at is not None and now >= self._deferred_at:
-            self._deferred_at = None
-            self._do_deferred()
-        if now >= self._next_tick:
+        if time.monotonic() >= self._next_tick:
             self._tick()
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
+        if not self._running.guardian.is_started:
+            self._do_deferred()
         self._read_logs()
         readings = self._read_board()
         self._update(readings)
