@@ -5,7 +5,8 @@
 base.py            Dashboard: what the launcher calls with events and readings of the progress board
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
-table.py           the view as rows and columns
+table.py           all text of the view
+rows.py            rows of ranks: which are shown, which are folded
 epochs.py          losses and metrics of each epoch
 stall.py           ranks without progress, and rates that fall to 0
 notices.py         slow and stalled ranks, losses that are not finite
@@ -15,10 +16,13 @@ terminal.py        the dashboard for scripts and terminals
   ansi.py              what a terminal can do, and colours
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
+html_rows.py       its rows
+palette.py         colours and shapes of states
 notebook.py        the dashboard for notebooks: an output of a cell that is updated
 widgets.py         the dashboard with live widgets
-  widget_panel.py      headline, buttons, charts, logs
-  widget_ranks.py      rows of the ranks, and what they print
+  widget_panel.py      headline, buttons, charts
+  widget_rows.py       rows of the ranks
+  widget_logs.py       what they print
   widget_throttle.py   updates within a budget
 lines.py           what workers print
 
@@ -52,8 +56,9 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     """Return the dashboards for a job, in the order in which the launcher must call them.
 
     In a Jupyter kernel: widgets that are replaced by a table at the end, or a table that is updated in place; below it
-    the output of the workers, unless the job runs in the background. Elsewhere: progress lines and a final table on
-    stderr, the output of the workers on stdout.
+    the output of the workers, unless the job runs in the background. Where a user may be looking, the last lines are
+    part of the display while the job runs, so that it stays in sight, and all lines follow at the end. Elsewhere:
+    progress lines and a final table on stderr, the output of the workers on stdout.
 
     Args:
         kind: ``"auto"`` and ``"widgets"``: widgets if a user can see them (:func:`has_widgets`), else as ``"html"``;
@@ -80,13 +85,13 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     table: Dashboard = (
         WidgetsDashboard(background=background)
         if is_live
-        else NotebookDashboard(background=background, is_html=kind != "text")
+        else NotebookDashboard(background=background, is_html=kind != "text", is_watched=is_interactive())
     )
     if background:
         return [GuardedDashboard(table)]
     return [
         GuardedDashboard(table),
-        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_live, omits_hangs=True),
+        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_interactive(), omits_hangs=True),
     ]
 
 

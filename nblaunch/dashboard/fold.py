@@ -75,13 +75,14 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         samples_per_s=samples_per_s,
         busy_step_s=_busy_step_s(points, rank),
         loss=reading.loss,
-        losses=rank.losses if reading.losses is last.losses else reading.losses.points(),
         stepped_s=now_s if moved else rank.stepped_s,
         moved_s=now_s,
         stall=None if replace(reading, interrupts=last.interrupts) != last else rank.stall,
         state_s=now_s if has_new_state else rank.state_s,
         waited_s=rank.waited_s + (max(now_s - rank.state_s, 0.0) if has_waited else 0.0),
         num_waits=rank.num_waits + (has_new_state and reading.state is WorkerState.WAITING),
+        phase=rank.phase if reading.state is WorkerState.WAITING else reading.state,
+        **_epoch_times(rank, reading, now_s),
         device_bytes=reading.device_bytes or rank.device_bytes,
         device_peak_bytes=reading.device_peak_bytes or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
@@ -90,6 +91,20 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         steps_done=steps_done,
     )
     return replace(rank, trained=_trained(rank, reading))
+
+
+def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str, Any]:
+    """Return the fields about the length of an epoch that change."""
+    if not reading.epoch:
+        return {}
+    if not rank.first_epoch:
+        return {"first_epoch": reading.epoch, "first_epoch_s": now_s}
+    num_done = reading.epoch - rank.first_epoch
+    if reading.epoch != rank.epoch and num_done > 0:
+        return {"epoch_length_s": (now_s - rank.first_epoch_s) / num_done}
+    if reading.state is WorkerState.EVALUATING and num_done == 0:
+        return {"epoch_length_s": now_s - rank.first_epoch_s}
+    return {}
 
 
 def _trained(rank: RankView, reading: SlotReading) -> TrainingRates | None:

@@ -1,6 +1,6 @@
 """The table of a job at the bottom of a terminal, drawn by rich. Imported only where rich is installed (13 or later).
 
-train running for 12 s on 2 processes (cpu, fork), 640 samples/s, ETA 1:30
+train running for 12 s on 2 processes (cpu, fork)
 rank  state     progress              epoch  step       steps/s  loss
    0  training  ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5321
    1  waiting   ━━━━━━━╸━━━━━━━━━━━━  1/4    450/1,000     10.0  0.5330
@@ -20,8 +20,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, has_colour, moves_cursor, size_of
-from nblaunch.dashboard.table import Row, Table, tabulate
-from nblaunch.dashboard.text import is_starting
+from nblaunch.dashboard.rows import Row
+from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.text import folded_lines, is_starting
 from nblaunch.dashboard.view import JobView
 
 _BAR_WIDTH = 20
@@ -104,7 +105,8 @@ def picture(view: JobView) -> RenderableType:
     for notice in table.notices:
         remarks += [Text(notice.text, style="yellow"), *(Text(f"    {line}") for line in notice.lines)]
     remarks += [Text(f"warning: {text}", style="yellow") for text in table.warnings]
-    return Group(head, _rows(view, table), *remarks)
+    folded = [Text(line, no_wrap=True, overflow="ellipsis") for line in folded_lines(table)]
+    return Group(head, _rows(view, table), *folded, *remarks)
 
 
 def _rows(view: JobView, table: Table) -> RichTable:

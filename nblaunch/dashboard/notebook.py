@@ -140,6 +140,8 @@ class NotebookDashboard(ViewingDashboard):
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
             and includes the last lines of all ranks: text printed by another thread would appear in another cell.
         is_html: publish HTML and text; text alone if False.
+        is_watched: a user may be looking at the cell. The last lines of output are then part of the table while the job
+            runs: printed below it, they would push it out of sight.
         publish: default: through IPython.
         clock: monotonic seconds.
     """
@@ -149,6 +151,7 @@ class NotebookDashboard(ViewingDashboard):
         *,
         background: bool = False,
         is_html: bool = True,
+        is_watched: bool = False,
         publish: Publish | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -156,6 +159,7 @@ class NotebookDashboard(ViewingDashboard):
         super().__init__(Pace(first_s=0.0 if background else 0.25, clock=clock))
         self._is_background = background
         self._is_html = is_html
+        self._is_watched = is_watched
         self._output = Output(publish)
         self._drawn: tuple[JobView, int] | None = None
         if background:
@@ -181,7 +185,7 @@ class NotebookDashboard(ViewingDashboard):
         return last[0].notes is not self._view.notes or last[0].tail is not self._view.tail
 
     def _show(self, view: JobView, *, is_final: bool = False) -> None:
-        with_output = self._is_background
+        with_output = self._is_background or (self._is_watched and not view.is_over)
         if self._is_html:
             bundle: Bundle = mimebundle(view, with_output=with_output)
         else:

@@ -16,6 +16,7 @@ STALLED_S = 20.0
 _STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
 _OUTSIDE_FACTOR = 3  # outside of loaders the usual duration is unknown
 _QUIET = {WorkerState.STARTING, WorkerState.COMPILING, WorkerState.FINISHING}
+_BRIEF_S = 1.0  # a wait in a collective at every step is no news
 _KEPT_S, _KEPT_STEPS = 2.0, 3  # a measured rate holds for so long, or for so many of its steps
 
 
@@ -45,6 +46,15 @@ def stall_text(view: JobView, rank: RankView) -> str:
     since_s = rank.moved_s if stall is None else stall.time_s - stall.for_s
     where = f" ({stall.where})" if stall is not None else ""
     return f"no progress for {whole_duration(view.now_s - since_s)}{where}"
+
+
+def settled_state(view: JobView, rank: RankView) -> WorkerState:
+    """Return the state of a rank, without the brief waits in the collectives of each step."""
+    if rank.state is not WorkerState.WAITING:
+        return WorkerState.WAITING if stall_text(view, rank) else rank.state
+    since_s = max(rank.state_s, rank.stepped_s)
+    is_brief = not (rank.stall and rank.stall.waiting_in) and view.now_s - since_s < _BRIEF_S
+    return rank.phase if is_brief else rank.state
 
 
 def as_of_now(view: JobView) -> JobView:

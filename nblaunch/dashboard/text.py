@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from nblaunch import formatting
 from nblaunch.dashboard.ansi import OUTCOME_STYLES, STATE_STYLES, unpainted
 from nblaunch.dashboard.epochs import EpochTable
+from nblaunch.dashboard.rows import Row, Tile, epoch_of, furthest_behind, in_lines
 from nblaunch.dashboard.stall import as_of_now
-from nblaunch.dashboard.table import GRID_COLUMNS, GridCell, Row, Table, epoch_of, headline, tabulate
-from nblaunch.dashboard.view import JobView, RankView, replace
+from nblaunch.dashboard.table import Table, headline, tabulate
+from nblaunch.dashboard.view import JobView, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import percent, rate, whole_duration
 
@@ -28,7 +29,7 @@ def live_line(view: JobView, width: int, *, has_blocks: bool = True) -> str:
         has_blocks: draw the bar with block characters; else with ``#``.
     """
     view = as_of_now(view)
-    behind = _furthest_behind(view)
+    behind = furthest_behind(view)
     name = view.function_name or "job"
     parts = [_times(view)]
     parts += [f"{rate(behind.steps_per_s)} steps/s"] if behind.steps_per_s else []
@@ -81,14 +82,9 @@ def _bar(fraction: float, width: int, *, has_blocks: bool) -> str:
     return ("█" * (eighths // 8) + part).ljust(width)
 
 
-def _furthest_behind(view: JobView) -> RankView:
-    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
-    return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
-
-
 def progress_line(view: JobView) -> str:
     """Return the progress of the rank that is furthest behind, in one line."""
-    behind = _furthest_behind(view)
+    behind = furthest_behind(view)
     table = tabulate(replace(view, num_processes=1, ranks=(behind,)))
     row = table.rows[0]
     parts = [f"{name} {cell}" for name, cell in zip(table.columns, row.cells, strict=True) if cell]
@@ -97,6 +93,20 @@ def progress_line(view: JobView) -> str:
 
 
 _DETAIL_WIDTH = 60
+_NUM_LIVE_LINES = 8
+_GRID_WIDTH, _GROUP = 64, 8  # letters in a line, and between two spaces
+_LETTERS = {
+    WorkerState.STARTING: "s",
+    WorkerState.RUNNING: "r",
+    WorkerState.TRAINING: "t",
+    WorkerState.EVALUATING: "e",
+    WorkerState.WAITING: "w",
+    WorkerState.COMPILING: "c",
+    WorkerState.FINISHING: "f",
+    WorkerState.DONE: "d",
+    WorkerState.FAILED: "X",
+    WorkerState.STOPPED: "-",
+}
 
 
 Paint = Callable[[str, str], str]
@@ -106,9 +116,8 @@ Paint = Callable[[str, str], str]
 def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpainted) -> str:
     """Return the table as text, without a final line end.
 
-    One header line, one line per process (if there are more than 16, the extremes, a summary and a grid of the others),
-    then the headline, failures, notices, warnings, the table of epochs or the last metrics, memory and the folder of
-    logs.
+    The rows, the ranks in lockstep (see ``rows.py``), then the headline, failures, notices, warnings, the table of
+    epochs or the last metrics, memory and the folder of logs.
 
     Args:
         view: the job.
@@ -116,7 +125,7 @@ def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpa
         paint: colours states, failures and warnings.
     """
     table = tabulate(view)
-    lines = [*(_table_lines(table, paint) if table.rows else []), *_grid_lines(table.grid)]
+    lines = [*(_table_lines(table, paint) if table.rows else []), *folded_lines(table)]
     headline = paint(table.headline, OUTCOME_STYLES.get(view.outcome, "yellow"))
     lines.append(f"{table.name}: {headline} on {table.setting}" if view.is_started else headline)
     lines += [table.fallback] if table.fallback else []
@@ -129,11 +138,20 @@ def render_text(view: JobView, *, with_output: bool = False, paint: Paint = unpa
     lines += [table.memory] if table.memory else []
     if with_output:
         lines += [f"note: {text}" for text in table.notes]
-        lines += ["last output:"] if view.tail else []
-        lines += [f"[{rank}] {line}" for rank, line in view.tail]
+        lines += _tail(view)
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)
+
+
+def _tail(view: JobView) -> list[str]:
+    """Return the last lines of output; while the job runs always as many, so that what is below stays in place."""
+    if not view.tail:
+        return []
+    if view.is_over:
+        return ["last output:", *(f"[{rank}] {line}" for rank, line in view.tail)]
+    shown = [f"[{rank}] {line}" for rank, line in view.tail[-_NUM_LIVE_LINES:]]
+    return ["last output:", *shown, *[""] * (_NUM_LIVE_LINES - len(shown))]
 
 
 def _table_lines(table: Table, paint: Paint) -> list[str]:
@@ -165,14 +183,23 @@ def _epoch_lines(table: EpochTable) -> list[str]:
     return [*lines, *[table.note] * bool(table.note)]
 
 
-def _grid_lines(cells: Sequence[GridCell]) -> list[str]:
-    """Return the grid as lines of cells of equal width: ``16 45%   17 44%   18 waiting ...``."""
-    texts = [f"{cell.rank:>3} {cell.text}" for cell in cells]
-    width = max(map(len, texts), default=0)
-    return [
-        "  ".join(text.ljust(width) for text in texts[start : start + GRID_COLUMNS]).rstrip()
-        for start in range(0, len(texts), GRID_COLUMNS)
-    ]
+def folded_lines(table: Table) -> list[str]:
+    """Return the ranks in lockstep as a line, and the grid with its legend: a letter for each rank."""
+    lines = [table.folded] if table.folded else []
+    grid = [] if table.unfolded else in_lines(table.tiles, _GRID_WIDTH)
+    width = max((len(label) for label, _ in grid), default=0)
+    for label, line in grid:
+        letters = "".join(map(_letter, line))
+        groups = [letters[start : start + _GROUP] for start in range(0, len(letters), _GROUP)]
+        lines.append(f"{label:>{width}}  {' '.join(groups)}")
+    if grid:
+        names = {_letter(tile): tile.text for tile in table.tiles}
+        lines.append(" " * width + "  " + ", ".join(f"{letter} {name}" for letter, name in names.items()))
+    return lines
+
+
+def _letter(tile: Tile) -> str:
+    return "!" if tile.differs else _LETTERS[tile.state]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

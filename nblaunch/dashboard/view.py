@@ -205,7 +205,6 @@ class RankView:
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
         loss: the last loss, may be not finite; None before the first.
-        losses: ``(optimizer steps, mean loss)`` over the whole job, finite values only.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
         status_line: progress bar or unfinished line of the output, without escape sequences.
@@ -224,6 +223,10 @@ class RankView:
         state_s: ``now_s`` of the first reading with the current state.
         waited_s: seconds of completed waits for other ranks.
         num_waits: number of readings that found the worker waiting after another state.
+        phase: the last state other than waiting.
+        first_epoch: the first epoch that was seen; 0 before.
+        first_epoch_s: ``now_s`` of the first reading with it.
+        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first evaluation.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_bytes: device memory in use; None if unknown.
@@ -247,7 +250,6 @@ class RankView:
     samples_per_s: float | None = None
     busy_step_s: float | None = None
     loss: float | None = None
-    losses: tuple[tuple[float, float], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_step: int | None = None
     status_line: str = ""
@@ -266,6 +268,10 @@ class RankView:
     state_s: float = 0.0
     waited_s: float = 0.0
     num_waits: int = 0
+    phase: WorkerState = WorkerState.STARTING
+    first_epoch: int = 0
+    first_epoch_s: float = 0.0
+    epoch_length_s: float | None = None
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     device_bytes: int | None = None
@@ -282,9 +288,9 @@ class RankView:
         return replace(self, status_line="", bar=None, is_redrawn=False, line_gone_s=0.0)
 
     @property
-    def loss_history(self) -> tuple[float, ...]:
-        """Return the values of :attr:`losses`."""
-        return tuple(loss for _, loss in self.losses)
+    def losses(self) -> tuple[tuple[float, float], ...]:
+        """Return ``(optimizer steps, mean loss)`` over the whole job, finite values only."""
+        return () if self.reading is None else self.reading.losses.points()
 
     @property
     def is_killed(self) -> bool:
@@ -303,11 +309,24 @@ class RankView:
         return min(self.step / self.total, 1.0) if self.total > 0 else None
 
     @property
+    def job_fraction(self) -> float | None:
+        """Return the progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
+        if not 0 < self.epoch <= self.num_epochs:
+            return self.fraction
+        of_epoch = 1.0 if self.phase is WorkerState.EVALUATING else self.fraction or 0.0
+        return (self.epoch - 1 + of_epoch) / self.num_epochs
+
+    @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the end of the current loop; None if unknown."""
+        """Return the estimated seconds until the end of all epochs; None if unknown.
+
+        Where the number of epochs is unknown, until the end of the current loop.
+        """
         if self.state.is_final or self.total <= 0 or not self.steps_per_s:
             return None
-        return max(self.total - self.step, 0) / self.steps_per_s
+        left_s = max(self.total - self.step, 0) / self.steps_per_s
+        num_further = max(self.num_epochs - self.epoch, 0)
+        return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
 
 
 @dataclass(frozen=True)
@@ -393,6 +412,6 @@ class JobView:
 
     @property
     def left_s(self) -> float | None:
-        """Return the estimated seconds until the slowest rank has ended its current loop; None if unknown."""
+        """Return the estimated seconds until the slowest rank has ended; see :attr:`RankView.left_s`."""
         known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(known, default=None)

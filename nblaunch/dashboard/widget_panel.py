@@ -1,9 +1,9 @@
 """The live panel of a job: headline, buttons, rows, charts and logs, made of ipywidgets' core controls.
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
-    rank  state      progress      epoch  step  ...                          (widget_ranks.py)
-    grid of further ranks, failures, notices, charts, epochs, metrics, memory
-    [All ranks] [rank 0] [rank 1] ...
+    rank  state       progress      epoch  step  ...                         (widget_rows.py)
+    failures, notices, charts, epochs, metrics, memory
+    [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
 
 The layout is made once and only values change, so that nothing flickers. Imported only when a panel is opened, since
 it needs ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
@@ -31,7 +31,8 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_ranks import NUMBERS, LogPane, RowGrid
+from nblaunch.dashboard.widget_logs import LogPane
+from nblaunch.dashboard.widget_rows import RankRows
 from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
@@ -153,8 +154,9 @@ _PRE = (
     "white-space:pre-wrap;font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "line-height:17px"
 )
-_TITLE_S, _CHART_S, _GRID_S = 0.8, 0.9, 1.0
+_TITLE_S, _CHART_S = 0.8, 0.9
 _CHART_BYTES_S = 3_000.0  # of charts; those of many ranks and metrics are updated less often
+_REMARK_PX = 23  # a line of the remarks
 KEPT_S = 5.0
 """Seconds for which a page that was reloaded while a cell ran may request the widgets after its end."""
 
@@ -191,24 +193,15 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
-        self._rows = RowGrid(self._throttle)
-        self._grid, self._remarks, self._charts, self._epochs, self._footer = (
-            self._block() for _ in range(5)
-        )
+        self._rows = RankRows(self._throttle)
+        self._remarks, self._charts, self._epochs, self._footer = (self._block() for _ in range(4))
         self._logs: LogPane | None = None
         top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        self._blocks = [
-            top,
-            self._rows.widget,
-            self._grid,
-            self._remarks,
-            self._charts,
-            self._epochs,
-            self._footer,
-        ]
+        self._blocks = [top, self._rows.widget, self._remarks, self._charts, self._epochs, self._footer]
         self.root = Root(self._blocks, layout=widgets.Layout(width="100%", overflow="hidden"))
+        self._num_remarks = 0
         self._num_state_requests = self.root.num_state_requests
 
     def bundle(self, view: JobView) -> Bundle:
@@ -229,27 +222,17 @@ class Panel:
             self._logs = LogPane(self._last_lines, view.num_processes, self._throttle)
             self.root.children = [*self._blocks, self._logs.widget]
         title = f'<div style="{_STYLE}">{html.title(view, table)}</div>'
-        # The title shows the same rates as the rows and changes with them.
-        self._throttle.update(self._title, every_s=_TITLE_S, group=NUMBERS, value=title)
+        self._throttle.update(self._title, every_s=_TITLE_S, value=title)
         self._buttons.show(is_running=view.is_started and not view.is_over)
-        self._show_ranks(table)
-        self._show_block(self._remarks, html.remarks(table) + self._answers(), is_urgent=True)
+        if table.rows:
+            self._rows.show(table)
+        self._show_block(self._remarks, self._remarks_of(table), is_urgent=True)
         self._show_charts(view)
         self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
-        self._show_block(self._footer, _footer(table), every_s=1.0)
+        self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
-
-    def _show_ranks(self, table: Table) -> None:
-        """Show a row of widgets for each rank; with many ranks the extremes and a grid of the others, as one HTML.
-
-        Which ranks are extremes changes all the time, and separate widgets would mix numbers of two ranks in a row.
-        """
-        if not table.grid:
-            self._rows.show(table)
-        elif self._throttle.is_due(self._grid, _GRID_S):
-            self._show_block(self._grid, html.table_of(table) + html.grid(table.grid), every_s=_GRID_S)
 
     def _show_charts(self, view: JobView) -> None:
         every_s = max(_CHART_S, len(self._charts.value) / _CHART_BYTES_S)
@@ -283,6 +266,16 @@ class Panel:
         value = f'<div style="{_STYLE}">{content}</div>' if content else ""
         layout = self._shown if content else self._hidden
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
+
+    def _remarks_of(self, table: Table) -> str:
+        """Return remarks and answers. Their block never shrinks, since a notice that goes would move what is below."""
+        num_lines = len(table.failures) + len(table.warnings)
+        num_lines += sum(1 + len(notice.lines) for notice in table.notices)
+        self._num_remarks = max(self._num_remarks, num_lines)
+        if not self._num_remarks:
+            return self._answers()
+        height = f"min-height:{_REMARK_PX * self._num_remarks}px"
+        return f'<div style="{height}">{html.remarks(table)}</div>{self._answers()}'
 
     def _answers(self) -> str:
         """Return the result of the last click."""
@@ -319,5 +312,10 @@ def _with_parts(widget: Any) -> Iterator[Any]:
 
 
 def _footer(table: Table) -> str:
-    lines = [table.metrics, table.memory, f"logs: {table.log_dir}" if table.log_dir else ""]
+    # The line of the memory has its place before the first measurement.
+    lines = [
+        table.metrics,
+        table.memory or "\N{NO-BREAK SPACE}",
+        f"logs: {table.log_dir}" if table.log_dir else "",
+    ]
     return "".join(html.line(line) for line in lines if line)

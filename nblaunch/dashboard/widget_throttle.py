@@ -36,7 +36,6 @@ class _Slot:
         sent: trait -> value in the front end.
         sent_s: time of the last update.
         is_urgent: send it whatever the budget.
-        group: slots of the same group are sent together; empty = none.
     """
 
     widget: Any
@@ -45,7 +44,6 @@ class _Slot:
     sent: dict[str, Any] = field(default_factory=dict)
     sent_s: float = float("-inf")
     is_urgent: bool = False
-    group: str = ""
 
     def changes(self) -> dict[str, Any]:
         return {
@@ -84,7 +82,6 @@ class Throttle:
         *,
         every_s: float = 0.0,
         is_urgent: bool = False,
-        group: str = "",
         **values: Any,
     ) -> None:
         """Set new values of ``widget``, to be sent by :meth:`flush`.
@@ -93,7 +90,6 @@ class Throttle:
             widget: of ipywidgets.
             every_s: seconds between updates; if the budget is short, the intervals of all widgets grow by one factor.
             is_urgent: send it at the next flush, whatever the budget.
-            group: widgets of the same group are sent together, so that they show the same moment.
             **values: trait -> value.
         """
         slot = self._slots.get(id(widget))
@@ -103,7 +99,6 @@ class Throttle:
                 widget, sent={name: getattr(widget, name) for name in values}
             )
         slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
-        slot.group = group
         slot.wanted.update(values)
 
     def is_due(self, widget: Any, every_s: float) -> bool:
@@ -128,16 +123,8 @@ class Throttle:
             if not slot.is_urgent and self._budget_bytes < 0:
                 continue
             self._send(slot, changes, now_s)
-            num_sent += 1 + self._send_rest(slot.group, now_s)
+            num_sent += 1
         return num_sent
-
-    def _send_rest(self, group: str, now_s: float) -> int:
-        """Send the other changes of a group; return the number of widgets."""
-        rest = [slot for slot in self._slots.values() if group and slot.group == group]
-        changed = [(slot, changes) for slot in rest if (changes := slot.changes())]
-        for slot, changes in changed:
-            self._send(slot, changes, now_s)
-        return len(changed)
 
     def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
         self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.dashboard.html import BAD
+from nblaunch.dashboard.palette import BAD
 from tests.browser.lab import Page
 
+RANK_BARS = ".jupyter-widgets [role=progressbar][aria-label^=rank]:visible"
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
 
 # Steps of a known length, until the end is requested; no process group, so that a start takes no time. Files in
@@ -39,9 +40,9 @@ def train(num_steps, fails=False):
 
 
 def bars(page: Page, cell: int) -> list[float]:
-    """How far the progress bars below a cell are, in percent; each is a widget."""
-    script = "bars => bars.map(bar => parseFloat(bar.style.width) || 0)"
-    return page.output(cell).locator(".jupyter-widgets .progress-bar:visible").evaluate_all(script)  # type: ignore[no-any-return]
+    """How far the progress bars below a cell are, in percent; those of ranks."""
+    script = "bars => bars.map(bar => parseFloat(bar.firstChild.style.width) || 0)"
+    return page.output(cell).locator(RANK_BARS).evaluate_all(script)  # type: ignore[no-any-return]
 
 
 def have_advanced(page: Page, cell: int, samples: list[list[float]], num_bars: int = 4) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from tests.browser.classic import Classic
 from tests.browser.lab import Browser, Lab, Page, write_notebook
 from tests.browser.panel import (
+    RANK_BARS,
     RED,
     SETUP,
     bars,
@@ -74,8 +75,6 @@ def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classi
     samples: list[list[float]] = []
     page.wait_until(lambda: have_advanced(page, FIRST, samples, 2), "each bar at four values")
     assert page.is_running(FIRST), f"the training was too short to be seen: {samples}"
-    bar = page.output(FIRST).locator(".progress-bar").first
-    assert bar.evaluate("bar => getComputedStyle(bar).transitionProperty") == "width"  # it glides
     page.output(FIRST).get_by_text("rank 1", exact=True).click()  # its tab: works while the cell runs
     page.wait_for_text(FIRST, "rank 1 at step 10 <b>not bold</b>")
     assert "rank 0 at step" not in page.text(FIRST)
@@ -83,7 +82,7 @@ def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classi
     (server.folder / "enough").touch()
     page.wait_for_text(FIRST, "done in")
     page.wait_until(lambda: num_widgets(page, FIRST) == 0, "the widgets to go")
-    assert len(re.findall(r"^\d\s+● done", page.text(FIRST), re.MULTILINE)) == 2
+    assert len(re.findall(r"^\d\s+✓ done", page.text(FIRST), re.MULTILINE)) == 2
     page.wait_until_idle(FIRST)
     page.screenshot(picture(server, "done"))
     (server.folder / "enough").unlink()
@@ -108,8 +107,9 @@ def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Clas
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     assert num_widgets(page, FAILING) > 0
-    dots = page.output(FAILING).locator(".widget-html span:text('●')")
-    assert RED in dots.evaluate_all("dots => dots.map(dot => getComputedStyle(dot).color)")
+    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
+    bar = page.output(FAILING).locator(RANK_BARS).nth(1)
+    assert bar.evaluate("bar => getComputedStyle(bar.firstChild).backgroundColor") == RED
     (server.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
     page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
@@ -137,7 +137,7 @@ def test_the_saved_notebook_opens_with_its_tables(
             (FAILING, "failed in rank 1"),
         ):
             sent.wait_for_text(cell, text)
-        assert len(re.findall(r"^\d\s+● done", sent.text(FIRST), re.MULTILINE)) == 2
+        assert len(re.findall(r"^\d\s+✓ done", sent.text(FIRST), re.MULTILINE)) == 2
         assert sent.page.locator(".jupyter-widgets").count() == 0
         sent.cell(FIRST).scroll_into_view_if_needed()
         sent.screenshot(picture(server, "sent"))
@@ -154,5 +154,5 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     button(page, RELOADED, "Stop").click()
     # This page does not know the output as the job's own: it is the widgets that turn into the table.
     page.wait_for_text(RELOADED, "stopped early on request after")
-    assert "● done" in page.text(RELOADED)
+    assert "✓ done" in page.text(RELOADED)
     assert len(bars(page, RELOADED)) == 0

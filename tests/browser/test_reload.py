@@ -39,7 +39,7 @@ def test_the_finished_table_is_there_after_a_reload(
     page.screenshot(f"reloaded_{background}.png")
     (lab.folder / "enough").touch()
     page.wait_for_text(BLOCKING, "done in")
-    assert page.text(BLOCKING).count("● done") == 2
+    assert page.text(BLOCKING).count("✓ done") == 3  # of the job and of two ranks
     page.screenshot(f"reloaded_done_{background}.png")
     page.run(OTHER)
     page.wait_for_text(OTHER, "free")
@@ -53,4 +53,4 @@ def test_the_finished_table_is_there_after_a_reload(
 
 def _assert_finished(page: Page) -> None:
     page.wait_for_text(BLOCKING, "done in")
-    assert page.text(BLOCKING).count("● done") == 2
+    assert page.text(BLOCKING).count("✓ done") == 3  # of the job and of two ranks

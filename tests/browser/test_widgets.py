@@ -14,6 +14,7 @@ import pytest
 
 from tests.browser.lab import Browser, Lab, Page, write_notebook
 from tests.browser.panel import (
+    RANK_BARS,
     RED,
     SETUP,
     bars,
@@ -71,14 +72,15 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         page.wait_until(lambda: have_advanced(page, launch, samples), "each bar at four values", 60)
         assert page.is_running(launch), f"the training was too short to be seen: {samples}"
         page.screenshot("quickstart_live.png", page.output(launch))
-        bar = page.output(launch).locator(".progress-bar").first
-        assert bar.evaluate("bar => getComputedStyle(bar).transitionProperty") == "width"  # it glides
+        glides = "bars => bars.some(bar => getComputedStyle(bar.firstChild).animationName == 'nbl-glide')"
+        rank_bars = page.output(launch).locator(RANK_BARS)
+        page.wait_until(lambda: rank_bars.evaluate_all(glides), "a bar that glides")
         page.wait_for_text(launch, "done in", 120)
         page.cell(launch).scroll_into_view_if_needed()
         page.screenshot("quickstart_done.png")
         # The static table, the lines of the ranks, the result; no widget is left.
         assert num_widgets(page, launch) == 0
-        assert len(re.findall(r"^\d\s+● done", page.text(launch), re.MULTILINE)) == 4
+        assert len(re.findall(r"^\d\s+✓ done", page.text(launch), re.MULTILINE)) == 4
         assert f"[0] epoch {EPOCHS - 1}: loss" in page.text(launch)
         assert "{'accuracy': 0.9" in page.text(launch)
         page.wait_until_idle(len(quickstart.cells) - 1)
@@ -100,14 +102,14 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
-    dots = page.output(FAILING).locator(".widget-html span:text('●')")
-    assert RED in dots.evaluate_all("dots => dots.map(dot => getComputedStyle(dot).color)")
+    bar = page.output(FAILING).locator(RANK_BARS).nth(1)
+    assert bar.evaluate("bar => getComputedStyle(bar.firstChild).backgroundColor") == RED
+    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
     page.screenshot("failing_live.png")
     (lab.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
     page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
-    dot = page.output(FAILING).locator("tr", has_text="failed").locator("span").first
-    assert dot.evaluate("dot => getComputedStyle(dot).color") == RED
+    assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
     assert "ValueError: the loss of <i>this</i> rank is nan" in page.text(FAILING)
     page.screenshot("failed.png")
 
@@ -143,7 +145,7 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
     # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
     for cell in (TWO, AGAIN):
         page.wait_for_text(cell, "stopped early on request after")
-        assert "● done" in page.text(cell)
+        assert "✓ done" in page.text(cell)
         assert len(bars(page, cell)) == 0
     assert num_widgets(page, AGAIN) == 0
     page.screenshot("stopped.png")

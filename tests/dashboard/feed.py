@@ -10,7 +10,7 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.loss_curve import MAX_BINS, LossCurve
 
 def begin(n):
-    return [AttemptStarted(-1, time.time(), "train", n, "cpu", "fork", "", "/logs/train-1"),
+    return [AttemptStarted(-1, time.time(), "train", n, "cpu", "fork", log_dir="/logs/train-1"),
             *(Started(rank, time.time(), pid=1) for rank in range(n))]
 
 def end(n):

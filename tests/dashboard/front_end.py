@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,6 +58,12 @@ class FrontEnd:
 
     def layout(self, model_id: str) -> dict[str, Any]:
         return self.models[self.models[model_id]["layout"].removeprefix("IPY_MODEL_")]
+
+    @property
+    def bars(self) -> dict[str, int]:
+        """The progress bars in percent, by their names."""
+        found = re.findall(r'role="progressbar" aria-label="([^"]*)".*?aria-valuenow="(\d+)"', self.html)
+        return {name: int(value) for name, value in found}
 
     @property
     def html(self) -> str:

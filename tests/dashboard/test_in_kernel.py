@@ -32,7 +32,9 @@ def test_an_empty_job_is_one_message(shared: Kernel) -> None:
     assert outputs(cell) == ["display_data"]
     (table,) = cell.displays
     assert set(table.data) == {"text/html", "text/plain"}
-    assert table.data["text/plain"].startswith("rank  state\n   0  done\n   1  done\ntrain: done in ")
+    assert table.data["text/plain"].startswith(
+        "rank  state\n all  done\n   0  done\n   1  done\ntrain: done in "
+    )
     assert "<script" not in table.data["text/html"]
 
 

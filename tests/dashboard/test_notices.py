@@ -189,13 +189,16 @@ def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None
         trained(3),
     )
     view = fold_readings(view, [], START_S + 22)
-    states = [row.state_text for row in tabulate(view).rows]
-    assert states == [
-        "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", "training"
+    rows = tabulate(view).rows
+    assert [row.state_text for row in rows] == [
+        "1 waiting, 1 no progress, 1 other", "waiting", "no progress", "training"
+    ]  # fmt: skip
+    assert [row.detail for row in rows[1:]] == [
+        "waiting in all_reduce (cell 5, line 14)", "no progress for 12 s (cell 5, line 9)", ""
     ]  # fmt: skip
     assert "waits for it in a collective" in texts(view)[0]
     view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 22.1)
-    assert [row.state_text for row in tabulate(view).rows] == ["training"] * 3
+    assert [row.state_text for row in tabulate(view).rows] == ["training"] * 4
 
 
 def test_a_rank_without_progress_has_no_rate_and_no_time_left() -> None:
@@ -209,7 +212,8 @@ def test_a_rank_without_progress_has_no_rate_and_no_time_left() -> None:
     assert (cells["steps/s"], cells["samples/s"], cells["ETA"]) == ("0", "0", "")
     assert "ETA" not in still.setting
     assert "samples/s" not in still.setting
-    assert still.rows[0].state_text == "no progress for 33 s"
+    assert [row.state_text for row in still.rows] == ["no progress"] * 3
+    assert still.rows[1].detail == "no progress for 33 s"
     assert "0.0 steps/s" not in live_line(fold_readings(view, [], START_S + 43), 200)
 
 

@@ -8,17 +8,10 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 
-from nblaunch import formatting
 from nblaunch.dashboard.fold import fold, fold_readings
-from nblaunch.dashboard.html import (
-    CAUTION,
-    STATE_COLOURS,
-    mimebundle,
-    outcome_colour,
-    render_html,
-    sparkline,
-)
-from nblaunch.dashboard.table import select_ranks, tabulate
+from nblaunch.dashboard.html import mimebundle, render_html
+from nblaunch.dashboard.palette import CAUTION
+from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.text import live_line, progress_line, render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import (
@@ -34,7 +27,6 @@ from nblaunch.events import (
 )
 from nblaunch.formatting import duration, loss, rate
 from nblaunch.wire.board import SlotReading
-from nblaunch.wire.loss_curve import LossCurve
 from tests.dashboard.scenes import START_S, ended, killed, raised, sample, started, trained, view_of
 from tests.dashboard.test_view import any_story, view_after
 from tests.golden_files import Golden
@@ -103,83 +95,6 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("num_processes", [1, 8, 16])
-def test_text_has_one_line_per_process(num_processes: int) -> None:
-    lines = render_text(trained(num_processes)).splitlines()
-    assert lines[0].split() == ["rank", "state", "epoch", "step", "steps/s", "samples/s", "ETA", "loss"]
-    assert [line.split()[0] for line in lines[1:-1]] == [str(rank) for rank in range(num_processes)]
-    assert lines[1].split() == ["0", "training", "1", "100/1,000", "10.0", "320", "1:30", "0.0099"]
-    assert lines[-1].startswith(
-        f"train: running for 10 s on {formatting.count(num_processes, 'process')} (cpu, fork)"
-    )
-
-
-def test_the_head_shows_when_the_slowest_rank_will_have_ended_its_pass() -> None:
-    view = fold_readings(trained(2), [sample(1, 101, 2000)], START_S + 10)
-    assert render_text(view).splitlines()[-1].endswith("640 samples/s, ETA 3:10")
-    assert "ETA" not in render_text(view_of(ended(2), view))
-
-
-def test_text_is_aligned() -> None:
-    view = fold_readings(trained(12), [sample(11, 3, 1000, loss=12.5)], START_S + 11)
-    lines = render_text(view).splitlines()[:13]
-    ends = {re.search(r"/1,000", line).end() for line in lines[1:]}  # type: ignore[union-attr]
-    assert len(ends) == 1
-    assert len({line.index("training") for line in lines[1:]}) == 1
-
-
-def test_beyond_16_processes_the_extremes_and_a_summary_are_shown() -> None:
-    view = trained(64)
-    view = fold_readings(view, [sample(40, 80), sample(7, 120)], START_S + 11)
-    view = view_of([raised(20)], view)
-    shown, others = select_ranks(view)
-    ids = [rank.rank for rank in shown]
-    assert ids[0] == 20
-    assert {0, 7, 40} <= set(ids)
-    assert len(shown) <= 16
-    assert len(shown) + len(others) == 64
-    last = tabulate(view).rows[-1]
-    assert (last.rank, last.label) == (None, f"{len(others)} others")
-    assert f"{len(others)} others" in render_text(view)
-    assert f"{len(others)} others" in Reader(render_html(view)).text
-
-
-def test_beyond_16_processes_the_rank_that_slows_all_down_has_a_row() -> None:
-    view = view_of(started(24))
-    for step in range(0, 101, 5):
-        busy_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
-        readings = [
-            sample(rank, step, busy_time_s=step * busy_s[rank], busy_steps=step) for rank in range(24)
-        ]
-        view = fold_readings(view, readings, START_S + step / 10)
-    assert "rank 11 is 3.0 times slower than the others" in render_text(view)
-    assert tabulate(view).rows[0].rank == 11
-
-
-def test_beyond_16_processes_rows_stay_while_ranks_go_in_step() -> None:
-    view = trained(24)
-    for ahead in (1, 9, 17):
-        view = fold_readings(view, [sample(rank, 101) for rank in range(ahead)], START_S + 11)
-        assert [rank.rank for rank in select_ranks(view)[0]] == [0, 1, 2, 21, 22, 23]
-
-
-def test_the_grid_has_a_cell_for_each_rank_without_a_row() -> None:
-    view = fold_readings(
-        trained(64), [sample(rank, 100, state=WorkerState.WAITING) for rank in range(30, 35)], START_S + 11
-    )
-    table = tabulate(view)
-    shown = [row.rank for row in table.rows if row.rank is not None]
-    assert sorted([*shown, *(cell.rank for cell in table.grid)]) == list(range(64))
-    assert {cell.rank: cell.text for cell in table.grid}[36] == "10%"
-    assert {cell.rank: cell.text for cell in table.grid}[34] == "waiting"
-    lines = [line for line in render_text(view).splitlines() if re.match(r" *\d+ \d+%", line)]
-    assert len(lines) == -(-len(table.grid) // 8)
-    assert max(map(len, lines)) < 110
-    cells = [text for row in Reader(render_html(view)).rows for text in row]
-    assert {"36 10%", "34 waiting"} <= set(cells)
-    assert not tabulate(trained(16)).grid
-
-
 def test_64_processes_fit_on_a_screen() -> None:
     view = view_of(
         [raised(20), *(StatusLine(rank, START_S, text="x" * 300) for rank in range(64))], trained(64)
@@ -198,15 +113,12 @@ def test_memory_is_reported_per_rank_and_for_the_job_and_peaks_at_the_end() -> N
     view = view_of([HostMemory(0, 1.0, 800_000_000), HostMemory(1, 1.0, 900_000_000)], view)
     view = view_of([HostMemory(1, 2.0, 500_000_000)], view)
     assert "memory: host 1.30 GB together, device 1.00 GB (rank 1)" in render_text(view)
-    assert tabulate(view).columns[-2:] == ("memory", "device")
-    assert [row.cells[-2:] for row in tabulate(view).rows] == [
-        ("800 MB", ""),
-        ("500 MB", "1.00 GB of 16.0 GB"),
-    ]
     over = view_of(ended(2), view)
     assert "peak memory: host 1.70 GB together, device 3.00 GB (rank 1)" in Reader(render_html(over)).text
     assert tabulate(over).columns[-2:] == ("peak memory", "peak device")
+    assert tabulate(view).columns == tabulate(over).columns
     assert [row.cells[-2:] for row in tabulate(over).rows] == [
+        ("1.70 GB", "3.00 GB"),
         ("800 MB", ""),
         ("900 MB", "3.00 GB of 16.0 GB"),
     ]
@@ -260,7 +172,7 @@ def test_one_process_for_all_devices_and_the_precision_are_reported_unless_they_
 def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
     line = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
     view = view_of([*started(2), StatusLine(1, START_S, text=line)])
-    row = tabulate(view).rows[1]
+    row = tabulate(view).rows[2]
     # The drawn part would take the place of the numbers: columns are narrow, and a bar is there already.
     assert (row.fraction, row.detail) == (0.45, "fold 2 450/1000 [00:45<00:55, 10.0it/s]")
     assert "width:45%" in render_html(view)
@@ -269,7 +181,7 @@ def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
 
 def test_a_killed_rank_is_called_killed() -> None:
     view = view_of([*started(2), killed(0, -9), JobEnded(-1, START_S + 5, "failed", 0)])
-    assert [row.state_text for row in tabulate(view).rows] == ["killed", "stopped"]
+    assert [row.state_text for row in tabulate(view).rows] == ["1 killed, 1 stopped", "killed", "stopped"]
 
 
 # --- word for word ---------------------------------------------------------------------------------------------------
@@ -331,23 +243,7 @@ def test_charts_stand_in_the_summary_only() -> None:
     assert "loss━ smoothed mean ─ each rank0.5000 to 0.0100 in 100 steps" in text
     assert 'aria-label="accuracy: 0.0000 to 0.8000 in 8 steps"' in html
     assert 'aria-label="name' not in html
-    assert html.count("<polyline") == 2 + 3 + 1
-
-
-def test_a_sparkline_is_thin_however_long_the_loss() -> None:
-    history = [1 / (step + 1) for step in range(64)]
-    points = re.search(r'points="([^"]+)"', sparkline(history))[1].split()  # type: ignore[index]
-    assert len(points) <= 24
-    assert points[0] == "2,1.5"
-    assert points[-1].split(",")[1] == "14.5"
-    assert sparkline([1.0]) == ""
-
-
-def test_columns_without_content_are_left_out() -> None:
-    view = view_of([*started(2), *ended(2, 0.031)])
-    expected = ["rank  state", "   0  done", "   1  done", "train: done in 0.03 s on 2 processes (cpu, fork)"]
-    assert render_text(view).splitlines() == [*expected, "logs: /logs/train-1"]
-    assert Reader(render_html(view)).rows == [["rank", "state"], ["0", "● done"], ["1", "● done"]]
+    assert html.count("<polyline") == 3 + 1
 
 
 def test_text_and_html_say_the_same() -> None:
@@ -371,7 +267,7 @@ def test_text_and_html_say_the_same() -> None:
         "samples/s",
         "ETA",
         "loss",
-        "trend",
+        "peak memory",
         "output",
     ]
     assert html.rows[0] == heads
@@ -386,7 +282,7 @@ def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     where = "(line 9: loss = model(batch))"
     at = lines.index(f"rank 1: ValueError: bad shape {where}")
     assert lines[at + 1] == f"ranks 0, 2-3 (secondary failure): ValueError: peer closed {where}"
-    assert "killed by SIGKILL" in lines[5]
+    assert "killed by SIGKILL" in next(line for line in lines if line.split()[0] == "4")
     assert tabulate(view).failures[0][1] in Reader(render_html(view)).text
 
 
@@ -444,29 +340,9 @@ def test_html_stands_alone_in_any_theme() -> None:
     # Neither ink nor paper is named: both come from the theme.
     assert not re.search(r"(?<![-\w])color:(?:black|white|#000|#fff)", html)
     assert not re.search(r"background:(?:white|black|#fff|#000)", html)
-    assert "<title>loss from 0.5 to 0.01</title>" in html
 
 
-@pytest.mark.parametrize("paper", [(255, 255, 255), (17, 17, 17)])
-def test_every_colour_can_be_distinguished_from_light_and_dark_paper(paper: tuple[int, int, int]) -> None:
-    """Source: WCAG 2.2, 1.4.11: a contrast of 3 to 1 for what is no running text."""
-    named = {
-        *STATE_COLOURS.values(),
-        CAUTION,
-        *(outcome_colour(o) for o in ("", "done", "failed", "x")),
-    }
-    for colour in named:
-        ink = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-        dark, light = sorted((_luminance(ink), _luminance(paper)))
-        assert (light + 0.05) / (dark + 0.05) >= 3, colour
-
-
-def _luminance(colour: tuple[int, ...]) -> float:
-    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize(("num_processes", "limit"), [(1, 4_000), (8, 14_000), (64, 30_000)])
+@pytest.mark.parametrize(("num_processes", "limit"), [(1, 4_000), (8, 8_000), (64, 8_000), (512, 16_000)])
 def test_the_table_is_small_enough_to_be_sent_often(num_processes: int, limit: int) -> None:
     view = view_of([HostMemory(rank, 1.0, 10**9) for rank in range(num_processes)], trained(num_processes))
     assert len(render_html(view)) < limit
@@ -475,17 +351,6 @@ def test_the_table_is_small_enough_to_be_sent_often(num_processes: int, limit: i
 def test_a_bar_never_leaves_its_frame() -> None:
     html = render_html(fold_readings(trained(1), [sample(0, 5000, 1000)], START_S))
     assert "width:100%" in html
-
-
-def test_a_flat_loss_can_be_drawn() -> None:
-    view = view_of(started(1))
-    for step in range(5):
-        losses = LossCurve(step, 1, (0.5,) * step)
-        view = fold_readings(view, [sample(0, step, loss=0.5, losses=losses)], START_S + step)
-    (points,) = re.findall(r'<polyline points="([^"]*)"', render_html(view))
-    heights = {float(point.split(",")[1]) for point in points.split()}
-    assert len(heights) == 1
-    assert 0 <= heights.pop() <= 16
 
 
 def test_the_output_of_a_detached_job_is_part_of_its_table() -> None:
@@ -585,4 +450,4 @@ def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotRead
         len(table.rows) + len(table.failures) + len(table.notes) + len(table.warnings) + len(view.tail)
     )
     num_lines += sum(1 + len(notice.lines) for notice in table.notices) + len(table.epochs.rows) + 2
-    assert len(bundle["text/plain"].splitlines()) <= num_lines + 6
+    assert len(bundle["text/plain"].splitlines()) <= num_lines + 16

@@ -153,7 +153,7 @@ def test_progress_is_redrawn_and_lines_scroll_by_above_it(
             seen |= {line for line in screen.text.splitlines() if f" {tick}/30 " in line}
         assert screen.text.splitlines()[:3] == ["[1] at 10", "[1] at 20", "[1] at 30"]
         assert screen.lines[3].startswith("train")
-        assert len(screen.text.splitlines()) == (4 if kind is LiveLine else 7)
+        assert len(screen.text.splitlines()) == (4 if kind is LiveLine else 8)
         for event in ended(2):
             lines.on_event(event), board.on_event(event)
         lines.close(), board.close()
@@ -312,7 +312,7 @@ def test_a_script_in_a_terminal_with_rich_shows_a_table_that_moves(tmp_path: Pat
     screen, seen = _run_script(tmp_path, SCRIPT)
     steps = [list(map(int, re.findall(r" (\d+)/40 ", text))) for text in seen if "/40 " in text]
     assert len({tuple(step) for step in steps}) >= 3, seen[-5:]
-    assert all(len(step) == 2 for step in steps)  # a row per rank
+    assert all(len(step) == 3 for step in steps)  # a row of the job and one per rank
     assert any("starting" in text for text in seen) or steps
     assert not screen.is_cursor_hidden
     _assert_ended(screen)
@@ -353,8 +353,11 @@ def _assert_ended(screen: Screen) -> None:
     rows = screen.text.splitlines()
     assert [line for line in rows if line.startswith("[")].count("[1] at 30") == 1
     table = next(index for index, line in enumerate(rows) if line.startswith("rank  state"))
-    assert "done" in rows[table + 1]
-    assert "done" in rows[table + 2]
-    assert rows[table + 3].startswith("train: done in")
+    assert [row.split()[:2] for row in rows[table + 1 : table + 4]] == [
+        ["all", "done"],
+        ["0", "done"],
+        ["1", "done"],
+    ]
+    assert rows[table + 4].startswith("train: done in")
     assert not any("\r" in line or "%|" in line for line in rows)
     assert len(rows) < 20

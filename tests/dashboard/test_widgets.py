@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -83,17 +84,6 @@ def test_a_widget_changes_no_oftener_than_worth_while_unless_it_is_urgent() -> N
     assert widget.value == "failed"
 
 
-def test_what_belongs_together_is_sent_together() -> None:
-    clock, bar, text = Clock(), FakeWidget(0), FakeWidget()
-    throttle = Throttle(clock=clock)
-    for tick in range(1, 40):
-        clock.now_s += 0.2
-        throttle.update(bar, value=tick, every_s=100.0, group="row")
-        throttle.update(text, value=str(tick), every_s=1.0, group="row")
-        throttle.flush()
-        assert str(bar.value) == (text.value or "0")
-
-
 def test_over_time_the_budget_holds_and_no_widget_starves() -> None:
     clock, widgets = Clock(), [FakeWidget() for _ in range(60)]
     throttle = Throttle(clock=clock)
@@ -154,47 +144,67 @@ def test_the_book_is_plain_text() -> None:
 # --- the rows --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "longest_s"), [(2, 0.45), (4, 0.55), (8, 0.75)])
-def test_bars_move_at_least_so_often_together_and_within_the_budget(num_ranks: int, longest_s: float) -> None:
+@dataclass
+class Sent:
+    """What a panel has sent after its first seconds."""
+
+    num_messages: int
+    num_bytes: int
+    rows_s: list[float]
+    panel: Any
+
+
+def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Sent:
+    """Show a job whose ranks step and print, a tick every 0.2 s, and count messages from the ninth second on."""
     from nblaunch.dashboard.widget_panel import Panel
 
-    clock, last_lines, num_bytes = Clock(), LastLines(), 0
+    clock, last_lines = Clock(), LastLines()
     panel = Panel(last_lines, clock)
+    sent = Sent(0, 0, [], panel)
     view = view_of(started(num_ranks))
-    moved_s: dict[Any, list[float]] = {}
     is_measured = False
 
-    def watch(widget: Any) -> None:
+    def count(widget: Any) -> Callable[[dict[str, Any]], None]:
         def changed(change: dict[str, Any]) -> None:
-            nonlocal num_bytes
             if is_measured:
-                num_bytes += MESSAGE_BYTES + len(str(change["new"]))
-                moved_s.setdefault(widget, []).append(clock.now_s)
+                sent.num_messages += 1
+                sent.num_bytes += MESSAGE_BYTES + len(str(change["new"]))
+                if widget is panel._rows._rows:
+                    sent.rows_s.append(clock.now_s)
 
-        widget.observe(changed, "value")
+        return changed
 
-    for tick in range(200):
+    for tick in range(round(seconds * 5)):
         clock.now_s += 0.2
-        samples = [sample(rank, 7 * tick, 1400, loss=1 / (tick + 1)) for rank in range(num_ranks)]
-        view = fold_readings(view, samples, START_S + tick / 5)
+        readings = [sample(rank, 7 * tick, 1400, loss=1 / (tick + 1)) for rank in range(num_ranks)]
+        view = fold_readings(view, readings, START_S + tick / 5)
         view = fold(
             view, StatusLine(0, START_S, text=f"epoch 1: {tick / 2:.0f}%|#| {tick}/200 [00:01<00:02]")
         )
-        for rank in range(num_ranks):
+        for rank in range(min(num_ranks, num_printing)):
             last_lines.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
         panel.show(view)
         if tick == 0:
             for widget in dict.fromkeys(panel._all()):
                 if widget.has_trait("value"):
-                    watch(widget)
+                    widget.observe(count(widget), "value")
         is_measured = tick >= 40  # what may be sent at once at the beginning is spent
-    assert num_bytes / 32 < RATE_BYTES_S * 1.05
-    bars = [times for widget, times in moved_s.items() if type(widget).__name__ == "IntProgress"]
-    assert len(bars) == num_ranks
-    assert all(times == bars[0] for times in bars)  # ranks in step are seen in step
-    assert set(moved_s[panel._title]) <= set(bars[0])  # so are the rates of one and of all
-    assert statistics.fmean(later - earlier for earlier, later in pairwise(bars[0])) < longest_s
     panel.close("")
+    return sent
+
+
+@pytest.mark.parametrize(("num_ranks", "longest_s"), [(2, 0.6), (4, 0.7), (8, 0.7)])
+def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, longest_s: float) -> None:
+    sent = send_for(num_ranks)
+    assert sent.num_bytes / 32 < RATE_BYTES_S * 1.05
+    assert sent.num_messages / 32 < 20
+    assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.rows_s)) < longest_s
+
+
+def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None:
+    few, many = send_for(20, 20.0, num_printing=4), send_for(200, 20.0, num_printing=4)
+    assert many.num_messages <= 1.2 * few.num_messages
+    assert many.num_bytes / 12 < RATE_BYTES_S * 1.05
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------

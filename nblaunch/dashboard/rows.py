@@ -1,0 +1,387 @@
+"""The rows of a job: one for the whole job, one for each rank that differs, and the others folded.
+
+    rank  state            epoch      step  steps/s ...
+     all  training, 1 slow   2/6   450/1,000    24.1
+      11  training, slow     2/6   450/1,000    24.1
+    ranks 0-10, 12-63 training, 24.1 steps/s each
+
+Up to :data:`NUM_UNFOLDED` ranks all have a row. With more, ranks in lockstep are one line in words; behind it are
+their rows, or a tile for each rank. Ranks always stand in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from nblaunch import formatting
+from nblaunch.dashboard.notices import Notice
+from nblaunch.dashboard.stall import settled_state, stall_text
+from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.events import WorkerState
+from nblaunch.formatting import loss, rate, whole_duration
+
+NUM_UNFOLDED = 4
+"""Largest number of ranks that all have a row of their own."""
+
+MAX_ROWS = 16
+"""Largest number of ranks with rows behind the folded line; with more ranks there is a tile for each."""
+
+MAX_ODD_ROWS = 12
+"""Largest number of rows for ranks that differ; more of them are folded as well."""
+
+HEAD_LINES = 500
+"""Number of lines of a rank that a cell prints at once; further lines are folded, see ``lines.py``."""
+
+_TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
+_MEMORY_COLUMNS = ("peak memory", "peak device")
+_COLUMNS = (*_TRAINING_COLUMNS, *_MEMORY_COLUMNS)
+_MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
+
+_NUM_GROUPS = 4  # of folded ranks, in words
+_SAME_RATE = 1.05  # ratio of rates that count as equal
+_LONG_RANKS = 40  # characters
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: one rank, or the whole job.
+
+    Args:
+        rank: None for the whole job.
+        label: text of the rank column.
+        state: decides colour and shape.
+        state_text: text of the state column.
+        cells: one text per column of the table; may be empty.
+        fraction: progress, 0 to 1, or None.
+        detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
+        is_marked: the rank differs from the others.
+    """
+
+    rank: int | None
+    label: str
+    state: WorkerState
+    state_text: str
+    cells: tuple[str, ...]
+    fraction: float | None = None
+    detail: str = ""
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rank in the grid.
+
+    Args:
+        rank: of the worker.
+        state: decides colour and shape.
+        is_marked: the rank differs from the others.
+    """
+
+    rank: int
+    state: WorkerState
+    is_marked: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the rank differs while it runs."""
+        return self.is_marked and not self.state.is_final
+
+    @property
+    def text(self) -> str:
+        """Return the meaning of the tile in one word."""
+        return "differs" if self.differs else self.state.name.lower()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of a job.
+
+    Args:
+        columns: names of the columns between state and detail.
+        rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
+        folded: ranks in lockstep, in words; empty if all ranks have a row.
+        unfolded: rows of all ranks, behind the folded line; empty if they are too many.
+        tiles: all ranks, if some are folded.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    folded: str = ""
+    unfolded: tuple[Row, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+
+
+def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
+    """Return the rows of a job; ``view`` has the rates of the moment (``stall.as_of_now``)."""
+    marks = {rank: notice.kind for notice in reversed(notices) for rank in notice.ranks}
+    used = _used_columns(view)
+    columns = tuple(_COLUMNS[index] for index in used)
+    are_few = len(view.ranks) <= NUM_UNFOLDED
+    standings = [_standing(view, rank, settles=not are_few) for rank in view.ranks]
+    odd = list(range(len(view.ranks))) if are_few else _odd_ranks(view, standings, marks)
+
+    def rows(ranks: Iterable[int]) -> tuple[Row, ...]:
+        return tuple(_narrowed(_row(view, view.ranks[rank], standings[rank], marks), used) for rank in ranks)
+
+    num_marked = sum(
+        not view.ranks[rank].state.is_final for rank in odd if marks.get(rank, "stuck") != "stuck"
+    )
+    whole = [_narrowed(_whole(view, standings, num_marked), used)] if len(view.ranks) > 1 else []
+    shown = (*whole, *rows(odd))
+    if are_few:
+        return Rows(columns, shown)
+    return Rows(
+        columns,
+        shown,
+        folded=_folded(view, standings, odd),
+        unfolded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
+        tiles=tuple(Tile(rank, standing.state, rank in odd) for rank, standing in enumerate(standings)),
+    )
+
+
+def _used_columns(view: JobView) -> list[int]:
+    """Return the indices of the columns: all of training at once, since a column that comes later moves the others."""
+    trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
+    has_memory = any(rank.host_peak_bytes for rank in view.ranks)
+    has_device = any(
+        rank.device_peak_bytes or rank.device_bytes or rank.device_use is not None for rank in view.ranks
+    )
+    shows_memory = trains or (has_memory and (view.is_over or view.elapsed_s >= _MEMORY_ALONE_S))
+    shows_device = has_device or (trains and view.backend not in ("", "cpu"))
+    return [
+        index
+        for index, name in enumerate(_COLUMNS)
+        if (trains and name in _TRAINING_COLUMNS)
+        or (shows_memory and name == "peak memory")
+        or (shows_device and name == "peak device")
+    ]
+
+
+def _narrowed(row: Row, used: Sequence[int]) -> Row:
+    return replace(row, cells=tuple(row.cells[index] for index in used))
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+
+class _Standing(NamedTuple):
+    """What a rank does: its state, that in one word, and where it is if it does not move."""
+
+    state: WorkerState
+    word: str
+    where: str
+
+
+def _standing(view: JobView, rank: RankView, *, settles: bool) -> _Standing:
+    stalled = stall_text(view, rank)
+    if stalled:
+        waits = rank.stall is not None and bool(rank.stall.waiting_in)
+        return _Standing(WorkerState.WAITING, "waiting" if waits else "no progress", stalled)
+    state = settled_state(view, rank) if settles else rank.state
+    return _Standing(state, "killed" if rank.is_killed else state.name.lower(), "")
+
+
+def _row(view: JobView, rank: RankView, standing: _Standing, marks: Mapping[int, str]) -> Row:
+    # A rank alone has no others that it could differ from; a stuck rank says so by its state.
+    mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
+    words = {"stuck": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
+    return Row(
+        rank=rank.rank,
+        label=str(rank.rank),
+        state=standing.state,
+        state_text=f"{standing.word}, {words}" if words else standing.word,
+        cells=(
+            epoch_of(rank),
+            _steps(rank),
+            _rate(rank.steps_per_s),
+            _rate(rank.samples_per_s),
+            _eta(rank.state, rank.left_s),
+            "" if rank.loss is None else loss(rank.loss),
+            _size(rank.host_peak_bytes),
+            _device(rank),
+        ),
+        fraction=_fraction(rank),
+        detail=standing.where or _detail(rank),
+        is_marked=bool(mark),
+    )
+
+
+def epoch_of(rank: RankView) -> str:
+    """Return ``2/6``, ``2`` where the number of epochs is unknown, or nothing before the first."""
+    if not rank.epoch:
+        return ""
+    return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
+
+
+def _steps(rank: RankView) -> str:
+    if rank.total >= 0:
+        return f"{rank.step:,}/{rank.total:,}"
+    return f"{rank.step:,}" if rank.step else ""
+
+
+def _rate(per_s: float | None) -> str:
+    return "" if per_s is None else rate(per_s) if per_s else "0"
+
+
+def _eta(state: WorkerState, left_s: float | None) -> str:
+    if state is WorkerState.DONE:
+        return whole_duration(0)
+    return "" if left_s is None else whole_duration(left_s)
+
+
+def _size(num_bytes: int | None) -> str:
+    return formatting.size(num_bytes) if num_bytes else ""
+
+
+def _device(rank: RankView) -> str:
+    taken = _size(rank.device_peak_bytes or rank.device_bytes)
+    if taken and rank.device_limit_bytes:
+        taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
+    is_shown = rank.device_use is not None and not rank.state.is_final
+    return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
+
+
+def _fraction(rank: RankView) -> float | None:
+    """Return the progress of the rank's epochs, or of its own progress bar if it has no loader."""
+    if rank.job_fraction is None and not rank.has_progress and rank.bar is not None:
+        return rank.bar.fraction
+    return rank.job_fraction
+
+
+def _detail(rank: RankView) -> str:
+    if rank.exit_status is not None and rank.exit_status.code not in (0, 1):
+        return str(rank.exit_status)
+    if rank.state.is_final:
+        return ""
+    if rank.bar is not None:
+        return rank.bar.text
+    # The cell shows printed lines below the table, unless this rank prints so much that they are folded.
+    return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
+
+
+# --- the whole job ---------------------------------------------------------------------------------------------------
+
+
+def _whole(view: JobView, standings: Sequence[_Standing], num_marked: int) -> Row:
+    """Return the row of all ranks: progress of the last one, and the throughput and the memory of all together."""
+    ranks = view.ranks
+    last = furthest_behind(view)
+    (most, _), *_ = Counter(standing.state for standing in standings).most_common(1)
+    has_failed = any(rank.state is WorkerState.FAILED for rank in ranks)
+    is_done = all(rank.state is WorkerState.DONE for rank in ranks)
+    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
+    samples_per_s = [rank.samples_per_s for rank in ranks if rank.samples_per_s is not None]
+    losses = [rank.loss for rank in ranks if rank.loss is not None]
+    device_bytes = sum(rank.device_peak_bytes or 0 for rank in ranks)
+    return Row(
+        rank=None,
+        label="all",
+        state=WorkerState.FAILED if has_failed else most,
+        state_text=_counted(standings, num_marked),
+        cells=(
+            epoch_of(last),
+            _steps(last),
+            _rate(median(rates) if rates else 0.0 if any(r.steps_per_s == 0 for r in ranks) else None),
+            _rate(sum(samples_per_s) if samples_per_s else None),
+            _eta(WorkerState.DONE if is_done else WorkerState.RUNNING, view.left_s),
+            loss(sum(losses) / len(losses)) if losses else "",
+            _size(view.host_peak_bytes),
+            _size(device_bytes),
+        ),
+        fraction=_fraction(last),
+        is_marked=num_marked > 0,
+    )
+
+
+def _counted(standings: Sequence[_Standing], num_marked: int) -> str:
+    """Return ``training``, ``3 training, 1 waiting``, ``training, 1 odd``; failures first."""
+    words = Counter(standing.word for standing in standings)
+    if len(words) == 1:
+        odd = f", {num_marked} odd" if num_marked else ""
+        return f"{standings[0].word}{odd}"
+    first = [standing.word for standing in standings if standing.state is WorkerState.FAILED]
+    ordered = list(dict.fromkeys([*first, *(word for word, _ in words.most_common())]))
+    parts = [f"{words[word]} {word}" for word in ordered[:2]]
+    rest = sum(words[word] for word in ordered[2:])
+    return ", ".join(parts) + (f", {rest} other" if rest else "")
+
+
+def furthest_behind(view: JobView) -> RankView:
+    """Return the rank with the fewest steps of those that run, or of all if none does."""
+    live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
+    return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
+
+
+# --- ranks that differ, and the others -------------------------------------------------------------------------------
+
+
+def _odd_ranks(view: JobView, standings: Sequence[_Standing], marks: Mapping[int, str]) -> list[int]:
+    """Return the ranks that differ, in order: failed, noticed, or doing what few do; if they are many, the first."""
+    counts = Counter(standing.word for standing in standings)
+    few = max(len(standings) // 8, 1)
+    failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
+    failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
+    noticed = [rank for rank in sorted(marks) if len(marks) <= len(standings) // 2]
+    alone = [rank for rank, standing in enumerate(standings) if counts[standing.word] <= few]
+    ordered = dict.fromkeys([*(rank.rank for rank in failed), *noticed, *alone])
+    return sorted(list(ordered)[:MAX_ODD_ROWS])
+
+
+def _folded(view: JobView, standings: Sequence[_Standing], odd: Sequence[int]) -> str:
+    """Return the other ranks in words: ``ranks 0-7 training, 24.1 steps/s each``."""
+    groups: dict[str, list[RankView]] = {}
+    for rank, standing in zip(view.ranks, standings, strict=True):
+        if rank.rank not in odd:
+            groups.setdefault(standing.word, []).append(rank)
+    ordered = list(groups.items())
+    texts = [_group(word, ranks) for word, ranks in ordered[:_NUM_GROUPS]]
+    hidden = sum(len(ranks) for _, ranks in ordered[_NUM_GROUPS:])
+    return "; ".join([*texts, *([f"{hidden} more"] if hidden else [])])
+
+
+def _group(word: str, ranks: Sequence[RankView]) -> str:
+    who = formatting.ranks(rank.rank for rank in ranks)
+    if len(who) > _LONG_RANKS:
+        who = f"{formatting.count(len(ranks), 'rank')} ({ranks[0].rank} to {ranks[-1].rank})"
+    return ", ".join([f"{who} {word}", *_spread(ranks)])
+
+
+def _spread(ranks: Sequence[RankView]) -> list[str]:
+    """Return how far apart ranks are: nothing about steps in lockstep, which a reading may see one step apart."""
+    parts = []
+    places = [(rank.epoch, rank.step) for rank in ranks]
+    first, last = min(places), max(places)
+    if first[0] != last[0]:
+        parts.append(f"epochs {first[0]} to {last[0]}")
+    elif last[1] - first[1] > max(1, 0.01 * last[1]):
+        parts.append(f"steps {first[1]:,} to {last[1]:,}")
+    rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
+    if rates:
+        low, high = min(rates), max(rates)
+        is_same = high / low <= _SAME_RATE or rate(low) == rate(high)
+        each = " each" if len(ranks) > 1 else ""
+        parts.append(
+            f"{rate(median(rates))} steps/s{each}" if is_same else f"{rate(low)} to {rate(high)} steps/s"
+        )
+    return parts
+
+
+def in_lines(tiles: Sequence[Tile], width: int) -> list[tuple[str, list[Tile]]]:
+    """Return the tiles in lines of ``width`` with the ranks as labels: ``0-31``."""
+    lines = [list(tiles[start : start + width]) for start in range(0, len(tiles), width)]
+    return [(formatting.spans(tile.rank for tile in line), line) for line in lines]
+
+
+def runs(line: Sequence[Tile], key: Callable[[Tile], object]) -> list[list[Tile]]:
+    """Return neighbours with equal ``key`` together."""
+    found: list[list[Tile]] = []
+    for tile in line:
+        if found and key(found[-1][-1]) == key(tile):
+            found[-1].append(tile)
+        else:
+            found.append([tile])
+    return found

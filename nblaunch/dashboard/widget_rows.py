@@ -1,0 +1,115 @@
+"""Widgets of the rows: the table, and the line of the ranks in lockstep, which opens on a click.
+
+    rank  state       progress      epoch       step  steps/s ...
+     all  ● training  ▆▆▆▆______      2/6  450/1,000     24.1
+    ▸ ranks 0-7 training, 24.1 steps/s each
+
+The table is one widget and one message, as are the rows or tiles behind the line; how many messages there are does not
+depend on the number of ranks. Each message replaces what its widget shows, so what a click has opened is kept in a
+widget of its own that never changes, and a style sheet shows or hides the rest. So the front end opens the line by
+itself, also while a cell runs and the kernel receives no clicks. Without the style sheet the line is always open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from nblaunch.dashboard.html_rows import STYLE_SHEET, Markup, row_key, rows_html, tiles_html
+from nblaunch.dashboard.rows import Row
+from nblaunch.dashboard.table import Table
+from nblaunch.dashboard.widget_throttle import Throttle
+
+ROWS_S = 0.3
+"""Seconds between updates of the rows; those behind the folded line follow more slowly."""
+
+_UNFOLDED_S, _TILES_S, _FOLDED_S = 1.0, 1.5, 0.6
+_TEXT = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
+_RANKS, _LINE, _TOGGLE, _UNFOLDED = "nbl-ranks", "nbl-line", "nbl-toggle", "nbl-unfolded"
+_FOLD_SHEET = (
+    f"<style>.{_LINE}{{position:relative}}"
+    f".{_TOGGLE}{{position:absolute!important;inset:0;z-index:1;margin:0!important;overflow:visible}}"
+    f".{_TOGGLE} summary{{position:absolute;inset:0;cursor:pointer;line-height:24px;font-size:13px}}"
+    "@supports selector(:has(a)){"
+    f".{_RANKS}:not(:has(.{_TOGGLE} details[open])) .{_UNFOLDED}{{display:none!important}}}}</style>"
+)
+
+
+class RankRows:
+    """The rows of a job.
+
+    Args:
+        throttle: sends changes to the front end.
+    """
+
+    def __init__(self, throttle: Throttle) -> None:
+        self._throttle = throttle
+        # Layouts are widgets too, so they are shared.
+        self._shown = widgets.Layout(margin="0", min_width="0", overflow="auto hidden")
+        self._hidden = widgets.Layout(display="none")
+        self._line_shown = widgets.Layout(margin="0", height="24px", width="100%")
+        sheet = widgets.HTML(STYLE_SHEET + _FOLD_SHEET, layout=self._hidden)
+        self._rows = widgets.HTML("", layout=self._shown)
+        self._folded = widgets.HTML("", layout=self._shown)
+        self._toggle = widgets.HTML("", layout=self._shown, _dom_classes=(_TOGGLE,))
+        self._unfolded = widgets.HTML("", layout=self._shown, _dom_classes=(_UNFOLDED,))
+        self._line = widgets.HBox([self._toggle, self._folded], layout=self._hidden, _dom_classes=(_LINE,))
+        self.widget = widgets.VBox(
+            [sheet, self._rows, self._line, self._unfolded],
+            layout=widgets.Layout(margin="4px 0", width="100%"),
+            _dom_classes=(_RANKS,),
+        )
+        self._states: list[tuple[str, str]] = []
+        self._built = ""
+        self._built_places: Mapping[int, float] = {}
+        self._places: Mapping[int, float] = {}
+
+    @property
+    def unused(self) -> list[Any]:
+        """Return widgets that are not always part of the rows."""
+        return [self._shown, self._hidden, self._line_shown]
+
+    def show(self, table: Table) -> None:
+        """Update the rows; sent at the throttle's next flushes."""
+        states = [(row.label, row.state_text) for row in table.rows]
+        has_news = states != self._states  # a new state, and a rank that differs, are sent at once
+        self._states = states
+        if has_news or self._throttle.is_due(self._rows, ROWS_S):
+            self._show_rows(table, is_urgent=has_news)
+        self._show_folded(table)
+
+    def _show_rows(self, table: Table, *, is_urgent: bool) -> None:
+        if self._rows.value == self._built:  # what was built last has been sent
+            self._places = self._built_places
+        self._built = _text(rows_html(table, table.rows, Markup(is_inline=False, places=self._places)))
+        self._built_places = _places(table.rows)
+        self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=is_urgent, value=self._built)
+
+    def _show_folded(self, table: Table) -> None:
+        if not table.folded:
+            return
+        is_open = "" if table.unfolded else " open"
+        toggle = f'<details{is_open}><summary aria-label="show each rank"></summary></details>'
+        self._throttle.update(self._toggle, is_urgent=True, value=toggle)
+        self._throttle.update(self._line, is_urgent=True, layout=self._line_shown)
+        text = _text(f'<div style="padding-left:1.4em;line-height:24px">{escape(table.folded)}</div>')
+        self._throttle.update(self._folded, every_s=_FOLDED_S, value=text)
+        every_s = _UNFOLDED_S if table.unfolded else _TILES_S
+        if self._throttle.is_due(self._unfolded, every_s):
+            self._throttle.update(self._unfolded, every_s=every_s, value=_text(_all_ranks(table)))
+
+
+def _all_ranks(table: Table) -> str:
+    markup = Markup(is_inline=False)
+    return rows_html(table, table.unfolded, markup) if table.unfolded else tiles_html(table.tiles, markup)
+
+
+def _places(rows: Sequence[Row]) -> Mapping[int, float]:
+    return {row_key(row): row.fraction for row in rows if row.fraction is not None}
+
+
+def _text(html: str) -> str:
+    return f'<div style="{_TEXT}">{html}</div>'

@@ -1,0 +1,325 @@
+"""Which rows a job has: the whole job, ranks that differ, and the others in one line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from nblaunch.dashboard.fold import fold_readings
+from nblaunch.dashboard.html import render_html
+from nblaunch.dashboard.html_rows import STYLE_SHEET, Markup, rows_html
+from nblaunch.dashboard.palette import (
+    COLOURS,
+    INK_PERCENT,
+    MUTED,
+    STATE_COLOURS,
+    STATE_SHAPES,
+    ink,
+    outcome_colour,
+    outcome_shape,
+    shape_of,
+)
+from nblaunch.dashboard.rows import MAX_ODD_ROWS
+from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.text import render_text
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import HostMemory, JobEnded, WorkerState
+from tests.dashboard.scenes import START_S, ended, raised, sample, started, trained, view_of
+from tests.dashboard.test_notices import at_rates, in_step
+from tests.dashboard.test_render import Reader
+
+HEADS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss", "peak memory")
+
+
+def labels(table: Table) -> list[str]:
+    return [row.label for row in table.rows]
+
+
+def cell(table: Table, label: str, column: str) -> str:
+    (row,) = (row for row in table.rows if row.label == label)
+    return row.cells[table.columns.index(column)]
+
+
+# --- the whole job ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"), [(1, ["0"]), (2, ["all", "0", "1"]), (4, ["all", "0", "1", "2", "3"])]
+)
+def test_few_ranks_have_a_row_each_below_the_one_of_all(num_ranks: int, expected: list[str]) -> None:
+    table = tabulate(trained(num_ranks))
+    assert labels(table) == expected
+    assert table.columns == HEADS
+    assert not table.folded
+
+
+def test_the_first_row_has_the_throughput_and_the_progress_of_the_whole_job() -> None:
+    view = view_of(started(8))
+    for step in range(0, 101, 5):
+        told = [sample(rank, step, 1000, epoch=3, num_epochs=6) for rank in range(8)]
+        view = fold_readings(view, told, START_S + step / 10)
+    view = view_of([HostMemory(rank, 1.0, 500_000_000) for rank in range(8)], view)
+    table = tabulate(view)
+    assert table.rows[0].cells == ("3/6", "100/1,000", "10.0", "2,560", "6:30", "0.0099", "4.00 GB")
+    assert table.rows[0].fraction == pytest.approx(2.1 / 6)
+    assert table.folded == "ranks 0-7 training, 10.0 steps/s each"
+
+
+def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
+    """10 s of training and 5 s of evaluation an epoch."""
+    view = view_of(started(1))
+    for tick in range(76):
+        epoch, at_s = tick // 30 + 1, tick % 30 / 2
+        is_training = at_s < 10
+        step = int(at_s * 10) if is_training else int((at_s - 10) * 10)
+        told = sample(
+            0, step, 100 if is_training else 50, epoch=epoch, num_epochs=4, loop=2 * epoch + (not is_training),
+            step_time_s=5 + tick / 2, state=WorkerState.TRAINING if is_training else WorkerState.EVALUATING,
+        )  # fmt: skip
+        view = fold_readings(view, [told], START_S + tick / 2)
+    (rank,) = view.ranks
+    assert rank.epoch_length_s == pytest.approx(15)
+    assert rank.job_fraction == pytest.approx((2 + 0.75) / 4)
+    assert rank.left_s == pytest.approx(2.5 + 15)
+    assert tabulate(view).rows[0].cells[0] == "3/4"
+
+
+def test_the_row_of_all_is_where_the_last_rank_is() -> None:
+    view = fold_readings(trained(3), [sample(2, 40)], START_S + 10)
+    assert cell(tabulate(view), "all", "step") == "40/1,000"
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_the_same_from_the_first_step_to_the_end() -> None:
+    view = view_of(started(3))
+    tables = [tabulate(view)]
+    for step in range(0, 30, 5):
+        told = [sample(rank, step, loss=None if step < 10 else 0.5) for rank in range(3)]
+        view = fold_readings(view, told, START_S + step / 10)
+        tables.append(tabulate(view))
+    view = view_of([HostMemory(rank, 1.0, 500_000_000) for rank in range(3)], view)
+    tables += [tabulate(view), tabulate(view_of(ended(3), view))]
+    assert tables[0].columns == ()
+    assert {table.columns for table in tables[1:]} == {HEADS}
+    heads = [re.findall(r"<th scope=\"col\".*?</th>", rows_html(table, table.rows)) for table in tables[1:]]
+    assert all(head == heads[0] for head in heads)  # with their widths
+
+
+def test_a_job_that_trains_nothing_has_no_columns_of_training() -> None:
+    view = view_of([*started(2), *ended(2, 0.031)])
+    assert Reader(render_html(view)).rows == [
+        ["rank", "state"],
+        ["all", "✓ done"],
+        ["0", "✓ done"],
+        ["1", "✓ done"],
+    ]
+    running = replace(view_of([HostMemory(0, 1.0, 10**9)], view_of(started(2))), now_s=START_S + 10)
+    assert tabulate(running).columns == ("peak memory",)
+
+
+# --- ranks that differ -----------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_has_a_row_and_is_marked() -> None:
+    table = tabulate(at_rates([10, 10, 10, 5, 10, 10]))
+    assert labels(table) == ["all", "3"]
+    assert table.rows[0].state_text == "training, 1 odd"
+    assert (table.rows[1].state_text, table.rows[1].is_marked) == ("training, slow", True)
+    assert table.folded == "ranks 0-2, 4-5 training, 10.0 steps/s each"
+    assert [row.label for row in table.unfolded] == [str(rank) for rank in range(6)]
+    assert "▲" in rows_html(table, table.rows)
+
+
+def test_a_rank_that_makes_all_others_wait_has_a_row() -> None:
+    assert labels(tabulate(in_step([0.03] * 11 + [0.09] + [0.03] * 12))) == ["all", "11"]
+
+
+def test_among_few_ranks_the_one_that_differs_is_marked_as_well() -> None:
+    rows = tabulate(at_rates([10, 10, 5])).rows
+    assert [row.is_marked for row in rows] == [True, False, False, True]
+
+
+def test_a_failed_rank_has_a_row_and_the_rest_is_folded() -> None:
+    view = view_of([raised(20)], trained(64))
+    table = tabulate(view)
+    assert labels(table) == ["all", "20"]
+    assert table.rows[0].state_text == "1 failed, 63 training"
+    assert table.folded.startswith("ranks 0-19, 21-63 training")
+
+
+def test_brief_waits_at_each_step_are_not_shown_and_long_ones_are() -> None:
+    view = trained(8)
+    waiting = [sample(rank, 100, state=WorkerState.WAITING) for rank in (2, 5)]
+    view = fold_readings(view, waiting, START_S + 10.1)
+    assert labels(tabulate(view)) == ["all"]
+    view = fold_readings(view, [sample(rank, 110) for rank in (0, 1, 3, 4, 6, 7)], START_S + 11.5)
+    view = fold_readings(view, waiting, START_S + 11.5)
+    assert tabulate(
+        view
+    ).folded == "ranks 0-1, 3-4, 6-7 training, 10.0 steps/s each; ranks 2, 5 waiting, " + (
+        "10.0 steps/s each"
+    )
+    alone = fold_readings(view, [sample(5, 110)], START_S + 11.6)
+    assert labels(tabulate(alone)) == ["all", "2"]
+
+
+def test_ranks_with_different_outcomes_are_folded_into_groups() -> None:
+    view = view_of([*started(64), *(event for rank in range(32) for event in [raised(rank)])])
+    table = tabulate(view_of([JobEnded(-1, START_S + 5, "failed", 7)], view))
+    assert len(table.rows) == 1 + MAX_ODD_ROWS
+    assert "7" in labels(table)
+    assert table.folded == "ranks 12-31 failed; ranks 32-63 stopped"
+
+
+def test_steps_and_rates_that_differ_are_given_as_a_range() -> None:
+    view = at_rates([10, 10.4, 10.8, 11.2, 11.6])
+    assert tabulate(view).folded == "ranks 0-4 training, steps 100 to 116, 10.0 to 11.6 steps/s"
+
+
+# --- many ranks ------------------------------------------------------------------------------------------------------
+
+
+def many() -> JobView:
+    view = at_rates([10.0] * 300 + [4.0] + [10.0] * 211)
+    return view_of([raised(17)], view)
+
+
+def test_many_ranks_are_tiles_in_order_and_the_odd_ones_are_in_words() -> None:
+    table = tabulate(many())
+    assert labels(table) == ["all", "17", "300"]
+    assert [tile.rank for tile in table.tiles] == list(range(512))
+    assert [tile.rank for tile in table.tiles if tile.is_marked] == [17, 300]
+    text = Reader(render_html(many())).text.replace(" ", "")
+    assert "0-31●●●●●●●●●●●●●●●●●✗●●●●●●●●●●●●●●" in text
+    assert "288-319●●●●●●●●●●●●▲●●●●●●●●●●●●●●●●●●●" in text
+    assert "rank 300 is 2.5 times slower than the others" in render_text(many())
+
+
+def test_many_ranks_fit_on_a_terminal() -> None:
+    lines = render_text(many()).splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) < 120
+    assert "   0-63  tttttttt tttttttt tXtttttt tttttttt tttttttt tttttttt tttttttt tttttttt" in lines
+    assert "t training, X failed, ! differs" in "\n".join(lines)
+
+
+# --- markup ----------------------------------------------------------------------------------------------------------
+
+
+def test_live_and_final_tables_have_the_same_elements() -> None:
+    table = tabulate(trained(3))
+    live = re.sub(r' (?:class|style)="[^"]*"', "", rows_html(table, table.rows, Markup(is_inline=False)))
+    final = re.sub(r' (?:class|style)="[^"]*"', "", rows_html(table, table.rows))
+    assert re.sub(r"\s+>", ">", live) == re.sub(r"\s+>", ">", final)
+
+
+def test_tables_have_heads_and_bars_have_a_role_and_a_value() -> None:
+    table = tabulate(trained(2))
+    html = rows_html(table, table.rows, Markup(is_inline=False))
+    assert html.count('scope="row"') == 3
+    assert html.count('scope="col"') == 3 + len(HEADS)
+    bars = re.findall(r'role="progressbar" aria-label="(.*?)".*?aria-valuenow="(\d+)"', html)
+    assert bars == [("the job", "10"), ("rank 0", "10"), ("rank 1", "10")]
+
+
+def test_ranks_of_a_finished_job_open_on_a_click() -> None:
+    html = render_html(view_of(ended(8), trained(8)))
+    assert "<details><summary" in html
+    assert "ranks 0-7 done, 10.0 steps/s each</summary><table" in html
+    assert "<details" not in render_html(trained(8))  # an update would close it
+
+
+def test_bars_glide_from_where_they_were() -> None:
+    table = tabulate(trained(2))
+    html = rows_html(table, table.rows, Markup(is_inline=False, places={-1: 0.05, 0: 0.1}))
+    assert html.count("--from:5%") == 1
+    assert html.count("animation") == 1
+    assert "@keyframes" in STYLE_SHEET
+    assert "prefers-reduced-motion" in STYLE_SHEET
+
+
+def test_states_differ_in_shape_wherever_they_differ_in_colour() -> None:
+    looks = {shape_of(state, is_marked=marked) for state in WorkerState for marked in (False, True)}
+    looks |= {
+        (outcome_shape(outcome), outcome_colour(outcome)) for outcome in ("", "done", "failed", "cancelled")
+    }
+    shapes = [shape for shape, _ in looks]
+    assert len(shapes) == len(set(shapes))
+    assert set(STATE_SHAPES) == set(STATE_COLOURS) == set(WorkerState)
+
+
+# --- contrast --------------------------------------------------------------------------------------------------------
+
+# Text and background, with the opacity of text: JupyterLab light and dark, VS Code dark, JupyterLab 3 dark.
+THEMES = {
+    "light": ((0, 0, 0), 0.87, (255, 255, 255)),
+    "dark": ((255, 255, 255), 1.0, (17, 17, 17)),
+    "vscode dark": ((204, 204, 204), 1.0, (31, 31, 31)),
+    "lab 3 dark": ((255, 255, 255), 1.0, (33, 33, 33)),
+}
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_has_a_contrast_of_4_5_to_1(theme: str) -> None:
+    """Source: WCAG 2.2, 1.4.3. Mixtures as in CSS Color 5, with premultiplied alpha."""
+    text, alpha, paper = THEMES[theme]
+    for style in re.findall(r"\{([^{}]*)\}", STYLE_SHEET):
+        faint = float(found[1]) if (found := re.search(r"opacity:([\d.]+)", style)) else 1.0
+        assert _contrast(_over(text, alpha * faint, paper), paper) >= 4.5, style
+        mixed = re.search(r"color-mix\(in srgb,#(\w{6}) (\d+)%,currentColor\)", style)
+        if mixed:
+            part = int(mixed[2]) / 100
+            colour = tuple(int(mixed[1][i : i + 2], 16) for i in (0, 2, 4))
+            whole = part + (1 - part) * alpha
+            mixture = tuple(
+                (part * one + (1 - part) * alpha * other) / whole
+                for one, other in zip(colour, text, strict=True)
+            )
+            assert _contrast(_over(mixture, whole * faint, paper), paper) >= 4.5, style
+    assert all(ink(colour) in STYLE_SHEET for colour in COLOURS)
+    assert MUTED in STYLE_SHEET
+    assert 0 < INK_PERCENT < 100
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_bars_have_a_contrast_of_3_to_1(theme: str) -> None:
+    """Source: WCAG 2.2, 1.4.11."""
+    _, _, paper = THEMES[theme]
+    assert all(
+        _contrast(tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)), paper) >= 3 for colour in COLOURS
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [3, 8, 64])
+def test_no_faint_text_is_inside_faint_text(num_ranks: int) -> None:
+    for view in (
+        trained(num_ranks),
+        view_of(started(num_ranks)),
+        view_of(ended(num_ranks), trained(num_ranks)),
+    ):
+        depth: list[bool] = []
+        tokens = re.findall(r"<(/?)(\w+)([^>]*)>([^<]*)", render_html(view, with_output=True))
+        for closing, _, attributes, text in tokens:
+            if closing:
+                depth.pop()
+            else:
+                depth.append("opacity" in attributes)
+            assert sum(depth) < 2 or not re.search(r"\w", text), text
+
+
+def _over(colour: tuple[float, ...], alpha: float, paper: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(alpha * one + (1 - alpha) * other for one, other in zip(colour, paper, strict=True))
+
+
+def _contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: tuple[float, ...]) -> float:
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
