@@ -7,7 +7,7 @@ from typing import Any
 from nblaunch.dashboard.palette import BAD
 from tests.browser.lab import Page
 
-RANK_BARS = ".jupyter-widgets [role=progressbar][aria-label^=rank]:visible"
+RANK_BARS = ".jupyter-widgets .nbl-track[aria-label^=rank]:visible"
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
 
 # Steps of a known length, until the end is requested; no process group, so that a start takes no time. Files in

@@ -111,6 +111,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     page.wait_until(lambda: num_widgets(page, FAILING) == 0, "the widgets to go")
     assert re.search(r"^1\s+✗ failed", page.text(FAILING), re.MULTILINE)
     assert "ValueError: the loss of <i>this</i> rank is nan" in page.text(FAILING)
+    page.wait_until_idle(FAILING)  # cells that are run before this one has failed are not executed
     page.screenshot("failed.png")
 
 
