@@ -5,9 +5,9 @@ branch, a value read in the middle. That takes from seconds to minutes each time
 reported: once per cause, with the step, the shapes and the time.
 
 What a loop needs by itself is no cause. Steps of one phase may be of several kinds: those in the middle of an
-accumulation window, those in which an optimizer steps, the one whose results are cut to the real rows. Each kind has a
-graph of its own, compiled at its first steps; :meth:`CompileWatch.mark` says of which kind a step is. What is read or
-compiled between two loops is no step's.
+accumulation window, those in which an optimizer steps, those that another loop interrupts, the one whose results are
+cut to the real rows. Each kind has a graph of its own, compiled at its first steps; :meth:`CompileWatch.mark` says of
+which kind a step is. What is read or compiled between two loops is no step's.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class XlaBackend(Backend):
         mismatch = xla_runtime.version_mismatch()
         if mismatch is not None or xla_runtime.kind() != "TPU":
             return mismatch
-        refusal = xla_runtime.tpu_slice().refusal()
+        refusal = xla_runtime.unknown_chips() or xla_runtime.tpu_slice().refusal()
         if refusal is not None:
             return refusal
         return tpu.holder_refusal(first_use.is_xla_initialised(), first_use.xla_first_use())
@@ -303,7 +303,7 @@ class XlaBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "XLA devices have no fp16 gradient scaling; use mixed_precision='bf16'"
+            return "on a TPU, torch_xla's autocast is for bf16 only; use mixed_precision='bf16'"
         return None
 
     def downcast_to_bf16(self) -> None:

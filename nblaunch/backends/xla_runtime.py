@@ -1,6 +1,6 @@
 """torch_xla as it is installed here: found, imported when it is needed, and what its compiler does.
 
-    kind, num_chips, version_mismatch      without importing it
+    kind, num_chips, version_mismatch ...  without importing it
     package, part                          import it; nothing else in nblaunch does
     counters                               what its compiler has done, for ``compile_watch.py``
 
@@ -21,6 +21,7 @@ from nblaunch.host.tpu_slice import TpuSlice, ask_metadata_server
 from nblaunch.host.tpu_slice import read as read_slice
 
 INSTALL = 'pip install "nblaunch[tpu]"'
+_FIRST_WITH_V7X = (2, 9)
 _SCALARS = "aten::_local_scalar_dense"  # item(), float(), bool()
 
 
@@ -55,6 +56,20 @@ def version_mismatch() -> str | None:
         f"torch {torch} and torch_xla {xla} do not fit each other: they must be of one release. "
         f"Install torch=={release}.*, or another torch_xla: {INSTALL}"
     )
+
+
+def unknown_chips() -> str | None:
+    """Return what to do where torch_xla is older than the chips of this host, whose workers would end in its errors."""
+    import importlib.metadata
+
+    try:
+        xla = importlib.metadata.version("torch_xla")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    release = tuple(int(part) for part in xla.split(".")[:2] if part.isdigit())
+    if "v7x" in tpu.chips() and release < _FIRST_WITH_V7X:
+        return f"torch_xla {xla} does not know these chips, v7x: install torch and torch_xla 2.9, {INSTALL}"
+    return None
 
 
 def package() -> Any:

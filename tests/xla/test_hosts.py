@@ -1,11 +1,13 @@
 """A table of TPU hosts: what workers get there, completed and used by torch_xla's own functions without a network.
 
-Every host is made up: its chips on the PCI bus, its environment, and what its metadata server answers, if it has one.
-Either every worker's environment is complete and right, or the launch is refused with the reason.
+``make test-xla-older`` does so with torch_xla 2.8. Every host is made up: its chips on the PCI bus, its environment,
+and what its metadata server answers, if it has one. Either every worker's environment is complete and right, or the
+launch is refused with the reason.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -71,6 +73,7 @@ COLAB = {
     "TPU_CHIPS_PER_HOST_BOUNDS": "1,1,1",
     "TPU_HOST_BOUNDS": "1,1,1",
 }
+KNOWS_V7X = "0x0076" in theirs._TPU_PCI_DEVICE_IDS  # torch_xla 2.9
 HOSTS = {
     "v2-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v2-8", "2,2,1")),
     "v3-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v3-8", "2,2,1")),
@@ -86,9 +89,22 @@ HOSTS = {
     "v6e-1": Host("v6e", 1, "1,1,1", metadata=served("v6e-1", "1,1,1")),
     "v6e-4": Host("v6e", 4, "2,2,1", metadata=served("v6e-4", "2,2,1")),
     "v6e-8": Host("v6e", 8, "2,4,1", metadata=served("v6e-8", "2,4,1")),
-    "v7x": Host("v7x", 8, "2,2,1,2", metadata=served("tpu7x-8", "2,2,1")),
-    "half a v7x": Host("v7x", 4, refused="no known mesh of 4", metadata=served("tpu7x-4", "2,1,1")),
-    "v7x without a server": Host("v7x", 8, refused="a mesh of three dimensions only"),
+    "v7x": Host(
+        "v7x",
+        8,
+        "2,2,1,2" if KNOWS_V7X else "",
+        "" if KNOWS_V7X else "does not know these chips",
+        metadata=served("tpu7x-8", "2,2,1"),
+    ),
+    "half a v7x": Host(
+        "v7x",
+        4,
+        refused="no known mesh of 4" if KNOWS_V7X else "does not know",
+        metadata=served("tpu7x-4", "2,1,1"),
+    ),
+    "v7x without a server": Host(
+        "v7x", 8, refused="a mesh of three dimensions only" if KNOWS_V7X else "does not know"
+    ),
     "Kaggle v5e-8": Host("v5e", 8, "2,4,1", variables=KAGGLE),
     "Colab v6e-1": Host("v6e", 1, "1,1,1", variables=COLAB),
     "without a server": Host("v5e", 8, "2,4,1"),
@@ -172,6 +188,13 @@ def test_where_a_server_answers_it_is_what_torch_xla_sets(host: Host) -> None:
 @pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)
 def test_the_others_are_refused_with_the_reason(host: Host) -> None:
     assert host.refused in (BACKEND.launch_refusal() or BACKEND.count_refusal(host.num_chips) or "")
+
+
+@pytest.mark.parametrize("host", ["v7x", "v6e-8"], indirect=True)
+def test_chips_that_are_newer_than_torch_xla_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.1")
+    refusal = BACKEND.launch_refusal() or ""
+    assert ("torch_xla 2.8.1 does not know these chips, v7x" in refusal) == (host.kind == "v7x")
 
 
 def _size(bounds: str) -> int:

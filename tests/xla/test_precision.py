@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nblaunch.backends.xla import BACKEND
 from tests.kernels import Kernel
 from tests.xla.conftest import StartKernel
 
@@ -119,3 +120,17 @@ notebook_launcher(train, (nn.Linear(4, 1),), num_processes=2)
     first, last, is_bf16 = cell.value
     assert last < first / 2
     assert is_bf16, "weights are stored as bfloat16 too"
+
+
+def test_torch_xla_itself_autocasts_to_bf16_only_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is why fp16 is refused."""
+    import torch
+    import torch_xla.amp
+    import torch_xla.core.xla_model as xm
+
+    monkeypatch.setattr(xm, "xla_device_hw", lambda device: "TPU")
+    with pytest.warns(UserWarning, match="only supports dtype of torch.bfloat16"):
+        assert not torch_xla.amp.autocast("xla", dtype=torch.float16)._enabled
+    assert torch_xla.amp.autocast("xla", dtype=torch.bfloat16)._enabled
+    assert "bf16 only" in (BACKEND.precision_refusal("fp16") or "")
+    assert not torch_xla._XLAC._xla_runtime_is_initialized()

@@ -127,5 +127,6 @@ def test_one_worker_sees_one_chip() -> None:
 
 
 def test_the_chips_that_torch_xla_knows_are_known() -> None:
-    assert set(tpu_host._CHIPS) == set(tpu._TPU_PCI_DEVICE_IDS)
+    newer = set() if torch_xla.__version__ >= "2.9" else {"0x0076"}  # v7x, which torch_xla 2.8 does not know
+    assert set(tpu_host._CHIPS) - newer == set(tpu._TPU_PCI_DEVICE_IDS)
     assert tpu._GOOGLE_PCI_VENDOR_ID == tpu_host._GOOGLE

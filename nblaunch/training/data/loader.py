@@ -128,6 +128,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return
         shared = get_shared_state()
         self._start_epoch()
+        shared.process.backend.mark_step("another loop")  # the step of an outer loop that this one is in
         self._loop = loop = self._begin_loop(shared)
         try:
             yield from self._hand_out(shared, loop)
