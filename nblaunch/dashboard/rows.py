@@ -128,7 +128,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
         return tuple(_narrowed(_row(view, view.ranks[rank], standings[rank], marks), used) for rank in ranks)
 
     num_marked = sum(
-        not view.ranks[rank].state.is_final for rank in odd if marks.get(rank, "stuck") != "stuck"
+        not view.ranks[rank].state.is_final for rank in odd if marks.get(rank, "stalled") != "stalled"
     )
     whole = [_narrowed(_whole(view, standings, num_marked), used)] if len(view.ranks) > 1 else []
     shown = (*whole, *rows(odd))
@@ -186,9 +186,9 @@ def _standing(view: JobView, rank: RankView, *, settles: bool) -> _Standing:
 
 
 def _row(view: JobView, rank: RankView, standing: _Standing, marks: Mapping[int, str]) -> Row:
-    # A rank alone has no others that it could differ from; a stuck rank says so by its state.
+    # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
-    words = {"stuck": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
+    words = {"stalled": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
