@@ -35,7 +35,7 @@ class CpuBackend(Backend):
         return 2  # 1 is for what can compute on the CPU as well, and is used only where it is asked for
 
     def unavailable_reason(self) -> str:
-        raise AssertionError("a CPU is always there")
+        raise AssertionError("a CPU is always available")
 
     def device_count(self) -> int:
         return usable_cores()

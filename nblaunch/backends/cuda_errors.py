@@ -90,7 +90,7 @@ FAULTS = (
         "An operation on the GPU was given a number out of range: most often a class that is not below the number of "
         "the model's outputs, or a token that its embedding has no row for. Which check it was is in this rank's "
         "log, as `Assertion ... failed`.",
-        f"the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at the very line. {_LATER}",
+        f"the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at its line. {_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
@@ -120,12 +120,12 @@ FAULTS = (
     Fault(
         r"uncorrectable (NVLink|ECC) error|hardware stack error|GPU is lost|fallen off the bus|Xid",
         "The GPU itself, or its link to others, reports a defect: the function is not to blame.",
-        "`nvidia-smi -q -d ECC` and the system's log (Xid) say more; leave the GPU out by CUDA_VISIBLE_DEVICES until "
-        "the machine was started anew",
+        "`nvidia-smi -q -d ECC` and the system's log (Xid) have details; exclude the GPU with CUDA_VISIBLE_DEVICES "
+        "until the machine is rebooted",
     ),
     Fault(
         r"device\(s\) is/are busy or unavailable",
-        "Another process has the GPU to itself, as its compute mode allows one only.",
+        "Another process uses the GPU, and its compute mode allows only one.",
         "end the processes that nvidia-smi lists; `nvidia-smi -c DEFAULT`, as root, allows several",
     ),
     Fault(
@@ -162,7 +162,7 @@ FAULTS = (
     ),
     Fault(
         r"peer access is not supported|peer mapping resources exhausted",
-        "GPUs can't reach each other's memory, though NCCL took them for able to.",
+        "GPUs can't access each other's memory, though NCCL expected it.",
         "os.environ['NCCL_P2P_DISABLE'] = '1' in a cell before the launch",
     ),
 )  # fmt: skip

@@ -264,7 +264,7 @@ def _strategies(answers: Answers, machine: Machine) -> list[tuple[Any, str]]:
     choices = [("ddp", "ddp (a copy of the model per process)")]
     family = _family(answers)
     if family.spmd_env() is not None:
-        choices.append(("spmd", "spmd (one process; the compiler cuts batches over the chips)"))
+        choices.append(("spmd", "spmd (one process; the compiler splits batches over the chips)"))
     if not family.reduces_gradients_at_step:
         choices.append(("fsdp", "fsdp (FSDP2: parameters sharded over the processes)"))
         choices.append(("deepspeed", "deepspeed (ZeRO, offloading)"))
@@ -324,7 +324,7 @@ QUESTIONS = (
     Question("fsdp_min_num_params", "From how many parameters on?", _wraps_by("SIZE_BASED_WRAP"), _fixed(100_000_000)),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
              lambda a: _is_fsdp(a) and _has_own_memory(a), _fixed(False), _YES_NO),
-    Question("fsdp_activation_checkpointing", "Compute activations again rather than keep them?", _is_fsdp,
+    Question("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _is_fsdp,
              _fixed(False), _YES_NO),
     Question("fsdp_state_dict_type", "How do checkpoints keep weights?", _is_fsdp, _fixed("SHARDED_STATE_DICT"),
              _listed(("SHARDED_STATE_DICT", "sharded (a shard per process: quick)"),
@@ -343,7 +343,7 @@ QUESTIONS = (
              _listed(("none", "none (on the device)"), ("cpu", "cpu memory"), ("nvme", "nvme disk"))),
     Question("offload_param_nvme_path", "Folder on that disk?", lambda a: a.get("offload_param_device") == "nvme",
              _fixed("/nvme")),
-    Question("gradient_clipping", "Greatest norm of the gradients? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
+    Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, _fixed(1.0)),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, _fixed(1)),
     Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, _fixed("no"), _compilers),
     Question("dynamo_mode", "Optimise for what?", lambda a: a["dynamo_backend"] == "inductor", _fixed("default"),

@@ -34,7 +34,7 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 
 _UNUSED = {
     "main_training_function": "the whole script runs in every process",
-    "same_network": "rdzv_backend says how machines find each other",
+    "same_network": "rdzv_backend selects how machines find each other",
     "enable_cpu_affinity": "processes are not bound to cores",
     "ipex_config": "what Intel's extension brought is part of PyTorch",
     "zero3_init_flag": "build the model in `with deepspeed.zero.Init():` instead",

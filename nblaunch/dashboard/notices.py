@@ -82,7 +82,7 @@ def _slow_in_step(view: JobView) -> list[Notice]:
         return []
     text = (
         f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
-        f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), and all go at that speed"
+        f"({longest * 1000:,.0f} against {usual * 1000:,.0f} ms), which slows down all ranks"
     )
     return [Notice("slow", tuple(sorted(slower)), text)]
 
@@ -175,11 +175,13 @@ def _where_stalled(
     live: Sequence[RankView], stalled: Sequence[RankView], waiting: Sequence[RankView], for_s: str
 ) -> str:
     if not stalled:
-        return f"all ranks wait for each other in a collective since {for_s}"
+        return f"all ranks have waited for each other in a collective for {for_s}"
     if len(stalled) == len(live) and len(live) > 1:
-        return f"no rank has moved for {for_s}{_steps(stalled)}"
+        return f"no rank has made progress for {for_s}{_steps(stalled)}"
     verb = "has" if len(stalled) == 1 else "have"
-    text = f"{_names(stalled)} {verb} not moved for {for_s}{_steps(stalled) if len(stalled) == 1 else ''}"
+    text = (
+        f"{_names(stalled)} {verb} made no progress for {for_s}{_steps(stalled) if len(stalled) == 1 else ''}"
+    )
     if waiting:
         pronoun = "it" if len(stalled) == 1 else "them"
         text += (

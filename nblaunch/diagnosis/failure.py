@@ -35,6 +35,10 @@ _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
 _HEADLINE = 500  # characters
+_LOOK_THERE = (
+    "Look at the launcher's output there and at the network between the machines; with --max_restarts, the job starts "
+    "again once the node is back."
+)
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")
 
 
@@ -149,7 +153,7 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Explanation
             return _raised_remotely(remote.failed[rank], label, notes)
         return _died_remotely(remote, rank, notes)
     for rank, why in remote.lost.items():
-        error = NodeLost("\n".join([f"{why}.", *notes]), rank=rank, exitcode=1)
+        error = NodeLost("\n".join([f"{why}.", _LOOK_THERE, *notes]), rank=rank, exitcode=1)
         return error, rank, f"was lost: {why}"
     return None
 
@@ -178,12 +182,14 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> E
     status, _ = remote.exits[rank]
     how = f"was {status}" if status.signal_name else f"ended with {status} before the function returned"
     headline = f"{how} (on {remote.labels[rank]})"
-    text = f"rank {rank} {headline}. Its last lines and its complete log are there."
+    meaning = what_it_means(RootCause(rank, status=status))
+    text = f"rank {rank} {headline}. {meaning} Its last lines and its complete log are there."
     return WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=status.code), rank, headline
 
 
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
     lines = ["no rank made progress, so the job was stopped:", *hang.lines]
+    lines += [f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s."]
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     return Failure(JobHung("\n".join(lines)), hang.rank, hang.headline)
 

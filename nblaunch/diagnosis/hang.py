@@ -342,8 +342,8 @@ def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone
         return ""
     if gone:
         return (
-            f"{formatting.ranks(gone)} returned already, so the others wait for ever: do all ranks see equally many "
-            "batches?"
+            f"{formatting.ranks(gone)} returned already, so the others wait forever. Check that all ranks see the same "
+            "number of batches."
         )
     if absent:
         wait, has = "wait" if len(waiting) > 1 else "waits", "have" if len(absent) > 1 else "has"

@@ -124,7 +124,7 @@ def _worker_lines(own_bytes: Mapping[int, int]) -> list[str]:
         return []
     most = ", ".join(f"rank {rank} {formatting.size(taken)}" for rank, taken in sorted(own_bytes.items())[:8])
     more = f", and {len(own_bytes) - 8} more" if len(own_bytes) > 8 else ""
-    return [f"Each process took (most seen): {most}{more}."]
+    return [f"Peak memory of each process: {most}{more}."]
 
 
 def _remedy(built_bytes: Mapping[int, int], before: MemoryFacts) -> str:

@@ -162,7 +162,7 @@ def _refusal(error: OSError, started: int, wanted: int) -> str:
     advice = {
         errno.EAGAIN: "a limit on processes is reached (ulimit -u, or the pids limit of the container): "
         "use fewer processes, or end others",
-        errno.ENOMEM: "the system will not promise more memory: use fewer processes, or free some in the kernel",
+        errno.ENOMEM: "the system refuses to reserve more memory: use fewer processes, or free some in the kernel",
     }.get(error.errno or 0, "use fewer processes")
     return (
         f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} workers "

@@ -84,7 +84,7 @@ def find_hazard(backend: Backend, call: Call) -> str | None:
             "copy as they are"
         )
     if store.is_any_store_running():
-        return "another job of this process is running, and a fork could copy its store in the middle of something"
+        return "another job of this process is running, and a fork could copy its store while that changes"
     hazard = backend.fork_hazard()
     if hazard is not None:
         return hazard + _first_use(backend)

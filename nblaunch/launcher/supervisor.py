@@ -277,7 +277,7 @@ class Supervisor:
         grace_s = self._requests.termination_grace_s
         slots = {rank: self._board.slot(rank) for rank in self._running.receivers}
         self._termination = Termination(self._requests, time.monotonic(), grace_s, self._active_pids(), slots)
-        self._note(f"asked to end (SIGTERM): ranks have {grace_s:g} s to save and leave by themselves")
+        self._note(f"SIGTERM received: ranks have {grace_s:g} s to save and return by themselves")
 
     def _note(self, text: str, kind: str = "note") -> None:
         self._emit(Note.of_job(text, kind))
@@ -483,7 +483,7 @@ def _unkillable(rank: int, pid: int | None) -> str:
         return f"rank {rank} did not end within {KILL_PATIENCE_S:g} s of SIGKILL, and was left behind"
     return (
         f"rank {rank} (pid {pid}) did not end within {KILL_PATIENCE_S:g} s of SIGKILL ({proc.what_blocks(pid)}): "
-        "a device driver or a (network) file system does not let it go. The job went on without it. Until the system "
+        "a device driver or a (network) file system blocks it. The job went on without it. Until the system "
         f"ends it, it keeps its memory and devices. As root, cat /proc/{pid}/stack and dmesg show what it waits for; "
         "bringing the file server back, umount --force or a reset of the device may free it"
     )

@@ -26,7 +26,7 @@ class Termination:
     Args:
         requests: of the job; gets the stop, and later the interrupt.
         now_s: ``time.monotonic()``.
-        grace_s: seconds in which ranks may write a checkpoint and leave by themselves.
+        grace_s: seconds in which ranks may write a checkpoint and return by themselves.
         pids: rank -> process of the ranks whose function runs.
         slots: rank -> its slot of the board.
     """

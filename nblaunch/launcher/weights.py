@@ -99,8 +99,9 @@ def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str])
     for path, reason in reasons.items():
         paths.setdefault(reason, []).append(path)
     return [
-        f"the trained weights of {_listed(modules, missing)} did not come back: {reason}. Value and logs are kept. "
-        "Save weights inside the function, as with accelerator.save_model(), and pass sync_weights=False to send none"
+        f"the trained weights of {_listed(modules, missing)} could not be copied back: {reason}. The return value and "
+        "the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
+        "sync_weights=False to send none"
         for reason, missing in paths.items()
     ]
 
@@ -148,7 +149,7 @@ class _Loading:
 def _load_one(module: Any, path: ArgPath, state: Mapping[str, Any] | None, lost: str) -> _Loading:
     name = _name(module, path)
     if state is None:
-        return _Loading(False, f"the trained weights of {name} can't be had in the kernel: {lost}")
+        return _Loading(False, f"the trained weights of {name} can't be loaded in the kernel: {lost}")
     is_whole = not lost and not any(map(quantised.is_quantised, module.parameters()))
     misfit = _misfit(module, state, is_whole)
     if not misfit:
@@ -219,15 +220,15 @@ def _misfit(module: Any, state: Mapping[str, Any], is_whole: bool) -> str:
     Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest.
     """
     own = module.state_dict()
-    reasons = [f"{name} is only there" for name in state if name not in own]
-    reasons += [f"{name} is only here" for name in own if name not in state and is_whole]
+    reasons = [f"{name} is in the worker only" for name in state if name not in own]
+    reasons += [f"{name} is in the kernel only" for name in own if name not in state and is_whole]
     reasons += [
         f"{value.num_missing:,} elements of {name} are on other machines"
         for name, value in state.items()
         if isinstance(value, ShardedTensor) and value.num_missing
     ]
     reasons += [
-        f"{name} is {tuple(state[name].shape)} there and {tuple(tensor.shape)} here"
+        f"{name} is {tuple(state[name].shape)} in the worker and {tuple(tensor.shape)} in the kernel"
         for name, tensor in own.items()
         if name in state and _has_shape(tensor) and tensor.shape != state[name].shape
     ]

@@ -146,7 +146,7 @@ NOT_READY = (
                 "ncclUnhandledCudaError: Call to CUDA function failed.",
                 "Cuda failure 217 'peer access is not supported between these two devices'",
             ),
-            "can't reach each other's memory",
+            "can't access each other's memory",
             "NCCL_P2P_DISABLE",
         ),
     ],

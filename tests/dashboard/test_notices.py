@@ -95,7 +95,7 @@ def test_the_slow_one_of_ranks_in_step_is_the_one_that_computes_longest() -> Non
     assert notice.ranks == (2,)
     assert notice.text == (
         "rank 2 is 1.8 times slower than the others in its own part of a step (90 against 50 ms), "
-        "and all go at that speed"
+        "which slows down all ranks"
     )
 
 
@@ -121,7 +121,8 @@ def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> No
     stalled = notices(view)[0]
     assert (stalled.kind, stalled.ranks) == ("stalled", (1,))
     assert (
-        stalled.text == "rank 1 has not moved for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
+        stalled.text
+        == "rank 1 has made no progress for 45 s, at step 100; ranks 0, 2-3 wait for it in a collective"
     )
 
 
@@ -134,10 +135,10 @@ def test_output_is_a_sign_of_life() -> None:
 def test_all_ranks_at_rest_are_reported_with_their_steps() -> None:
     view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
     view = fold_readings(view, [], START_S + 70)
-    assert texts(view) == ["no rank has moved for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
+    assert texts(view) == ["no rank has made progress for 1:00; rank 2 at step 99, ranks 0-1, 3 at step 100"]
     view = waiting(trained(2), (0, 1), 11)
     assert texts(fold_readings(view, [], START_S + 41)) == [
-        "all ranks wait for each other in a collective since 30 s"
+        "all ranks have waited for each other in a collective for 30 s"
     ]
 
 
@@ -177,7 +178,7 @@ def test_the_hang_timeout_of_the_job_decides_when_a_rank_is_stalled() -> None:
     for step in range(0, 101, 5):
         view = fold_readings(view, [sample(rank, step) for rank in range(2)], START_S + step / 10)
     assert texts(fold_readings(view, [], START_S + 15)) == []
-    assert texts(fold_readings(view, [], START_S + 16)) == ["no rank has moved for 6 s, at step 100"]
+    assert texts(fold_readings(view, [], START_S + 16)) == ["no rank has made progress for 6 s, at step 100"]
 
 
 def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None:

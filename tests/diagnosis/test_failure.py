@@ -11,6 +11,7 @@ import pytest
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.diagnosis.report import AttemptReport, Hang
+from nblaunch.diagnosis.root_cause import SAME_COLLECTIVES
 from nblaunch.errors import JobHung, WorkerDied
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Returned
 from nblaunch.launcher.joblog import JobLog
@@ -89,8 +90,8 @@ def test_a_crash_with_its_evidence(log: JobLog) -> None:
     assert failure.sentence == "rank 1 was killed by SIGSEGV"
     assert str(failure.error).splitlines() == [
         "rank 1 (pid 41) was killed by SIGSEGV.",
-        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its stack below "
-        "names the library: update it, or run the function with num_processes=1 to narrow it down.",
+        "Native code accessed invalid memory; on small hosts this can also mean that memory ran out. Its Python "
+        "stack names the library: update it, or run the function with num_processes=1 to narrow it down.",
         "Its last lines:",
         *(f"    step {i}" for i in range(4, 9)),
         "Its Python stack, innermost first:",
@@ -148,7 +149,7 @@ def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     report.memory = MemoryRecord(own_bytes={1: 3_000_000_000})
     notes = failure_of(report, {1: 41}, log, 0).error.__notes__  # type: ignore[attr-defined]
     assert notes[0] == "Memory ran out: an allocation was refused."
-    assert "Each process took (most seen): rank 1 3.00 GB." in notes
+    assert "Peak memory of each process: rank 1 3.00 GB." in notes
 
 
 def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -> None:
@@ -169,7 +170,11 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
     assert failure.sentence == "rank 1 did not enter the collective that rank 0 waits in"
-    assert str(failure.error).splitlines()[1:] == [*lines, f"complete logs: {log.attempt_path(0)}"]
+    assert str(failure.error).splitlines()[1:] == [
+        *lines,
+        f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s.",
+        f"complete logs: {log.attempt_path(0)}",
+    ]
 
 
 def test_a_rank_that_we_had_to_end_is_reported_too(log: JobLog) -> None:

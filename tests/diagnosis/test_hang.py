@@ -209,7 +209,8 @@ BUSY = Position("train.py, line 9: while not ready")
             [1],
             [
                 "rank 0: waiting in backward, train.py, line 14",
-                "rank 1 returned already, so the others wait for ever: do all ranks see equally many batches?",
+                "rank 1 returned already, so the others wait forever. Check that all ranks see "
+                "the same number of batches.",
             ],
         ),
         (

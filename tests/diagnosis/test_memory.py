@@ -36,7 +36,7 @@ def test_the_system_counted_a_kill() -> None:
     found = verdict(kills=2)
     assert found[0] == "Memory ran out: the system killed 2 processes of this job for it."
     assert found[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.00 GB."
-    assert found[2] == "Each process took (most seen): rank 0 3.00 GB, rank 1 2.00 GB."
+    assert found[2] == "Peak memory of each process: rank 0 3.00 GB, rank 1 2.00 GB."
     assert "Use fewer processes" in found[3]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,8 +126,10 @@ def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
         (-11, "was killed by SIGSEGV", "Native code"),
         (-7, "was killed by SIGBUS", "/dev/shm"),
         (-6, "was killed by SIGABRT", "last lines"),
-        (-1, "was killed by SIGHUP", "Hangup"),
-        (-62, "was killed by signal 62", ""),
+        (-15, "was killed by SIGTERM", "max_restarts"),
+        (-1, "was killed by SIGHUP", "terminal"),
+        (-12, "was killed by SIGUSR2", "User defined signal 2"),
+        (-62, "was killed by signal 62", "complete log"),
         (0, "ended with exit code 0 before the function returned", "os._exit(0)"),
         (3, "ended with exit code 3 before the function returned", "sys.exit(3)"),
     ],
@@ -133,6 +138,14 @@ def test_deaths_in_words(code: int, happened: str, meaning: str) -> None:
     cause = RootCause(1, status=ExitStatus(code))
     assert what_happened(cause, report(exits={1: (code, 1.0)})) == happened
     assert meaning in what_it_means(cause)
+
+
+@pytest.mark.parametrize("code", [*(-number for number in signal.valid_signals()), 0, 1, 3])
+def test_every_death_has_a_next_step(code: int) -> None:
+    """What it means, then what to do."""
+    meaning, *steps = re.split(r"(?<=[.)]) (?=[A-Z])", what_it_means(RootCause(1, status=ExitStatus(code))))
+    assert meaning
+    assert steps, meaning
 
 
 def test_the_others_are_folded_into_one_line() -> None:

@@ -26,11 +26,12 @@ def blocks(path: Path) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.timeout(400)
 def test_the_tutorial_runs_as_it_stands(kernel: Kernel) -> None:
     shown = ""
     for language, code in blocks(ROOT / "docs" / "tutorial.md"):
         assert language == "python"
-        shown += kernel.run(code, timeout_s=90).stdout
+        shown += kernel.run(code, timeout_s=180).stdout
     assert re.search(r"^accuracy 9\d\.\d%$", shown, re.MULTILINE)
     assert "caught: label -7 is not a class" in shown
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from html.parser import HTMLParser
@@ -17,23 +15,11 @@ from sphinx.util.inventory import InventoryFile
 import nblaunch
 from nblaunch.compat import names
 from tests.architecture.source import ROOT, listing
+from tests.docs.conftest import BUILD_S
 
 MODULES = [*names.FILES, "nblaunch.errors", "nblaunch.training.strategies"]
 
-pytestmark = pytest.mark.timeout(400)  # on a busy machine
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as ``make docs`` builds it."""
-    target = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs", ".", target],
-        cwd=ROOT, capture_output=True, text=True, timeout=380,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr
-    return target
+pytestmark = pytest.mark.timeout(BUILD_S + 60)  # the first test waits for the site
 
 
 class _Page(HTMLParser):

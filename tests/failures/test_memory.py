@@ -67,7 +67,7 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
     text = cell.error.value
     assert "was killed by SIGKILL" in text, cell.describe()
     assert "Memory ran out: the system killed" in text, cell.describe()
-    assert "Each process took (most seen): rank 0 " in text, cell.describe()
+    assert "Peak memory of each process: rank 0 " in text, cell.describe()
     assert "each built a model of " in text, cell.describe()
     assert "notebook_launcher(train, (model,))" in text, cell.describe()
     assert "limit 1.47 GB" in text, cell.describe()

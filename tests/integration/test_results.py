@@ -584,7 +584,7 @@ job = nblaunch.last_job()
 """
     )
     assert cell.value == ([0.5], [3.0], True, "done", True, 500.0, {})
-    (line,) = [line for line in cell.stdout.splitlines() if "did not come back" in line]
+    (line,) = [line for line in cell.stdout.splitlines() if "could not be copied back" in line]
     assert "args[1] (Heavy)" in line
     assert note in line
     assert "sync_weights=False" in line

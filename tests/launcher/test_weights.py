@@ -22,9 +22,9 @@ def net() -> nn.Module:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) there and (3, 2) here"),
-        ({"2.weight": torch.ones(1)}, "2.weight is only there"),
-        ({"1.bias": None}, "1.bias is only here"),
+        ({"1.weight": torch.ones(5, 2)}, "1.weight is (5, 2) in the worker and (3, 2) in the kernel"),
+        ({"2.weight": torch.ones(1)}, "2.weight is in the worker only"),
+        ({"1.bias": None}, "1.bias is in the kernel only"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor | None], reason: str) -> None:

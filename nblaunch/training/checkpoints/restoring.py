@@ -187,7 +187,7 @@ class Restorer:
     def _load_loader(self, folder: Path, index: int, loader: PreparedLoader, found: Contents) -> None:
         order, own = found.orders[index], found.loaders[index]
         if order is None:
-            warn(f"checkpoint {folder} does not say where loader {index} was; it starts its first epoch")
+            warn(f"checkpoint {folder} has no position of loader {index}, which starts its first epoch")
             return
         resuming.restore(loader, order, self._state.shared)
         if own is not None:

@@ -164,7 +164,7 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
             continue
         if isinstance(kind, type) and _needs_folder(kind) and logging_dir is None:
             raise ValueError(
-                f"log_with={one!r} writes files; say where: Accelerator(project_dir=...) or "
+                f"log_with={one!r} writes files; choose a folder: Accelerator(project_dir=...) or "
                 "ProjectConfiguration(logging_dir=...)"
             )
         _add(chosen, kind)

@@ -19,7 +19,7 @@ def check_request(engine: Any, parameters: Sequence[torch.Tensor], max_norm: flo
     if configured and configured != max_norm:
         raise ValueError(
             f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} of the DeepSpeed "
-            'configuration; say it in one place, or write "auto" there'
+            'configuration; set it in one place, or write "auto" there'
         )
     own = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
     given = {id(parameter) for parameter in parameters if parameter.requires_grad}

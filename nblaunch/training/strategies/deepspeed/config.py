@@ -390,7 +390,7 @@ def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> N
         put(config, key, value)
     elif value not in (there, AUTO):
         raise ValueError(
-            f"the DeepSpeed configuration has {key}={there!r}, which contradicts {source}. Say it in one place, or "
+            f"the DeepSpeed configuration has {key}={there!r}, which contradicts {source}. Set it in one place, or "
             f'write "auto" for {key} in the configuration.'
         )
 

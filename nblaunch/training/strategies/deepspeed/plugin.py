@@ -103,7 +103,7 @@ class DeepSpeedPlugin(StrategyPlugin):
             set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
         if self.hf_ds_config is not None and _ZERO not in self.deepspeed_config:
             raise ValueError(
-                f"the DeepSpeed configuration has no {_ZERO!r}; say which stage: {{{_ZERO!r}: {{'stage': 2}}}}"
+                f"the DeepSpeed configuration has no {_ZERO!r}; set the stage: {{{_ZERO!r}: {{'stage': 2}}}}"
             )
         # A configuration without a stage means what DeepSpeed takes it for.
         defaults = _DEFAULTS if self.hf_ds_config is None else {**_DEFAULTS, "zero_stage": 0}
@@ -172,7 +172,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         if asked.num_steps != 1:
             raise ValueError(
                 f"the DeepSpeed configuration has {key}={steps}, which contradicts Accelerator({key}="
-                f'{asked.num_steps}). Say it in one place, or write "auto" in the configuration.'
+                f'{asked.num_steps}). Set it in one place, or write "auto" in the configuration.'
             )
         return dataclasses.replace(asked, num_steps=steps)
 

@@ -232,7 +232,7 @@ def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: boo
         elif _META in prints and not may_be_sent:
             raise ValueError(
                 f"{name} of the {model_name} is on the meta device on rank {prints.index(_META)}, and "
-                "cpu_ram_efficient_loading=False says that every rank has its weights"
+                "cpu_ram_efficient_loading=False means that every rank has its weights"
             )
         else:
             origins[name] = "rank 0"
