@@ -76,7 +76,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     if init.backend is not None or init.init_method is not None:
         _join_by_hand(worker.topology, backend, init)
     backend.join(worker.topology, device, init.timeout.total_seconds() if init.timeout is not None else None)
-    return JoinedProcess(_agreed_topology(worker.topology), backend, device, worker.slot)
+    return JoinedProcess(_actual_topology(worker.topology), backend, device, worker.slot)
 
 
 def _of_this_process() -> JoinedProcess:
@@ -102,7 +102,7 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _agreed_topology(topology: Topology) -> Topology:
+def _actual_topology(topology: Topology) -> Topology:
     """Return the topology of the context, corrected by the process group that a script may have made by itself."""
     if not is_distributed():
         if topology.world_size > 1:

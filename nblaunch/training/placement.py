@@ -59,11 +59,11 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
         )
     for parameter in model.parameters():
         if not is_dispatched(model) and quantised.is_quantised(parameter):
-            _check_place(parameter.device, process.device, is_fixed=bool(placed))
+            _check_device(parameter.device, process.device, is_fixed=bool(placed))
     return bool(placed) or all(parameter.device == process.device for parameter in model.parameters())
 
 
-def _check_place(held: torch.device, wanted: torch.device, is_fixed: bool) -> None:
+def _check_device(held: torch.device, wanted: torch.device, is_fixed: bool) -> None:
     if is_fixed and held.type != "meta" and held != wanted:
         raise ValueError(
             "You can't train a model that has been loaded in 8-bit or 4-bit precision on a different device than the "

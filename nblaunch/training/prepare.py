@@ -102,7 +102,7 @@ class Preparer:
                     prepared[position] = method(obj, placement)
         return prepared
 
-    def _places(self, placement: bool | None) -> bool:
+    def _is_moved(self, placement: bool | None) -> bool:
         return self.device_placement if placement is None else placement
 
     def prepare_model(
@@ -116,7 +116,7 @@ class Preparer:
             return model
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
-        moves = self._places(placement) and not stays_in_place(inner, self.shared.process)
+        moves = self._is_moved(placement) and not stays_in_place(inner, self.shared.process)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.before_move(inner)
@@ -175,7 +175,7 @@ class Preparer:
             self.accumulation,
             self.precision,
             self.shared.process.backend,
-            self._places(placement),
+            self._is_moved(placement),
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -212,7 +212,7 @@ class Preparer:
             target = LoaderTarget(
                 rank=process.topology.rank,
                 world_size=process.topology.world_size,
-                device=process.device if self._places(placement) else None,
+                device=process.device if self._is_moved(placement) else None,
                 rng_types=self.rng_types,
                 slice_fn=slice_fn,
                 is_static=process.backend.needs_static_shapes,

@@ -11,7 +11,7 @@ To a worker:
 From a worker:
 
     channel.py          events on a pipe
-    plain.py            and values in them, in Python's own types
+    plain_types.py      and the values in them, in Python's own types
     board.py            progress in shared memory
     loss_curve.py       the losses in it, as a fixed number of means
     outbox.py           return value and weights

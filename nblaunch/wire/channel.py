@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from nblaunch.events import Event, Note
-from nblaunch.wire import plain
+from nblaunch.wire import plain_types
 
 _HEADER = struct.Struct("<8sQ")
 """Of a packet: its sender, and how many bytes of the event are still to come, those of this packet included."""
@@ -86,7 +86,7 @@ def _body_of(event: Event) -> memoryview:
     """Pickle ``event``, behind the name of its class, for a launcher that can't read the rest."""
     stream = io.BytesIO()
     stream.write(type(event).__name__.encode() + b"\n")
-    plain.dump(event, stream)
+    plain_types.dump(event, stream)
     return stream.getbuffer()
 
 

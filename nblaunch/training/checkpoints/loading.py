@@ -38,7 +38,7 @@ class WeightLoading:
     Args:
         module: the user's own.
         source: file or index, for messages.
-        place: where what is on the meta device goes.
+        device: where what is on the meta device goes.
         dtype: of what is on the meta device and of floating point; None: as the module says.
     """
 
@@ -46,12 +46,12 @@ class WeightLoading:
         self,
         module: torch.nn.Module,
         source: Path,
-        place: torch.device | None = None,
+        device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._module = module
         self._source = source
-        self._place = place or torch.device("cpu")
+        self._device = device or torch.device("cpu")
         self._dtype = dtype
         self._made: dict[
             int, torch.Tensor
@@ -147,9 +147,9 @@ class WeightLoading:
         """Return what takes the place of a tensor without memory; ``is_empty``: its module fills it itself."""
         dtype = self._dtype if self._dtype is not None and bare.is_floating_point() else bare.dtype
         made = (
-            torch.empty_like(bare, device=self._place, dtype=dtype, requires_grad=False)
+            torch.empty_like(bare, device=self._device, dtype=dtype, requires_grad=False)
             if is_empty
-            else saved.to(self._place, dtype)
+            else saved.to(self._device, dtype)
         )
         if made.numel() and made.data_ptr() in self._addresses:
             made = made.clone()  # one tensor under two names of the file, and two in the module

@@ -56,14 +56,18 @@ class Restorer:
         device = self._state.shared.process.device if map_location == "on_device" else "cpu"
         reading = {"map_location": device, **(load_kwargs or {})}
         self._wait_for_save()
-        folder = self._common(self._agree(lambda: self._find(input_dir)))
-        manifest = self._agree(lambda: self._checked(folder, any_world_size))
+        folder = self._common(self._on_all_ranks(lambda: self._find(input_dir)))
+        manifest = self._on_all_ranks(lambda: self._checked(folder, any_world_size))
         if manifest is not None:
             # Each rank reads a share of the files, which it then finds in the file system's cache.
-            self._agree(lambda: files.check_bytes(folder, manifest, self._state.rank, self._state.world_size))
-        found = self._agree(lambda: contents.read(self._state, folder, manifest, reading))
+            self._on_all_ranks(
+                lambda: files.check_bytes(folder, manifest, self._state.rank, self._state.world_size)
+            )
+        found = self._on_all_ranks(lambda: contents.read(self._state, folder, manifest, reading))
         if not self._state.load_hooks:  # a hook may take models over, and load them in its own way
-            self._agree(lambda: self._check_weights(folder, self._state.preparer.models, manifest, strict))
+            self._on_all_ranks(
+                lambda: self._check_weights(folder, self._state.preparer.models, manifest, strict)
+            )
         for model, order in zip(
             self._state.preparer.models, manifest.gradient_orders if manifest else (), strict=False
         ):
@@ -81,7 +85,7 @@ class Restorer:
         if self._project.automatic_checkpoint_naming and number is not None:
             self._project.iteration = max(self._project.iteration, number + 1)
 
-    def _agree(self, work: Callable[[], Any]) -> Any:
+    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
         """Return ``work()``, or raise on every rank where it fails on any, so that none goes on alone."""
         error: Exception | None = None
         value = None

@@ -96,7 +96,7 @@ class DataLoaderDispatcher(PreparedLoader):
         whole, rest = divmod(batches, self.batches_per_round)
         return whole + (1 if rest and not self._drops_last else 0)
 
-    def _agree_on_order(self) -> None:
+    def _synchronise_order(self) -> None:
         if self._is_reader:  # the others don't read: there is nothing to agree on
             self._resume_order(self._generators())
 
@@ -137,7 +137,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 _send_status(_END)
                 return
             whole, num_rows, is_last = found
-            whole = nested.map_tensors(torch.Tensor.contiguous, self._place(whole))
+            whole = nested.map_tensors(torch.Tensor.contiguous, self._to_device(whole))
             described = pickle.dumps(nested.map_tensors(TensorInformation.of, whole))
             is_same = described == structure
             _send_status(_SAME_STRUCTURE if is_same else _NEW_STRUCTURE, num_rows, is_last)

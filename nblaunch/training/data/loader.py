@@ -170,7 +170,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.losses.show_due()
         backend.begin_step(loop.phase, batch)
 
-    def _place(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         # Loaders make batches on the CPU; there, moving would only rebuild the containers.
         if self.device is None or self.device.type == "cpu":
             return batch
@@ -179,10 +179,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _start_epoch(self) -> None:
         GradientState()  # without an Accelerator, too, it shows from now on what is read
         self._hand_epoch(self.iteration)
-        self._agree_on_order()
+        self._synchronise_order()
         self.begin()
 
-    def _agree_on_order(self) -> None:
+    def _synchronise_order(self) -> None:
         """Make the generators that decide the order those of rank 0, or those that a loaded state contains."""
         generators = self._generators()
         for rng_type in self.rng_types:
@@ -406,7 +406,7 @@ class DataLoaderShard(PreparedLoader):
         batches, backend = self._read(shared, self._take_skip()), shared.process.backend
         is_placed = self.device is None or self.device.type == "cpu"
         if backend.prefetches_to_device:
-            batches, is_placed = map(self._place, batches), True
+            batches, is_placed = map(self._to_device, batches), True
         current = next(batches, nothing)
         if current is nothing:
             return
@@ -433,7 +433,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _take_in(self, batch: Any, is_placed: bool) -> Any:
         """Place a batch that was just read, and note the position behind it, before the next one is read."""
-        batch = batch if is_placed else self._place(batch)
+        batch = batch if is_placed else self._to_device(batch)
         self._note_position()
         return batch
 

@@ -230,7 +230,7 @@ def _make_order_shareable(order: Any, config: DataLoaderConfiguration) -> None:
     sampler: Any = getattr(batch_sampler, "sampler", None)
     if config.use_seedable_sampler and _is_reseeded(sampler, config.data_seed):
         seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
-        seeded.initial_seed = _agree_on_seed(config.data_seed)
+        seeded.initial_seed = _common_seed(config.data_seed)
         batch_sampler.sampler = seeded
         return
     for part in layers(order):
@@ -250,7 +250,7 @@ def _own_generator() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _agree_on_seed(seed: int | None) -> int:
+def _common_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
     # Not drawn: the order shall not depend on what was drawn before, such as a model's first weights.

@@ -86,15 +86,15 @@ class CopiedShards(ShardWriter):
             raise
 
     def write(self, folder: Path) -> None:
-        self._agree(None)
+        self._raise_on_all_ranks(None)
         for name, state in self._states.items():
             _save(state, folder / name, is_alone=self._group is None, group=self._group)
 
     def cancel(self, problem: str) -> None:
         with suppress(CheckpointError):
-            self._agree(problem)
+            self._raise_on_all_ranks(problem)
 
-    def _agree(self, problem: str | None) -> None:
+    def _raise_on_all_ranks(self, problem: str | None) -> None:
         problems = [problem]
         if self._group is not None:
             problems *= dist.get_world_size(self._group)

@@ -1,7 +1,8 @@
-"""Pickles of events that any process can read: whatever the user's code has put into one becomes Python's own types.
+"""Values of the user's classes as Python's own types, in the pickles of events.
 
 A class of the user's script or notebook may not exist where the event arrives (a launcher that runs scripts, a fresh
-interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins`` alone.
+interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins``
+alone, and any process can read it.
 """
 
 from __future__ import annotations
