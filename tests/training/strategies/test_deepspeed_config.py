@@ -34,7 +34,7 @@ AUTO = {
 
 
 def _complete(config: dict[str, Any], **prepared: Any) -> dict[str, Any]:
-    return complete(DeepSpeedPlugin(config), EngineInputs(**{"model": MODEL, **prepared}))
+    return complete(DeepSpeedPlugin(config).deepspeed_config, EngineInputs(**{"model": MODEL, **prepared}))
 
 
 @pytest.mark.parametrize("asked", ["no", "fp16", "bf16", "fp8"])
@@ -164,8 +164,8 @@ def test_batches_come_from_the_loaders() -> None:
     assert config["train_micro_batch_size_per_gpu"] == 8
     assert config["gradient_accumulation_steps"] == 3
     assert config["train_batch_size"] == 48
-    largest = DeepSpeedPlugin(AUTO, is_train_batch_min=False)
-    assert complete(largest, EngineInputs(MODEL, batch_sizes=[16, 8]))["train_micro_batch_size_per_gpu"] == 16
+    largest = _complete(AUTO, batch_sizes=[16, 8], is_train_batch_min=False)
+    assert largest["train_micro_batch_size_per_gpu"] == 16
     split = _complete(AUTO, batch_sizes=[16], world_size=4, splits_batches=True)
     assert (split["train_micro_batch_size_per_gpu"], split["train_batch_size"]) == (4, 16)
 
@@ -266,8 +266,8 @@ def test_torch_computes_adam_where_no_compiler_is(monkeypatch: pytest.MonkeyPatc
 
 def test_the_plugin_stays_as_it_is() -> None:
     plugin = DeepSpeedPlugin(AUTO)
-    first = complete(plugin, EngineInputs(MODEL, batch_sizes=[8]))
-    second = complete(plugin, EngineInputs(MODEL, batch_sizes=[4]))
+    first = complete(plugin.deepspeed_config, EngineInputs(MODEL, batch_sizes=[8]))
+    second = complete(plugin.deepspeed_config, EngineInputs(MODEL, batch_sizes=[4]))
     assert (first["train_batch_size"], second["train_batch_size"]) == (8, 4)
     assert math.isinf(first["steps_per_print"])
 

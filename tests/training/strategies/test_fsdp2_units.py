@@ -29,7 +29,9 @@ from tests.training.strategies.test_fsdp2 import Block, Network, Tied, network
 
 
 def _units(model: nn.Module, **settings: Any) -> list[str]:
-    return [name for name, _ in fsdp2_units.choose(model, FullyShardedDataParallelPlugin(**settings))]
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    wanted = (plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap, plugin.min_num_params)
+    return [name for name, _ in fsdp2_units.choose(model, *wanted)]
 
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

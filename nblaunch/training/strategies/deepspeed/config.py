@@ -14,14 +14,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nblaunch.training.optimizer import OptimizerPlaceholder, SchedulerPlaceholder
-
-if TYPE_CHECKING:
-    from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 AUTO = "auto"
 
@@ -91,6 +88,7 @@ class EngineInputs:
         world_size: ranks of the job.
         num_steps: micro-steps per optimizer step.
         splits_batches: whether a loader's batch is that of all ranks together.
+        is_train_batch_min: of several loaders, the one with the smallest batches is trained on; False: the largest.
         precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         device_type: as ``"cpu"``, ``"cuda"``.
     """
@@ -102,22 +100,27 @@ class EngineInputs:
     world_size: int = 1
     num_steps: int = 1
     splits_batches: bool = False
+    is_train_batch_min: bool = True
     precision: str = "no"
     device_type: str = "cpu"
 
 
-def complete(plugin: DeepSpeedPlugin, prepared: EngineInputs) -> dict[str, Any]:
-    """Return the configuration for an engine that trains what was prepared. The plugin stays as it is.
+def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
+    """Return the configuration for an engine that trains what was prepared.
+
+    Args:
+        given: the configuration of the plugin, which stays as it is.
+        prepared: fills in what it has as "auto".
 
     Raises:
         ValueError: the configuration contradicts what was prepared, or "auto" stands where the value is not known;
             names the keys.
     """
-    config = copy.deepcopy(plugin.deepspeed_config)
+    config = copy.deepcopy(dict(given))
     for kind in ("fp16", "bf16"):
         asked = f"mixed_precision={prepared.precision!r}"
         set_or_check(config, f"{kind}.enabled", prepared.precision == kind, asked)
-    _complete_batches(config, plugin, prepared)
+    _complete_batches(config, prepared)
     if get(config, "gradient_clipping") == AUTO:
         put(config, "gradient_clipping", 0.0)  # none, until clip_grad_norm_ asks for it
     _complete_buckets(config, prepared.model)
@@ -136,7 +139,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: EngineInputs) -> dict[str, Any]:
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def _complete_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared: EngineInputs) -> None:
+def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
     accumulation = "gradient_accumulation_steps"
     set_or_check(
         config, accumulation, prepared.num_steps, f"Accelerator({accumulation}={prepared.num_steps})"
@@ -146,7 +149,7 @@ def _complete_batches(config: dict[str, Any], plugin: DeepSpeedPlugin, prepared:
     there, total = get(config, micro), get(config, "train_batch_size")
     if there is None or there == AUTO:
         if sizes:
-            put(config, micro, min(sizes) if plugin.is_train_batch_min else max(sizes))
+            put(config, micro, min(sizes) if prepared.is_train_batch_min else max(sizes))
         else:
             put(config, micro, _from_total(total, prepared))
     elif sizes and len(sizes) == len(prepared.batch_sizes) and there not in sizes:

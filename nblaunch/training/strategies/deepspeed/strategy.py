@@ -124,7 +124,7 @@ class DeepSpeedStrategy(Strategy):
                 "second model, or call free_memory() first"
             )
         library = deepspeed_library.load(process)
-        config = deepspeed_config.complete(plugin, self._describe(model, process))
+        config = deepspeed_config.complete(plugin.deepspeed_config, self._describe(model, process))
         _keep_whole(library, model, plugin.transformer_moe_cls_names)
         with Waiting(process.slot):  # it compares and copies weights over ranks
             engine = deepspeed_library.initialize(library, config, model=model, **self._engine_arguments())
@@ -163,6 +163,7 @@ class DeepSpeedStrategy(Strategy):
             world_size=process.topology.world_size,
             num_steps=self._setup.accumulation.num_steps,
             splits_batches=self._setup.splits_batches,
+            is_train_batch_min=self.plugins.active.is_train_batch_min,
             precision=self._precision.name,
             device_type=process.device.type,
         )

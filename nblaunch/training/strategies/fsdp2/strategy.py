@@ -80,7 +80,13 @@ class Fsdp2Strategy(Strategy):
         inner = bare_module(model)
         if is_fsdp_module(inner):
             return model  # by the user
-        units = fsdp2_units.choose(inner, self.plugin, self._dtype is not None)
+        units = fsdp2_units.choose(
+            inner,
+            self.plugin.auto_wrap_policy,
+            self.plugin.transformer_cls_names_to_wrap,
+            self.plugin.min_num_params,
+            is_trained_in_fp32=self._dtype is not None,
+        )
         if self.plugin.activation_checkpointing:
             for _, unit in units or [("", inner)]:
                 checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))

@@ -9,16 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from nblaunch.training.models import repeated_blocks
-
-if TYPE_CHECKING:
-    from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
 MIN_NUM_PARAMS = 100_000_000
 """What torch's own size-based policy takes for a unit of its own."""
@@ -27,21 +24,31 @@ MIN_NUM_PARAMS = 100_000_000
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
+Policy = Callable[..., Any] | str | None
+
+
 def choose(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, is_trained_in_fp32: bool = False
+    model: nn.Module,
+    policy: Policy = None,
+    class_names: Sequence[str] | None = None,
+    min_num_params: int | None = None,
+    *,
+    is_trained_in_fp32: bool = False,
 ) -> list[tuple[str, nn.Module]]:
     """Return the units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
 
     Args:
         model: as the user built it.
-        plugin: says which modules.
+        policy: ``auto_wrap_policy`` of the plugin.
+        class_names: its ``transformer_cls_names_to_wrap``.
+        min_num_params: its ``min_num_params``.
         is_trained_in_fp32: all shards that are trained will be in fp32. Otherwise modules of another dtype than the
             rest of their unit get units of their own, because those of one unit must be alike.
 
     Raises:
         ValueError: a class name is not in the model; lists those that are.
     """
-    is_unit = _rule(model, plugin)
+    is_unit = _rule(model, policy, class_names, min_num_params)
     chosen = [
         (name, module)
         for name, module in model.named_modules()
@@ -92,19 +99,19 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | No
     return {parameter for module in modules for parameter in module.parameters()}
 
 
-def _rule(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool]:
-    policy = plugin.auto_wrap_policy
+def _rule(
+    model: nn.Module, policy: Policy, class_names: Sequence[str] | None, min_num_params: int | None
+) -> Callable[[nn.Module], bool]:
     if callable(policy):
         return _predicate(policy)
-    names = plugin.transformer_cls_names_to_wrap
     if policy == "no_wrap":
         return lambda module: False
-    if policy == "size_based_wrap" or (policy is None and names is None and plugin.min_num_params):
-        large = _large_modules(model, plugin.min_num_params or MIN_NUM_PARAMS)
+    if policy == "size_based_wrap" or (policy is None and class_names is None and min_num_params):
+        large = _large_modules(model, min_num_params or MIN_NUM_PARAMS)
         return lambda module: id(module) in large
-    names = names or getattr(model, "_no_split_modules", None)
+    names = class_names or getattr(model, "_no_split_modules", None)
     if names:
-        return _of_classes(model, list(names), is_asked_for=plugin.transformer_cls_names_to_wrap is not None)
+        return _of_classes(model, list(names), is_asked_for=class_names is not None)
     if policy == "transformer_based_wrap":
         raise ValueError(
             "auto_wrap_policy='transformer_based_wrap' needs transformer_cls_names_to_wrap, because "
