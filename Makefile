@@ -24,6 +24,9 @@ XLA_OLDER_STAMP := $(XLA_OLDER_VENV)/.complete
 # libtpu and JAX, for the TPU compiler alone: JAX needs no torch, and torch_xla none of JAX.
 TPU_COMPILER_VENV := .venv-tpu-compiler
 TPU_COMPILER_STAMP := $(TPU_COMPILER_VENV)/.installed
+# torch_tpu, which changes torch wherever it is installed.
+TORCH_TPU_VENV := .venv-torch-tpu
+TORCH_TPU_STAMP := $(TORCH_TPU_VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 # Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
@@ -39,7 +42,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-xla test-xla-older test-tpu-compiler xla-env lint format stubs golden bench picture docs notebooks wheel clean
+.PHONY: help setup demo test test-main browser colab-env test-xla test-xla-older test-tpu-compiler test-torch-tpu xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -145,6 +148,15 @@ $(TPU_COMPILER_STAMP): tests/tpu_compiler/requirements.txt
 	$(TPU_COMPILER_VENV)/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
+test-torch-tpu: $(TORCH_TPU_STAMP)  ## start workers with the real torch_tpu and libtpu, without a TPU (1 to 2 minutes; 2.1 GB); not part of `make test`
+	$(TORCH_TPU_VENV)/bin/python -m pytest tests/torch_tpu $(ARGS)
+
+$(TORCH_TPU_STAMP): tests/torch_tpu/requirements.txt pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
+	$(PYTHON) -m venv $(TORCH_TPU_VENV)
+	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --requirement $<
+	@touch $@
+
 xla-env: $(XLA_STAMP)  ## make the environment for the XLA tests (2.6 GB)
 
 $(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
@@ -178,5 +190,5 @@ picture: setup browser  ## take the README's picture of the dashboard again, in 
 	$(BIN)/python -m tests.tools.picture
 
 clean:  ## remove .venv and everything that tools left
-	rm -rf $(VENV) $(XLA_VENV) $(XLA_OLDER_VENV) $(TPU_COMPILER_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
+	rm -rf $(VENV) $(XLA_VENV) $(XLA_OLDER_VENV) $(TPU_COMPILER_VENV) $(TORCH_TPU_VENV) .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -270,7 +270,9 @@ def explain(text: str) -> tuple[str, ...]:
             f"PCI bus shows {_counted(sum(tpu.chips().values()))}. Are the chips passed into this container or virtual "
             "machine (/dev/vfio)?",
         )
-    return (f"libtpu could not start: {found[1].strip()}",)
+    return (
+        f"libtpu could not start: {found[1].strip()}. `nblaunch env` lists what it lacks or who has the chips",
+    )
 
 
 def _counted(num_chips: int) -> str:

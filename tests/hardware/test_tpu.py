@@ -86,6 +86,30 @@ def reference():
     return torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item()
 """
 
+DYING = """
+def die(model):
+    accelerator = Accelerator()
+    accelerator.prepare(model)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.wait_for_everyone()
+notebook_launcher(die, ({model},))
+"""
+
+
+def endless(begun: Path, model: str) -> str:
+    """A launch that ends by an interrupt alone, and makes a file when it computes."""
+    return f"""
+def endless(model):
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    while True:
+        model(torch.ones(4, 64, device=accelerator.device)).sum().item()
+        open({str(begun)!r}, "w").close()
+notebook_launcher(endless, ({model},))
+"""
+
 
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
@@ -151,17 +175,7 @@ def test_bf16(tpu: Kernel, report: list[str], downcast: bool, double: float) -> 
 
 def test_chips_are_free_after_an_interrupt(tpu: Kernel, report: list[str], tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    cell = tpu.submit(
-        f"""
-def endless(model):
-    accelerator = Accelerator()
-    model = accelerator.prepare(model)
-    while True:
-        model(torch.ones(4, 64, device=accelerator.device)).sum().item()
-        open({str(begun)!r}, "w").close()
-notebook_launcher(endless, (build(),))
-"""
-    )
+    cell = tpu.submit(endless(begun, "build()"))
     tpu.wait_until(begun.exists, 300, "the workers to compute", cell)
     tpu.interrupt()
     cell.wait(60)
@@ -171,20 +185,7 @@ notebook_launcher(endless, (build(),))
 
 
 def test_chips_are_free_after_a_worker_is_killed(tpu: Kernel, report: list[str]) -> None:
-    cell = tpu.run(
-        """
-def die(model):
-    accelerator = Accelerator()
-    accelerator.prepare(model)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        os.kill(os.getpid(), signal.SIGKILL)
-    accelerator.wait_for_everyone()
-notebook_launcher(die, (build(),))
-""",
-        raises="WorkerDied",
-        timeout_s=300,
-    )
+    cell = tpu.run(DYING.format(model="build()"), raises="WorkerDied", timeout_s=300)
     assert cell.error is not None
     report += ["", "## killed", cell.error.value]
     assert "SIGKILL" in cell.error.value
