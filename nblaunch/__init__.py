@@ -52,6 +52,7 @@ _PUBLIC = {
     "WorkerDied": "nblaunch.errors",
     "WorkerError": "nblaunch.errors",
     "WorkerFailed": "nblaunch.errors",
+    "debug": "nblaunch.debugging",
     "debug_launcher": "nblaunch.notebook",
     "find_executable_batch_size": "nblaunch.training.utilities.memory",
     "init_empty_weights": "nblaunch.training.utilities.memory",
@@ -103,6 +104,7 @@ __all__ = [
     "WorkerError",
     "WorkerFailed",
     "__version__",
+    "debug",
     "debug_launcher",
     "find_executable_batch_size",
     "init_empty_weights",
@@ -119,6 +121,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from nblaunch.debugging import debug
     from nblaunch.errors import (
         CheckpointError,
         DistributedOperationException,

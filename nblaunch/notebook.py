@@ -7,12 +7,14 @@ Annotations are not postponed here: ``help(notebook_launcher)`` would show each 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import dashboard as dashboards
-from nblaunch import env
+from nblaunch import debugging, env
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.host import descriptors
+from nblaunch.launcher import kept
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
 from nblaunch.launcher.runner import JobRunner, Listener
@@ -51,6 +53,7 @@ def notebook_launcher(
     interrupt_grace_s: float = 5.0,
     hang_timeout_s: float | None = 300.0,
     on_hang: str = "report",
+    post_mortem: bool | None = None,
     log_dir: str | None = None,
     rdzv_timeout_s: float | None = None,
     session: "Session | None" = None,
@@ -125,6 +128,10 @@ def notebook_launcher(
             one line that a rank stays in since its last step, is a hang; other work without progress is reported as
             what may be one.
         on_hang: ``"report"`` that, or ``"stop"`` the job as well, where it is a hang for certain.
+        post_mortem: when a rank raises, raise its exception as ever, but keep the workers where they are, the others
+            in a collective maybe: :func:`nblaunch.debug` then opens pdb at the failure, ``last_job().inspect("name")``
+            and ``last_job().compare()`` show variables of every rank. They end with the next launch,
+            ``last_job().release()``, or after 30 minutes. None = ``NBLAUNCH_POST_MORTEM``, or False.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
         rdzv_timeout_s: seconds in which several machines must find each other; None = 600.
         session: run on the workers of a :class:`Session` instead of new ones. Settings of their start are those of
@@ -155,6 +162,7 @@ def notebook_launcher(
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
+            post_mortem=env.read("NBLAUNCH_POST_MORTEM") if post_mortem is None else post_mortem,
         )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
         del function, args
@@ -250,6 +258,8 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     __tracebackhide__ = True
     check_flag("background", background)
     descriptors.occupy_standard_ones()
+    spec = replace(spec, has_breakpoints=not spec.is_elastic and debugging.has_breakpoints(background))
+    kept.release_all()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
     runner = make_runner(spec, plan, listeners)
@@ -268,7 +278,7 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
 def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:
     """Return the runner of a job that has not started; what several machines need is imported only for them."""
     if not spec.is_elastic:
-        return JobRunner(spec, plan, listeners)
+        return JobRunner(spec, plan, listeners, on_prompts=debugging.on_prompts)
     from nblaunch.nodes.attempts import run_attempts
 
     return JobRunner(spec, plan, listeners, run_attempts)

@@ -232,6 +232,8 @@ class LaunchSpec:
         return_all: return a list of the values of all ranks instead of rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
         interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
+        post_mortem: keep the workers where they are when one of them raises, for a debugger.
+        has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
         takes_commands: this process sends the workers commands while they run, as a session does.
         is_spmd: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
@@ -272,6 +274,8 @@ class LaunchSpec:
     log_dir: str | None = None
     hang_timeout_s: float | None = 300.0
     on_hang: str = "report"
+    post_mortem: bool = False
+    has_breakpoints: bool = False
     takes_commands: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
@@ -285,7 +289,7 @@ class LaunchSpec:
         _check_choices(self)
         _check_counts(self)
         _check_durations(self)
-        for name in ("return_all", "sync_weights"):
+        for name in ("return_all", "sync_weights", "post_mortem"):
             check_flag(name, getattr(self, name))
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))
@@ -297,6 +301,16 @@ class LaunchSpec:
     def function_name(self) -> str:
         """Return the name of the function."""
         return name_of(self.function)
+
+    @property
+    def has_debugger(self) -> bool:
+        """Return whether a debugger can look into the workers."""
+        return self.post_mortem or self.has_breakpoints
+
+    @property
+    def is_addressed(self) -> bool:
+        """Return whether each worker has a connection for commands."""
+        return self.takes_commands or self.has_debugger
 
     def without_call(self) -> LaunchSpec:
         """Return a copy for a job that has ended, without references to the function and its arguments."""
@@ -474,6 +488,8 @@ def _check_nodes(spec: LaunchSpec) -> None:
             "rdzv_endpoint, rdzv_conf and rdzv_timeout_s describe how several machines meet, and num_nodes=1 is one; "
             "leave them out (the launcher hosts the store of one machine by itself)"
         )
+    if spec.is_elastic and spec.post_mortem:
+        raise ValueError("post_mortem=True: a debugger can look into the workers of one machine only")
     if spec.is_elastic and spec.engine not in ("auto", "elastic"):
         raise ValueError(
             f"engine={spec.engine!r} is for one machine; leave it out for num_nodes={spec.num_nodes!r} with "

@@ -106,6 +106,7 @@ class Cell:
         msg_id: of its execute request.
         messages: what arrived on IOPub for it, oldest first, also after the reply (from threads).
         reply: content of the execute reply; None before it arrived.
+        prompts: of ``input()``, not answered yet.
     """
 
     kernel: Kernel
@@ -113,6 +114,7 @@ class Cell:
     msg_id: str
     messages: list[dict[str, Any]] = field(default_factory=list)
     reply: dict[str, Any] | None = None
+    prompts: list[str] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
     finished_s: float | None = None
     is_idle: bool = False
@@ -197,6 +199,19 @@ class Cell:
         self.kernel.wait_until(lambda: bool(condition(self)), timeout_s, what, self)
         return self
 
+    def wait_for_input(self, timeout_s: float = CELL_TIMEOUT_S) -> str:
+        """Wait until the cell asks by ``input()``; return the prompt. Fails at once if it ends without."""
+        self.wait_for(lambda cell: cell.prompts or cell.is_done, timeout_s, "the cell to ask for input")
+        if not self.prompts:
+            raise AssertionError(f"the cell ended without asking for input\n{self.describe()}")
+        return self.prompts[-1]
+
+    def type(self, text: str) -> None:
+        """Answer ``input()``, once the cell has asked."""
+        self.wait_for_input()
+        self.prompts.clear()
+        self.kernel.reply_input(text)
+
     def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
         """Wait until the cell has printed ``text``, on stdout or stderr. Fails at once if it ends without."""
         self.wait_for(
@@ -227,6 +242,8 @@ class Cell:
     def _receive(self, message: dict[str, Any]) -> None:
         if message["msg_type"] == "execute_reply":
             self.reply = message["content"]
+        elif message["msg_type"] == "input_request":
+            self.prompts.append(message["content"]["prompt"])
         else:
             self.messages.append(message)
             if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
@@ -357,6 +374,10 @@ class Kernel:
                 self._abort()
                 raise KernelTimeout(f"waited {timeout_s:g} s for {what}{about}\n{self._story()}")
 
+    def reply_input(self, text: str) -> None:
+        """Send what a user types into the input box of a cell that was submitted with ``allow_stdin=True``."""
+        self._manager.session.send(self._stdin, "input_reply", {"value": text})
+
     def send_comm(self, comm_id: str, data: Mapping[str, Any]) -> None:
         """Send a message to a comm of the kernel, as a frontend does for a click on a widget."""
         content = {"comm_id": comm_id, "data": dict(data)}
@@ -398,7 +419,7 @@ class Kernel:
             survivors = self._shut_down(grace_s)
         finally:
             self._log.close()
-            for socket in (self._shell, self._iopub, self._control):
+            for socket in (self._shell, self._iopub, self._control, self._stdin):
                 if socket is not None:
                     socket.close(linger=0)
             self._manager.cleanup_connection_file()
@@ -469,6 +490,7 @@ class Kernel:
     _shell: Any = None
     _iopub: Any = None
     _control: Any = None
+    _stdin: Any = None
 
     def _launch(self, python: str, env: dict[str, str], cwd: str | Path | None) -> None:
         # jupyter_client's own launcher, and not KernelManager.start_kernel: that one makes an event loop which is
@@ -492,7 +514,10 @@ class Kernel:
         self._process = psutil.Process(self._popen.pid)
 
     def _connect(self, timeout_s: float) -> None:
-        self._shell = self._manager.connect_shell()
+        # The kernel asks for input where the request came from, by this name.
+        identity = self._token.encode()
+        self._shell = self._manager.connect_shell(identity=identity)
+        self._stdin = self._manager.connect_stdin(identity=identity)
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
         # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
@@ -532,7 +557,7 @@ class Kernel:
     def _read(self, timeout_s: float) -> None:
         """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
         poller = zmq.Poller()
-        for socket in (self._shell, self._iopub, self._control):
+        for socket in (self._shell, self._iopub, self._control, self._stdin):
             poller.register(socket, zmq.POLLIN)
         for socket, _ in poller.poll(int(timeout_s * 1000)):
             _, message = self._manager.session.recv(socket, mode=zmq.NOBLOCK)

@@ -67,6 +67,7 @@ class AttemptReport:
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
         memory: of host and workers during the attempt.
+        kept: ranks that go on running, for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
         hang: the hang for which the job was stopped; None otherwise.
         remote: failures of ranks on other nodes.
@@ -82,6 +83,7 @@ class AttemptReport:
     stopped_early: bool = False
     last_readings: list[SlotReading] = field(default_factory=list)
     memory: MemoryRecord | None = None
+    kept: list[int] = field(default_factory=list)
     unkillable: dict[int, str] = field(default_factory=dict)
     hang: Hang | None = None
     remote: RemoteFailures = field(default_factory=RemoteFailures)
@@ -89,7 +91,8 @@ class AttemptReport:
     @property
     def is_success(self) -> bool:
         """Return whether the function returned on every rank and the job was not stopped."""
-        return not (self.interrupted or self.cancelled or self.hang) and len(self.returned) == len(self.exits)
+        is_stopped = self.interrupted or self.cancelled or self.hang or self.kept
+        return not is_stopped and len(self.returned) == len(self.exits)
 
     @property
     def delivered(self) -> set[int]:

@@ -14,7 +14,7 @@ from nblaunch import backends
 from nblaunch.engines.saved_call import SavedCall, present_folder
 from nblaunch.errors import LaunchError
 from nblaunch.wire import payload
-from nblaunch.wire.assignment import Assignment, Boot
+from nblaunch.wire.assignment import Assignment, Boot, capture_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import process_control
 
@@ -39,6 +39,7 @@ def start_interpreter(
         ),
         report_fd=report_fd,
         has_shell="IPython.core.interactiveshell" in sys.modules,
+        sources=capture_sources(),
         random_states=call.random_states,
         log_path=assignments[0].log_path + ".forkserver",
     )

@@ -28,7 +28,7 @@ from nblaunch.events import ExceptionInfo, Failed, Note
 from nblaunch.host import descendants
 from nblaunch.host.descriptors import wait_until_readable
 from nblaunch.wire import exceptions, payload
-from nblaunch.wire.assignment import Boot, Call, restore_random_states
+from nblaunch.wire.assignment import Boot, Call, restore_random_states, restore_sources
 from nblaunch.wire.board import Board
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.originals import Originals
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     boot_fd, call_fd = (int(argument) for argument in arguments)
     with os.fdopen(boot_fd, "rb") as file:
         boot: Boot = pickle.load(file)
+    restore_sources(boot.sources)
     if boot.report_fd < 0:
         _ensure_shell(boot)  # first: it is connected to the launcher before the call is loaded
         _run_worker(boot, call_fd)

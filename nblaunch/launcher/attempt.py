@@ -64,6 +64,11 @@ class Attempt:
     restart_count: int = 0
 
     @property
+    def keeps_workers(self) -> bool:
+        """Whether a failure keeps the workers for a debugger, which that of an earlier attempt does not."""
+        return self.spec.post_mortem and self.number >= self.spec.max_restarts
+
+    @property
     def ranks(self) -> range:
         """Those that run on this machine."""
         return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
@@ -258,7 +263,7 @@ def assign(
         stack.callback(descriptors.close, reading)
         worker_ends.callback(os.close, writing)
         command_fd = outbox_fd = -1
-        if attempt.spec.takes_commands:
+        if attempt.spec.is_addressed:
             links[rank], command_fd = connect()
             worker_ends.callback(os.close, command_fd)
         # Any rank may hold shards of weights, so each gets an outbox.
@@ -277,6 +282,8 @@ def assign(
                 event_fd=writing,
                 outbox_fd=outbox_fd,
                 command_fd=command_fd,
+                post_mortem=attempt.keeps_workers,
+                has_breakpoints=attempt.spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
                 stacks_path=str(attempt.log.stacks_path(rank, attempt.number)),
                 num_threads=attempt.plan.num_threads,

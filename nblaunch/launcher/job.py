@@ -8,10 +8,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
+from nblaunch.launcher.comparison import Comparison
+from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath
@@ -167,8 +171,57 @@ class Job:
         self._check_kept()
         return dict(self._outcome.unfit_weights)
 
+    def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
+        """Evaluate an expression on every rank, in the innermost frame of the user's code there.
+
+        For a job launched with ``post_mortem=True``, while it runs in the background or after it has failed. Ranks that
+        wait in a collective answer, too.
+
+        Args:
+            expression: Python, as ``"batch.shape"``.
+            timeout_s: how long to wait for the answers.
+
+        Returns:
+            rank -> value; the exception, where the expression raised one. Ranks without an answer are missing.
+
+        Raises:
+            RuntimeError: no worker can be asked.
+        """
+        answers = self._checked_channel().inspect(expression, list(self.ranks), timeout_s)
+        return RankValues(
+            {
+                rank: rebuild(answer.reply.failed) if answer.reply.failed else answer.value_of(rank)
+                for rank, answer in answers.items()
+            }
+        )
+
+    def compare(self, timeout_s: float = 10.0) -> Comparison:
+        """Compare the local variables of the same function over all ranks; those that differ come first.
+
+        The function is that of the failure, or the innermost of the user's code on the first rank. Of tensors and
+        arrays the shape, data type and device are compared, of numbers and text the value, of containers the length.
+
+        Args:
+            timeout_s: how long to wait for the answers.
+
+        Raises:
+            RuntimeError: no worker can be asked.
+        """
+        channel, first = self._checked_channel(), self._debugged_rank()
+        ranks = list(self.ranks)
+        frames = channel.read_variables(None, [first], timeout_s)
+        function = frames[first].reply.value.function if first in frames else None
+        others = [rank for rank in ranks if rank != first]
+        answers = {**frames, **channel.read_variables(function, others, timeout_s)}
+        return Comparison(
+            {rank: answers[rank].reply.value for rank in sorted(answers)},
+            [rank for rank in ranks if rank not in answers],
+        )
+
     def release(self) -> None:
         """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.
+
+        Workers that ``post_mortem=True`` has kept end.
 
         Logs, metrics, status and error stay. A job that is done and released has no :meth:`result` any more; one that
         failed still raises its error, without the variables that the traceback of a function run inline holds.
@@ -178,6 +231,8 @@ class Job:
         """
         if self.is_running:
             raise RuntimeError(f"{self!r} can't be released: wait for its end, or cancel() it")
+        if self._runner.kept is not None:
+            self._runner.kept.release()
         self._runner.outcome = self._outcome.released()
 
     def stop(self) -> None:
@@ -234,6 +289,53 @@ class Job:
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Let ``show_again()`` show this job in the running cell; it returns False where it can't."""
         self._show_again = show_again
+
+    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+        """Return the connection with the debugger in the workers, and the rank to be debugged.
+
+        Args:
+            rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
+
+        Raises:
+            RuntimeError: no worker can be asked.
+            ValueError: there is no such rank.
+        """
+        channel = self._runner.debug_channel
+        if channel is None or not self.has_debugged_workers or not (self.spec.post_mortem or channel.prompts):
+            raise RuntimeError(
+                f"no worker of {self!r} waits for a debugger: launch with post_mortem=True, and its workers stay when "
+                "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it"
+            )
+        if rank is not None and rank not in self.ranks:
+            raise ValueError(
+                f"rank={rank} is not one of this job's ranks ({self.ranks[0]} to {self.ranks[-1]})"
+            )
+        return channel, self._debugged_rank() if rank is None else rank
+
+    @property
+    def has_debugged_workers(self) -> bool:
+        """Whether workers run, or are kept after a failure."""
+        kept = self._runner.kept
+        return self.is_running or (kept is not None and not kept.is_released)
+
+    def _debugged_rank(self) -> int:
+        kept, channel = self._runner.kept, self._runner.debug_channel
+        if kept is not None:
+            return kept.failed_rank
+        return min(channel.prompts, default=self.ranks[0]) if channel is not None else self.ranks[0]
+
+    def _checked_channel(self) -> DebugChannel:
+        """Return the connection with the debugger, where it runs on every rank.
+
+        Raises:
+            RuntimeError: no worker can be asked.
+        """
+        channel, _ = self.debug_channel()
+        if not self.spec.post_mortem:
+            raise RuntimeError(
+                f"the ranks of {self!r} can be asked only if it is launched with post_mortem=True"
+            )
+        return channel
 
     @property
     def _outcome(self) -> JobOutcome:

@@ -14,17 +14,22 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
+from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobHung, LaunchError
 from nblaunch.events import Event, JobEnded, Metric, Note, Started
 from nblaunch.launcher.attempt import Attempt, start_attempt
+from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.kept import KeptWorkers
 from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.peers import Peers
@@ -42,6 +47,12 @@ _REMEDY = (
     "workers that start when the launching call has returned (background=True with max_restarts or with several "
     "machines) load the call as it was at the launch. Without max_restarts, or without background=True, nothing needs "
     "to be pickled"
+)
+
+_KEPT = (
+    "{} stay where they were: nblaunch.debug() in the next cell opens pdb at the failure, last_job().inspect('name') "
+    "and last_job().compare() show variables of every rank. They end with the next launch, last_job().release(), or "
+    "after 30 minutes"
 )
 
 _NO_THREAD = (
@@ -75,6 +86,7 @@ class JobRunner:
         plan: how.
         listeners: receive its events.
         run_attempts: runs the attempts of a launch on several machines, which needs it.
+        on_prompts: called with the runner while ranks wait for a line for pdb.
 
     Attributes:
         spec: as given; of a job that has ended, without the function and its arguments.
@@ -83,6 +95,9 @@ class JobRunner:
         attempt: number of the present attempt, from 0.
         pids: rank -> process of the ranks of this machine that have started in it.
         links: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
+        debug_channel: to the debugger in these ranks; None where there is none.
+        announced_stops: breakpoints that were reported.
+        kept: workers of a failed job that still run, for the debugger.
         past_failures: one line for each attempt that failed.
         status: ``"starting"``, ``"running"``, or that of the outcome.
         outcome: how the job ended; None before that.
@@ -98,6 +113,7 @@ class JobRunner:
         plan: LaunchPlan,
         listeners: Sequence[Listener] = (),
         run_attempts: AttemptsRunner | None = None,
+        on_prompts: Callable[[JobRunner], None] | None = None,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -109,12 +125,16 @@ class JobRunner:
         self.attempt = 0
         self.pids: dict[int, int] = {}
         self.links: Mapping[int, Link] = {}
+        self.debug_channel: DebugChannel | None = None
+        self.announced_stops: set[tuple[str, int, int]] = set()
+        self.kept: KeptWorkers | None = None
         self.past_failures: list[str] = []
         self.metrics: list[dict[str, Any]] = []
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
         self._run_attempts = run_attempts
+        self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
         self._supervisor: Supervisor | None = None
         self._may_return = threading.Event()
@@ -144,7 +164,9 @@ class JobRunner:
         """
         with interrupts_as_requests(self.requests.interrupt):
             self._start()
-            thread = threading.Thread(target=self._finish, name=f"nblaunch-{self.log.path.name}", daemon=True)
+            thread = threading.Thread(
+                target=self._finish_in_thread, name=f"nblaunch-{self.log.path.name}", daemon=True
+            )
             try:
                 thread.start()
             except RuntimeError as error:
@@ -214,6 +236,12 @@ class JobRunner:
         except BaseException as error:
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
+
+    def _finish_in_thread(self) -> None:
+        """Do what :meth:`_finish` does, and stay while workers are kept: those that it has started end with it."""
+        self._finish()
+        if self.kept is not None:
+            self.kept.wait()
 
     def _end(self, outcome: JobOutcome) -> None:
         try:
@@ -322,6 +350,14 @@ class JobRunner:
             self.emit(note)
         return outcome
 
+    def _keep(self, supervisor: Supervisor, report: AttemptReport) -> None:
+        """Keep the workers that still run."""
+        assert self.debug_channel is not None, "workers are kept for the debugger"
+        root = find_root_cause(report)
+        failed_rank = root.rank if root is not None else report.kept[0]
+        self.kept = KeptWorkers(supervisor, self.debug_channel, failed_rank, report.kept)
+        self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
+
     def _wants_restart(self, report: AttemptReport) -> bool:
         is_over = report.is_success or self.was_stopped(report)
         return not is_over and self.attempt < self.spec.max_restarts
@@ -346,13 +382,20 @@ class JobRunner:
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
         running = start_attempt(self._attempt(peers, restart_count))
         self.links = running.links
-        self._supervisor = Supervisor(running, self.requests, self.emit, self.update)
+        self.debug_channel = DebugChannel(running.links) if self.spec.has_debugger else None
+        on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
+        self._supervisor = Supervisor(
+            running, self.requests, self.emit, self.update, self.debug_channel, on_prompts
+        )
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers that have been started to their end."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None
-        return supervisor.run()
+        report, rank_results = supervisor.run()
+        if report.kept:
+            self._keep(supervisor, report)
+        return report, rank_results
 
     # --- the function in this process ----------------------------------------------------------------------------
 

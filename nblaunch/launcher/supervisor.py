@@ -38,6 +38,7 @@ from nblaunch.events import (
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
+from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.escalation import Escalation
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.launcher.store import StoreHost
@@ -59,6 +60,9 @@ _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
 
+_LATE_FAILURES_S = 0.3
+"""From the first failure until its job ends, where its workers are kept."""
+
 _MAX_NAMED = 5
 """Processes that workers left running."""
 
@@ -71,6 +75,8 @@ class Supervisor:
         requests: requests to the job.
         emit: receives every event.
         update: receives the state of every rank, 10 times a second.
+        channel: to the debugger in the workers; None where there is none.
+        on_prompts: called while ranks wait for a line for pdb.
     """
 
     def __init__(
@@ -79,6 +85,8 @@ class Supervisor:
         requests: JobRequests,
         emit: Callable[[Event], None],
         update: Callable[[Sequence[SlotReading]], None],
+        channel: DebugChannel | None = None,
+        on_prompts: Callable[[], None] | None = None,
     ) -> None:
         self._running = running
         self._attempt = attempt = running.attempt
@@ -89,6 +97,9 @@ class Supervisor:
         self._requests = requests
         self._emit = emit
         self._update = update
+        self._channel = channel
+        self._on_prompts = on_prompts or _nothing
+        self._failed_s: float | None = None
         self._grace_s = attempt.spec.interrupt_grace_s
         self._inspector = Inspector(attempt.spec.hang_timeout_s)
         self._report = AttemptReport(memory=running.memory)
@@ -119,14 +130,35 @@ class Supervisor:
             with self._requests.answering():
                 self._loop()
             self._drain()
+            if self._keeps_workers():
+                return self._keep()
             if self._report.unkillable:
                 self._running.guardian.stay()
             rank_results = self._collect()
-        finally:
+        except BaseException:
             self.close()
+            raise
+        self.close()
         for line in self._running.leak_check.leaks():
             self._note(line, "warning")
         return self._report, rank_results
+
+    def _keep(self) -> tuple[AttemptReport, dict[int, RankResult]]:
+        """Return as :meth:`run` does, with workers that still run, until :meth:`end_kept`."""
+        if not self._running.guardian.is_started:
+            self._do_deferred()
+        self._report.kept = sorted(self._alive)
+        return self._report, self._collect()
+
+    def end_kept(self) -> None:
+        """End the workers that :meth:`run` has left, as after any failure. In any thread."""
+        try:
+            self._report.kept = []
+            self._failed_s = None
+            self._begin_stop_after_failure()
+            self._loop()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End workers that still run, and release what the attempt holds."""
@@ -149,7 +181,7 @@ class Supervisor:
     # --- the wait loop -----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        while self._alive:
+        while self._alive and not self._keeps_workers():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             self._reap()
@@ -159,6 +191,18 @@ class Supervisor:
             self._escalate()
             self._abandon_unkillable()
             self._follow_up()
+            if self._channel is not None and self._channel.prompts and self._escalation is None:
+                self._on_prompts()
+
+    def _keeps_workers(self) -> bool:
+        """Return whether the attempt ends here, with workers that go on: a rank has raised, and a debugger may come.
+
+        Others that raise the same are waited for a moment: the first is not always the root cause.
+        """
+        if self._failed_s is None or self._escalation is not None or not self._alive:
+            return False
+        is_over = time.monotonic() - self._failed_s > _LATE_FAILURES_S
+        return is_over or self._alive <= self._report.failed.keys()
 
     # --- what the loop waits for ---------------------------------------------------------------------------------
 
@@ -172,6 +216,11 @@ class Supervisor:
             )
         if self._peers is not None:
             self._selector.register(self._peers, selectors.EVENT_READ, self._peers.receive)
+        if self._channel is not None:
+            for rank, link in self._channel.links.items():
+                self._selector.register(
+                    link, selectors.EVENT_READ, partial(self._receive_from_debugger, rank)
+                )
         self._watch_ends()
 
     def _watch_ends(self) -> None:
@@ -217,11 +266,20 @@ class Supervisor:
                 self._report.weights.setdefault(event.rank, {})[event.path] = event
             elif isinstance(event, Failed) and event.rank not in self._report.returned:
                 self._report.failed.setdefault(event.rank, event)
-                self._begin_stop_after_failure()
+                if self._attempt.keeps_workers:
+                    self._failed_s = self._failed_s or time.monotonic()
+                else:
+                    self._begin_stop_after_failure()
             counts = self._num_metrics if isinstance(event, Metric) else self._num_outputs
             counts[rank] += 1
             self._emit(event)
         return is_closed
+
+    def _receive_from_debugger(self, rank: int) -> None:
+        assert self._channel is not None, "only its connections are waited for"
+        self._channel.receive_available()
+        if rank in self._channel.gone:
+            self._selector.unregister(self._channel.links[rank])
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)
@@ -426,6 +484,9 @@ class Supervisor:
         if now < self._next_inspection:
             return
         self._next_inspection = now + _INSPECTION_S
+        if self._channel is not None and self._channel.prompts:
+            self._inspector = Inspector(self._attempt.spec.hang_timeout_s)  # ranks may wait for one in pdb
+            return
         pids = self._active_pids()
         self._running.memory.add(pids)
         if self._inspector.inspect(now, pids, readings, self._num_metrics, self._num_outputs):

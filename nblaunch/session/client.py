@@ -8,31 +8,21 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import SessionOutput
-from nblaunch.wire import outbox
 from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.messages import Call, Close, Command, Execute, LeaveGroup, Reply
-from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.messages import Answer, Call, Close, Command, Execute, LeaveGroup, receive_answer
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
 """From the first failure until the other ranks, which may wait for the failed one, are interrupted."""
 
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a rank replied, and what lay in the outbox that came with it."""
-
-    reply: Reply
-    result: RankResult
 
 
 Answers = dict[int, Answer]
@@ -167,17 +157,10 @@ class SessionClient:
 
     def _receive(self, rank: int) -> Answer:
         try:
-            reply, files = self._links[rank].receive()
+            return receive_answer(self._links[rank])
         except (EOFError, OSError):
             self.raise_end()
             raise
-        try:
-            if reply.returned is None or not files:
-                return Answer(reply, RankResult(value=reply.value))
-            return Answer(reply, outbox.read(files[0], reply.returned.value_location, reply.weights))
-        finally:
-            for fd in files:
-                os.close(fd)
 
     def _signal(self, ranks: Iterable[int]) -> None:
         pids = self._runner.pids

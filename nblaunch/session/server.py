@@ -19,7 +19,6 @@ from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.link import Link
 from nblaunch.wire.messages import (
-    PLAIN_TYPES,
     Assign,
     Call,
     Close,
@@ -27,9 +26,9 @@ from nblaunch.wire.messages import (
     Execute,
     LeaveGroup,
     Reply,
+    send_reply,
 )
 from nblaunch.wire.modules import modules_at
-from nblaunch.wire.outbox import Outbox
 from nblaunch.worker import output
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
@@ -72,7 +71,7 @@ class _Server:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{self._topology.rank}")
             try:
                 reply = self._reply(command, files, outbox_fd)
-                self._link.send(reply, [outbox_fd] if reply.returned is not None else [])
+                send_reply(self._link, reply, outbox_fd)
             except OSError:
                 return
             finally:
@@ -123,10 +122,7 @@ class _Server:
         output.show_pending_figures()
         if command.shows_value:
             return Reply(shown=_display_of(value) if is_value else {})
-        if isinstance(value, PLAIN_TYPES):
-            return Reply(value=value)
-        location = Outbox(outbox_fd).put_value(value)
-        return Reply(returned=Returned(self._topology.rank, time.time(), value_location=location))
+        return Reply.of_value(self._topology.rank, value, outbox_fd)
 
     def _call(self, command: Call, call_fd: int, outbox_fd: int) -> Reply:
         function, args = payload.load(call_fd)

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 from nblaunch import dashboard as dashboards
-from nblaunch import formatting
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
@@ -20,11 +19,13 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines.saved_call import save_call
 from nblaunch.errors import PayloadError
 from nblaunch.events import Event, Exited, ExitStatus, JobEnded, Returned, Started
+from nblaunch.launcher import kept
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import Answer, Answers, SessionClient, failed_ranks
+from nblaunch.session.client import Answers, SessionClient, failed_ranks
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec
@@ -35,20 +36,6 @@ from nblaunch.wire.modules import modules_in
 from nblaunch.wire.pickle_errors import unpicklable_parts
 
 _END_S = 10.0
-
-
-class RankValues(dict[int, Any]):
-    """rank -> value. Its text shows equal values once: ``[0-3] 2``."""
-
-    def __repr__(self) -> str:
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(self):
-            ranks_of.setdefault(repr(self[rank]), []).append(rank)
-        return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in ranks_of.items())
-
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Show the same text in IPython, whose own one is that of a dict."""
-        printer.text(repr(self))
 
 
 class Session:
@@ -123,7 +110,7 @@ class Session:
         with HiddenLauncherFrames():
             self._count += 1
             answers = self._execute(Execute(code=code, filename=f"<session command {self._count}>"), ranks)
-            return RankValues({rank: _value_of(rank, answer) for rank, answer in answers.items()})
+            return RankValues({rank: answer.value_of(rank) for rank, answer in answers.items()})
 
     def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Answers:
         """Execute code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
@@ -284,6 +271,7 @@ class Session:
         spec = LaunchSpec(
             function=serve, takes_commands=True, sync_weights=False, hang_timeout_s=None, **self._settings
         )
+        kept.release_all()
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
         self._runner.run_in_background()
         self._end = weakref.finalize(self, self._runner.requests.cancel)
@@ -433,11 +421,3 @@ def _memory_file(values: Mapping[str, Any]) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _value_of(rank: int, answer: Answer) -> Any:
-    if answer.result.value_error:
-        raise ValueError(
-            f"the value of rank {rank} can't be rebuilt in the kernel: {answer.result.value_error}"
-        )
-    return answer.result.value

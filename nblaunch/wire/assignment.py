@@ -6,6 +6,8 @@ Boot            of a fresh interpreter: assignments, and what a forked worker wo
 
 from __future__ import annotations
 
+import linecache
+import os
 import random
 import signal
 import sys
@@ -44,6 +46,8 @@ class Assignment:
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
+        post_mortem: keep the worker where its function has failed, for a debugger.
+        has_breakpoints: ``breakpoint()`` opens pdb in the kernel, on the connection for commands.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
@@ -66,6 +70,8 @@ class Assignment:
     stacks_path: str
     num_threads: int
     command_fd: int = -1
+    post_mortem: bool = False
+    has_breakpoints: bool = False
     is_spmd: bool = False
     returns_value: bool = True
     sends_weights_of: tuple[ArgPath, ...] = ()
@@ -95,6 +101,7 @@ class Boot:
         report_fd: a forkserver's pipe to the kernel; -1 for a worker.
         has_shell: the kernel is an IPython shell, so ``display`` shall work here too.
         log_path: where the output of a forkserver goes.
+        sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         random_states: the kernel's, so that a fresh worker draws the numbers that a forked one would. Pickled: numpy
             must not be imported before the number of threads is set.
     """
@@ -103,7 +110,23 @@ class Boot:
     report_fd: int
     has_shell: bool
     log_path: str
+    sources: Mapping[str, str]
     random_states: bytes
+
+
+def capture_sources() -> dict[str, str]:
+    """Return the text of the cells that this process has run, by file name: their files do not exist."""
+    return {
+        name: "".join(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
+    }
+
+
+def restore_sources(sources: Mapping[str, str]) -> None:
+    """Let tracebacks show the lines that :func:`capture_sources` returned in another process."""
+    for name, text in sources.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
 def capture_random_states() -> dict[str, Any]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.events import Failed, Returned, WeightsSent
+from nblaunch.wire import outbox
+from nblaunch.wire.link import Link
 from nblaunch.wire.modules import ArgPath
+from nblaunch.wire.outbox import Outbox, RankResult
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,98 @@ class Close(Command):
 
 
 @dataclass(frozen=True)
+class Inspect(Command):
+    """Evaluate an expression in the innermost frame of the user's code.
+
+    Args:
+        expression: Python.
+        number: of this command; the reply repeats it.
+    """
+
+    expression: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class ReadVariables(Command):
+    """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
+
+    Args:
+        function: name and first line of the function whose innermost frame is meant; None, or one that is not running:
+            the innermost frame of the user's code.
+        number: of this command; the reply repeats it.
+    """
+
+    function: tuple[str, int] | None = None
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Debug(Command):
+    """Open pdb at the innermost frame of the user's code; :class:`Prompted` and :class:`Line` follow."""
+
+
+@dataclass(frozen=True)
+class Line(Command):
+    """A line for pdb.
+
+    Args:
+        text: without the end of the line.
+    """
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Release(Command):
+    """End a worker that is kept where its function failed."""
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """Pdb waits for a line.
+
+    Args:
+        text: what it has printed since the last line, without the prompt.
+        stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
+            of a failure. It is the same on every rank that runs the same code.
+        place: where that is, for messages.
+    """
+
+    text: str
+    stop: tuple[str, int, int] | None = None
+    place: tuple[str, int] = ("", 0)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Pdb was left.
+
+    Args:
+        text: what it has printed since the last line.
+    """
+
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class FrameVariables:
+    """The local variables of a frame.
+
+    Args:
+        function: its name, and the line where it begins.
+        filename: of the code.
+        line: where it is.
+        aspects: name of an aspect of a variable, as ``batch.shape`` -> its text.
+    """
+
+    function: tuple[str, int]
+    filename: str
+    line: int
+    aspects: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Reply:
     """The reply to a command. Its outbox follows as a memory file if ``returned`` is set.
 
@@ -78,6 +175,7 @@ class Reply:
         weights: of a call: where the trained weights lie there, by argument path.
         shown: a display of the value, by MIME type, where that was asked for.
         has_output: something was printed since the last reply.
+        number: of the command, where it has one.
     """
 
     time_s: float = 0.0
@@ -87,7 +185,65 @@ class Reply:
     weights: Mapping[ArgPath, WeightsSent] = field(default_factory=dict)
     shown: Mapping[str, Any] = field(default_factory=dict)
     has_output: bool = False
+    number: int = 0
+
+    @classmethod
+    def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
+        """Return the reply that brings ``value``, which is in the outbox if it is not of a plain type."""
+        if isinstance(value, PLAIN_TYPES):
+            return cls(value=value)
+        location = Outbox(outbox_fd).put_value(value)
+        return cls(returned=Returned(rank, time.time(), value_location=location))
 
 
 PLAIN_TYPES = (type(None), bool, int, float, str)
 """Types of values that travel in the reply itself."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank replied, and what lay in the outbox that came with it."""
+
+    reply: Reply
+    result: RankResult
+
+    @classmethod
+    def of(cls, reply: Reply, files: Sequence[int]) -> Answer:
+        """Read what came with a reply, and close its files."""
+        try:
+            if reply.returned is None or not files:
+                return cls(reply, RankResult(value=reply.value))
+            return cls(reply, outbox.read(files[0], reply.returned.value_location, reply.weights))
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def value_of(self, rank: int) -> Any:
+        """Return the value of the reply of ``rank``.
+
+        Raises:
+            ValueError: it can't be rebuilt in this process.
+        """
+        if self.result.value_error:
+            raise ValueError(
+                f"the value of rank {rank} can't be rebuilt in the kernel: {self.result.value_error}"
+            )
+        return self.result.value
+
+
+def receive_answer(link: Link) -> Answer:
+    """Wait for the reply to a command.
+
+    Raises:
+        EOFError, OSError: the other process has gone.
+    """
+    return Answer.of(*link.receive())
+
+
+def send_reply(link: Link, reply: Reply, outbox_fd: int) -> None:
+    """Send a reply, with its outbox if there is something in it.
+
+    Raises:
+        OSError: the other process has gone.
+    """
+    link.send(reply, [outbox_fd] if reply.returned is not None else [])

@@ -8,5 +8,7 @@ output.py            output to the log file, displays to the launcher
 progress.py          steps, bars and parameters of code that does not use nblaunch
 delivery.py          the return value, then the weights
 failure.py           the user's exception, made ready to travel
+debugger.py          answers the kernel about the frames of this worker; pdb
+frames.py            where the user's code stands, and its variables
 script.py            a Python script as the function
 """

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch import backends, context, env
 from nblaunch.backends import process_group
@@ -45,6 +45,9 @@ from nblaunch.wire.originals import Originals
 from nblaunch.worker import inherited, output, process_control, progress
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import send_failure
+
+if TYPE_CHECKING:
+    from nblaunch.worker.debugger import Debugger
 
 
 def run(
@@ -93,6 +96,8 @@ class _Worker:
         self.interrupts.install()
         self._state_before_compiling = WorkerState.RUNNING
         self._is_subprocess = False
+        self._debugger: Debugger | None = None
+        self._passed_breakpoints: set[str] = set()
 
     def run(self, load_call: Callable[[], Call], originals: Originals | None) -> int:
         """Prepare, call the function, report how it ended, finish; return the exit code."""
@@ -138,7 +143,17 @@ class _Worker:
         self.slot.set_state(WorkerState.FAILED)
         rank, log_path = self.assignment.rank, self.assignment.log_path
         send_failure(self.sender.send, rank, error, self._evidence(error), log_path)
+        if self._debugger is not None and self.assignment.post_mortem:
+            self._keep(self._debugger, error)
         return 1
+
+    def _keep(self, debugger: Debugger, error: BaseException) -> None:
+        """Stay at ``error`` until the kernel lets the worker end, or interrupts it."""
+        try:
+            with self.interrupts.raised():
+                debugger.keep(error)
+        except KeyboardInterrupt:
+            return
 
     def _prepare(self) -> None:
         assignment = self.assignment
@@ -170,12 +185,45 @@ class _Worker:
                 is_launched=True,
             )
         )
+        self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
+
+    def _prepare_debugger(self) -> None:
+        """Let the kernel look into this worker, as far as the launch wants that."""
+        sys.breakpointhook = (
+            self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
+        )
+        if self.assignment.post_mortem:
+            self._debugger = self._start_debugger()  # ranks that wait in a collective then answer, too
+
+    def _start_debugger(self) -> Debugger:
+        from nblaunch.worker.debugger import Debugger
+
+        link = context.current().link
+        assert link is not None, "a launch with a debugger gives its workers a connection"
+        debugger = Debugger(self.assignment.rank, link)
+        debugger.start()
+        return debugger
+
+    def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
+        """Open pdb where ``breakpoint()`` is called; not in a process that the function forked, which has no user."""
+        if not self._is_subprocess:
+            self._debugger = self._debugger or self._start_debugger()
+            self._debugger.stop_at(sys._getframe(1))
+
+    def _pass_breakpoint(self, *args: object, **kwargs: object) -> None:
+        """Pass over ``breakpoint()`` where no user can type, with a note."""
+        frame = sys._getframe(1)
+        place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
+        if place not in self._passed_breakpoints:
+            self._passed_breakpoints.add(place)
+            text = f"breakpoint() in {place} is passed over: no user can type here"
+            self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
 
     def _become_subprocess(self) -> None:
         """Give up the rank, in a process that was just forked from the worker."""

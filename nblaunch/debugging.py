@@ -1,0 +1,129 @@
+"""``nblaunch.debug``: pdb in a worker, typed into the running cell or the terminal.
+
+worker: pdb ── Prompted ──> DebugChannel ──> printed here, input() ── Line ──> worker
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from nblaunch import dashboard as dashboards
+from nblaunch.diagnosis.rendering import HiddenLauncherFrames, cell_name
+from nblaunch.events import Note
+from nblaunch.launcher.job import Job, last_job
+from nblaunch.wire.messages import Prompted
+
+if TYPE_CHECKING:
+    from nblaunch.launcher.runner import JobRunner
+
+_PROMPT = "(Pdb) "
+
+
+def debug(rank: int | None = None, *, job: Job | None = None) -> None:
+    """Open pdb in a worker, in this cell: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
+
+    All commands of pdb work. At a failure, and where a rank waits for others, the frames can be looked at but do not
+    go on. ``q`` leaves; at a ``breakpoint()``, ``c`` lets the rank go on, and ``q`` ends the job.
+
+    Args:
+        rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
+        job: None = the last one.
+
+    Raises:
+        RuntimeError: no worker of the job can be asked, or no user can type here.
+        ValueError: the job has no such rank.
+    """
+    __tracebackhide__ = True
+    with HiddenLauncherFrames():
+        job = job or last_job()
+        if job is None:
+            raise RuntimeError("no job was launched: nblaunch.debug() opens pdb in a worker of one")
+        if not can_type():
+            raise RuntimeError(
+                "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
+                "last_job().inspect('name') and last_job().compare() show variables without"
+            )
+        channel, rank = job.debug_channel(rank)
+        channel.open_debugger(rank)
+        while (prompt := channel.wait_for_prompt(rank, lambda: job.has_debugged_workers)) is not None:
+            channel.send_line(rank, _ask(rank, prompt))
+        _print(channel.take_printed(rank))
+
+
+def on_prompts(runner: JobRunner) -> None:
+    """Ask the user in the running cell for the line that pdb of the first rank waits for.
+
+    In the thread of a job in the background, say what the user can do.
+    """
+    channel = runner.debug_channel
+    assert channel is not None, "a rank waits"
+    rank = channel.next_prompt()
+    if rank is None:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        _announce(runner, rank, channel.prompts[rank])
+        return
+    with _interruptible():
+        try:
+            channel.send_line(rank, _ask(rank, channel.prompts[rank]))
+        except KeyboardInterrupt:
+            runner.requests.interrupt()
+
+
+def can_type() -> bool:
+    """Return whether a user can answer ``input()`` in this process."""
+    if dashboards.kernel_shell() is not None:
+        return dashboards.is_interactive()
+    return bool(sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty())
+
+
+def has_breakpoints(background: bool) -> bool:
+    """Return whether ``breakpoint()`` in a worker can open pdb: a user types, and the main thread asks.
+
+    A cell that waits for its job asks by itself; in the background :func:`debug` does.
+    """
+    return can_type() and (background or threading.current_thread() is threading.main_thread())
+
+
+def _announce(runner: JobRunner, rank: int, prompt: Prompted) -> None:
+    """Report a breakpoint once: the loop of the job comes here again and again."""
+    if prompt.stop is not None and prompt.stop not in runner.announced_stops:
+        runner.announced_stops.add(prompt.stop)
+        filename, line = prompt.place
+        text = f"rank {rank} waits at breakpoint() in {cell_name(filename)}, line {line}: nblaunch.debug() opens pdb"
+        runner.emit(Note.of_job(text, "warning"))
+
+
+def _ask(rank: int, prompt: Prompted) -> str:
+    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb."""
+    if prompt.stop is not None:
+        filename, line = prompt.place
+        _print(f"rank {rank} at breakpoint() in {cell_name(filename)}, line {line}:\n")
+    _print(prompt.text)
+    try:
+        return input(f"[{rank}] {_PROMPT}")
+    except EOFError:
+        return "q"
+
+
+def _print(text: str) -> None:
+    if text:
+        print(text, end="" if text.endswith("\n") else "\n", flush=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt while a user is asked; the launcher counts it otherwise."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

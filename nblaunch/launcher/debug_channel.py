@@ -1,0 +1,187 @@
+"""The debugger's connections with the workers of a job: commands and lines to them, replies and prompts from them.
+
+supervisor's loop ─┐                       ┌──> answers: (rank, number) -> Answer
+callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from nblaunch.wire.link import Link
+from nblaunch.wire.messages import (
+    Answer,
+    Command,
+    Debug,
+    Inspect,
+    Line,
+    Prompted,
+    ReadVariables,
+    Release,
+    Reply,
+    Resumed,
+)
+
+_POLL_S = 0.05
+_PATIENCE_S = 1.0
+"""For the next prompt of a rank, before others are asked for: it may wait for one of them."""
+
+_RESUMING = {
+    *("c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump"),
+    *("q", "quit", "exit"),
+}
+"""Commands of pdb by which the program goes on."""
+
+
+class DebugChannel:
+    """The kernel's end of the debugger, for all ranks of this machine. Safe in any thread.
+
+    Args:
+        links: rank -> connection.
+
+    Attributes:
+        prompts: rank -> what pdb of this rank waits with.
+        printed: rank -> what pdb has printed when it was left, until it is taken.
+        gone: ranks whose process has ended.
+    """
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self.links = dict(links)
+        self.prompts: dict[int, Prompted] = {}
+        self.printed: dict[int, str] = {}
+        self.gone: set[int] = set()
+        self._answers: dict[tuple[int, int], Answer] = {}
+        self._continued: set[tuple[str, int, int]] = set()
+        self._stops: dict[int, tuple[str, int, int]] = {}
+        self._debugged: int | None = None
+        self._sent_s = 0.0
+        self._numbers = itertools.count(1)
+        self._receiving = threading.Lock()
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def inspect(self, expression: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Answer]:
+        """Evaluate an expression on ranks; return the answers of those that have answered in time."""
+        number = next(self._numbers)
+        return self._ask(Inspect(expression=expression, number=number), number, ranks, timeout_s)
+
+    def read_variables(
+        self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, Answer]:
+        """Read the variables of a function's frame; return the answers of those that have answered in time."""
+        number = next(self._numbers)
+        return self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
+
+    def open_debugger(self, rank: int) -> None:
+        """Open pdb on a rank, unless it waits for a line already."""
+        if rank not in self.prompts:
+            self._send(rank, Debug())
+
+    def next_prompt(self) -> int | None:
+        """Return the rank to ask for next: the one that was asked last, until it goes on or is waited for too long."""
+        if self._debugged not in self.prompts:
+            is_running = self._debugged is not None and time.monotonic() - self._sent_s < _PATIENCE_S
+            self._debugged = self._debugged if is_running else min(self.prompts, default=None)
+        return self._debugged if self._debugged in self.prompts else None
+
+    def send_line(self, rank: int, text: str) -> None:
+        """Send pdb of a rank a line. If the rank goes on by it, so do those that wait at the same breakpoint."""
+        del self.prompts[rank]
+        self._sent_s = time.monotonic()
+        self._send(rank, Line(text=text))
+        if text.split()[:1] and text.split()[0] in _RESUMING:
+            self._continue_others(self._stops.pop(rank, None))
+
+    def release(self) -> None:
+        """Let the workers end that are kept at a failure."""
+        for rank in self.links:
+            self._send(rank, Release())
+
+    def wait_for_prompt(self, rank: int, may_go_on: Callable[[], bool]) -> Prompted | None:
+        """Wait until pdb of a rank waits for a line; return None when it was left, or the rank has ended."""
+        while rank not in self.prompts:
+            if rank in self.printed or rank in self.gone or not may_go_on():
+                return None
+            self.receive_available(_POLL_S)
+        return self.prompts[rank]
+
+    def take_printed(self, rank: int) -> str:
+        """Return what pdb of a rank has printed when it was left."""
+        return self.printed.pop(rank, "")
+
+    def _ask(
+        self, command: Command, number: int, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, Answer]:
+        for rank in ranks:
+            self._send(rank, command)
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Answer] = {}
+        while len(answers) < len(ranks) and time.monotonic() < deadline:
+            self.receive_available(_POLL_S)
+            for rank in ranks:
+                if (rank, number) in self._answers:
+                    answers[rank] = self._answers.pop((rank, number))
+            if self.gone.issuperset(set(ranks) - answers.keys()):
+                break
+        return {rank: answers[rank] for rank in sorted(answers)}
+
+    def _send(self, rank: int, command: Command) -> None:
+        try:
+            self.links[rank].send(command)
+        except OSError:
+            self.gone.add(rank)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def receive_available(self, timeout_s: float = 0.0) -> None:
+        """Receive what has arrived; wait ``timeout_s`` for the first of it."""
+        with self._receiving:
+            ranks = {link.fileno(): rank for rank, link in self.links.items() if rank not in self.gone}
+            poller = select.poll()
+            for fd in ranks:
+                poller.register(fd, select.POLLIN)
+            for fd, _ in poller.poll(timeout_s * 1000):
+                self._receive(ranks[fd])
+
+    def _receive(self, rank: int) -> None:
+        try:
+            message, files = self.links[rank].receive()
+        except (EOFError, OSError):
+            self.gone.add(rank)
+            self.prompts.pop(rank, None)
+            return
+        if isinstance(message, Reply):
+            self._answers[rank, message.number] = Answer.of(message, files)
+        elif isinstance(message, Prompted):
+            self._handle_prompt(rank, message)
+        elif isinstance(message, Resumed):
+            self._handle_end(rank, message)
+
+    def _handle_prompt(self, rank: int, message: Prompted) -> None:
+        """Keep a prompt. One at a breakpoint that another rank was let go on from goes on as well."""
+        if message.stop is not None:
+            self._stops[rank] = message.stop
+        if message.stop in self._continued:
+            self._send(rank, Line(text="continue"))
+            return
+        self.printed.pop(rank, None)
+        self.prompts[rank] = message
+
+    def _handle_end(self, rank: int, message: Resumed) -> None:
+        if self._debugged == rank:
+            self._debugged = None
+        if self._stops.pop(rank, None) not in self._continued:
+            self.printed[rank] = message.text
+
+    def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
+        """Let ranks at a breakpoint go on, those also that come to it later: they'll wait where they need the rank."""
+        if stop is None:
+            return
+        self._continued.add(stop)
+        for rank in [one for one, prompt in self.prompts.items() if prompt.stop == stop]:
+            del self.prompts[rank]
+            self._send(rank, Line(text="continue"))

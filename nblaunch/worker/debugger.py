@@ -1,0 +1,242 @@
+"""The debugger's part in a worker: a thread that answers the kernel, and pdb that talks over the connection with it.
+
+    kernel ── Inspect, ReadVariables ──> thread: reads the frames of the function's thread ── Reply ──> kernel
+           ── Debug ──> a thread with pdb at the failure, or where the function is
+    breakpoint() ──> pdb in the thread of the function
+                              └── Prompted ──> kernel ── Line ──> ... ── Resumed ──> kernel
+
+A rank in a collective answers, too: the collective does not hold the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import pdb  # noqa: T100 the debugger is what this module is about
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any
+
+from nblaunch.user_code import from_first_user_frame
+from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.link import Link
+from nblaunch.wire.messages import (
+    Debug,
+    Inspect,
+    Line,
+    Prompted,
+    ReadVariables,
+    Release,
+    Reply,
+    Resumed,
+    send_reply,
+)
+from nblaunch.worker import frames
+from nblaunch.worker.failure import describe_failure
+
+_PROMPT = "(Pdb) "
+_SKIPPED = ("nblaunch", "nblaunch.*")
+"""Modules into which stepping does not go."""
+
+
+class Debugger:
+    """Answers what the kernel asks about the frames of this worker.
+
+    Args:
+        rank: of this worker.
+        link: to the kernel.
+    """
+
+    def __init__(self, rank: int, link: Link) -> None:
+        self._rank = rank
+        self._link = link
+        self._sending = threading.Lock()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._released = threading.Event()
+        self._traceback: TracebackType | None = None
+        self._stops: Counter[tuple[str, int]] = Counter()
+
+    def start(self) -> None:
+        """Receive commands from now on, in a thread."""
+        threading.Thread(target=self._serve, name="nblaunch-debugger", daemon=True).start()
+
+    def keep(self, error: BaseException) -> None:
+        """Keep the worker at ``error``, which has ended the function, until the kernel releases it.
+
+        Raises:
+            KeyboardInterrupt: the job is ended.
+        """
+        self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
+        while not self._released.wait(3600.0):
+            continue
+
+    def stop_at(self, frame: FrameType) -> None:
+        """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""
+        at = frame.f_code.co_filename, frame.f_lineno
+        self._stops[at] += 1
+        terminal = _Terminal(self._send, self._lines, Prompted("", (*at, self._stops[at]), at))
+        _Pdb(terminal).set_trace(frame)
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self._link.send(message)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                command, _ = self._link.receive()
+            except (EOFError, OSError):
+                self._released.set()
+                return
+            if isinstance(command, Release):
+                self._released.set()
+            elif isinstance(command, Line):
+                self._lines.put(command.text)
+            elif isinstance(command, Debug):
+                threading.Thread(target=self._debug, name="nblaunch-pdb", daemon=True).start()
+            else:
+                self._reply(command)
+
+    def _debug(self) -> None:
+        """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on."""
+        terminal = _Terminal(self._send, self._lines, Prompted(""))
+        frame = None if self._traceback is not None else self._innermost()
+        post_mortem = _Pdb(terminal)
+        post_mortem.reset()
+        try:
+            post_mortem.interaction(frame, self._traceback)
+        finally:
+            terminal.end()
+
+    def _reply(self, command: Inspect | ReadVariables) -> None:
+        outbox_fd = create_memory_file(f"nblaunch-inspect-{self._rank}")
+        try:
+            try:
+                reply = self._answer(command, outbox_fd)
+            except BaseException as error:
+                reply = Reply(failed=describe_failure(self._rank, error), number=command.number)
+            with self._sending:
+                send_reply(self._link, reply, outbox_fd)
+        finally:
+            os.close(outbox_fd)
+
+    def _answer(self, command: Inspect | ReadVariables, outbox_fd: int) -> Reply:
+        if isinstance(command, Inspect):
+            value = frames.evaluate(command.expression, self._innermost())
+            return replace(Reply.of_value(self._rank, value, outbox_fd), number=command.number)
+        stack = self._stack()
+        frame = frames.frame_of_function(stack, command.function)
+        assert frame is not None, "a thread has a frame"
+        value = frames.variables_of(frame, self._line_of(frame))
+        return Reply(time_s=time.time(), value=value, number=command.number)
+
+    def _stack(self) -> list[FrameType]:
+        if self._traceback is not None:
+            return frames.frames_of_traceback(self._traceback)
+        return frames.frames_of_main_thread()
+
+    def _innermost(self) -> FrameType:
+        frame = frames.innermost_user_frame(self._stack())
+        assert frame is not None, "a thread has a frame"
+        return frame
+
+    def _line_of(self, frame: FrameType) -> int:
+        tb = self._traceback
+        while tb is not None:
+            if tb.tb_frame is frame:
+                return tb.tb_lineno
+            tb = tb.tb_next
+        return frame.f_lineno
+
+
+class _Terminal:
+    """What pdb reads from and writes to: the connection with the kernel.
+
+    Args:
+        send: takes messages for the kernel.
+        lines: what the kernel has sent.
+        first: what the first prompt says besides the text.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, send: Callable[[Any], None], lines: queue.SimpleQueue[str], first: Prompted) -> None:
+        self._send = send
+        self._lines = lines
+        self._next = first
+        self._written: list[str] = []
+
+    def write(self, text: str) -> int:
+        """Keep what pdb prints until it waits for a line."""
+        self._written.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: a prompt sends what was written."""
+
+    def readline(self) -> str:
+        """Prompt the kernel and wait for its line."""
+        text = self._taken().removesuffix(_PROMPT)
+        self._send(Prompted(text, self._next.stop, self._next.place))
+        self._next = Prompted("")
+        return self._lines.get() + "\n"
+
+    def isatty(self) -> bool:
+        """Return False: there is nothing to colour."""
+        return False
+
+    def end(self) -> None:
+        """Report that pdb was left."""
+        self._send(Resumed(self._taken()))
+
+    def _taken(self) -> str:
+        text = "".join(self._written)
+        self._written.clear()
+        return text
+
+
+_OwnPdb: type[pdb.Pdb] = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
+"""Python's own: a kernel puts IPython's into its place, which writes to the kernel's terminal."""
+
+
+class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
+    """Pdb that begins at the user's innermost frame, and reports when it lets the program go on."""
+
+    def __init__(self, terminal: _Terminal) -> None:
+        super().__init__(stdin=terminal, stdout=terminal, nosigint=True, readrc=False, skip=_SKIPPED)
+        self.prompt = _PROMPT
+        self._terminal = terminal
+        self._is_stepping = False
+
+    def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
+        self._is_stepping = True
+        super().set_trace(frame, **options)
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        if self._is_stepping:
+            self._terminal.end()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        if self._is_stepping:
+            self._terminal.end()
+
+    def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
+        result = super().setup(frame, tb)
+        innermost = frames.innermost_user_frame([one for one, _ in reversed(self.stack)])
+        if innermost is not None and not self._is_stepping:
+            self._select(innermost)
+        return result
+
+    def _select(self, frame: FrameType) -> None:
+        for index, (one, _) in enumerate(self.stack):
+            if one is frame:
+                self.curindex = index
+                self.curframe = one
+                self.curframe_locals = one.f_locals
+                self.lineno = None

@@ -1,0 +1,100 @@
+"""The frames in which a worker is, read by another thread of it: where the user's code stands, and its variables."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence, Sized
+from types import FrameType, TracebackType
+from typing import Any
+
+from nblaunch.user_code import is_user_file
+from nblaunch.wire.messages import FrameVariables
+
+_MAX_CHARACTERS = 200
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def frames_of_main_thread() -> list[FrameType]:
+    """Return the frames of the thread that runs the function, innermost first."""
+    return _with_callers(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
+    """Return the frames that an exception has passed, innermost first."""
+    frames: list[FrameType] = []
+    while tb is not None:
+        frames.append(tb.tb_frame)
+        tb = tb.tb_next
+    return frames[::-1]
+
+
+def _with_callers(frame: FrameType | None) -> list[FrameType]:
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
+    """Return the innermost frame of the user's code, else the innermost of all; None without any."""
+    return next(
+        (frame for frame in frames if is_user_file(frame.f_code.co_filename)), next(iter(frames), None)
+    )
+
+
+def frame_of_function(frames: Sequence[FrameType], function: tuple[str, int] | None) -> FrameType | None:
+    """Return the innermost frame of a function, by its name and first line; else that of the user's code."""
+    for frame in frames:
+        if function is not None and _function_of(frame) == tuple(function):
+            return frame
+    return innermost_user_frame(frames)
+
+
+def _function_of(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_name, frame.f_code.co_firstlineno
+
+
+def evaluate(expression: str, frame: FrameType) -> Any:
+    """Return the value of an expression in a frame.
+
+    Raises:
+        BaseException: what it raises.
+    """
+    # One mapping: the scopes of comprehensions in the expression see the names of the globals alone.
+    return eval(compile(expression, "<inspect>", "eval"), {**frame.f_globals, **frame.f_locals})
+
+
+def variables_of(frame: FrameType, line: int) -> FrameVariables:
+    """Describe the local variables of a frame that stands at ``line``."""
+    aspects: dict[str, str] = {}
+    is_module = frame.f_locals is frame.f_globals
+    for name, value in dict(frame.f_locals).items():
+        if not (name.startswith("__") or (is_module and callable(value))):
+            aspects |= _aspects(name, value)
+    return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects)
+
+
+def _aspects(name: str, value: Any) -> Mapping[str, str]:
+    """Return what can be compared over ranks: of tensors the form, never what is in the memory of a device.
+
+    Reading that would wait for the device, which may wait for another rank.
+    """
+    try:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            found = {f"{name}.shape": str(tuple(value.shape)), f"{name}.dtype": str(value.dtype)}
+            if hasattr(value, "device"):
+                found[f"{name}.device.type"] = str(getattr(value.device, "type", value.device))
+            return found
+        if isinstance(value, _PLAIN):
+            return {name: _shortened(repr(value))}
+        if isinstance(value, (list, tuple, dict, set, frozenset)) and isinstance(value, Sized):
+            return {f"type({name})": type(value).__name__, f"len({name})": str(len(value))}
+        return {f"type({name})": f"{type(value).__module__}.{type(value).__qualname__}"}
+    except Exception as error:  # of the user's own classes: the other variables are shown all the same
+        return {name: f"<can't be described: {type(error).__name__}>"}
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

@@ -1,0 +1,75 @@
+"""``breakpoint()`` in workers, answered in the cell of a real kernel."""
+
+from __future__ import annotations
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import torch, nblaunch
+from nblaunch import Accelerator, notebook_launcher
+
+def loop():
+    accelerator = Accelerator()
+    total = 0
+    for step in range(3):
+        total += step
+        if step == 1:
+            breakpoint()
+        accelerator.reduce(torch.ones(1))
+    return total
+"""
+
+
+def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", allow_stdin=True)
+    for line in ("p step, total", "n", "n", "total = 100", "c"):
+        cell.type(line)
+    cell.wait()
+    assert "(1, 1)" in cell.stdout
+    assert "-> accelerator.reduce" in cell.stdout
+    assert cell.status == "ok", cell.describe()
+    assert cell.stdout.count("at breakpoint()") == 1, cell.describe()
+
+
+def test_a_variable_set_in_pdb_is_that_of_the_function(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", allow_stdin=True)
+    for line in ("total = 100", "c"):
+        cell.type(line)
+    assert cell.wait().result == "102"
+
+
+def test_an_interrupt_at_the_prompt_ends_the_job(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", allow_stdin=True)
+    cell.wait_for_input()
+    kernel.interrupt()
+    cell.wait()
+    assert cell.error is not None
+    assert cell.error.name == "KeyboardInterrupt"
+    kernel.wait_for_no_processes()
+
+
+def test_a_background_job_waits_for_debug_in_another_cell(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    start = "job = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
+    cell = kernel.run(start, allow_stdin=True)
+    cell.wait_for(lambda cell: "waits at breakpoint()" in cell.displays[0].data["text/plain"])
+    cell = kernel.submit("nblaunch.debug()", allow_stdin=True)
+    for line in ("p step, total", "c"):
+        cell.type(line)
+    cell.wait()
+    assert cell.status == "ok", cell.describe()
+    assert "(1, 1)" in cell.stdout
+    assert kernel.run("job.result()").value == 3
+
+
+def test_fresh_interpreters_show_the_lines_of_the_cell(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    start = "notebook_launcher(loop, num_processes=1, start_method='spawn', dashboard='text')"
+    cell = kernel.submit(start, allow_stdin=True)
+    for line in ("l", "c"):
+        cell.type(line)
+    cell.wait()
+    assert "for step in range(3):" in cell.stdout, cell.describe()

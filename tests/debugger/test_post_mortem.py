@@ -1,0 +1,147 @@
+"""A job with ``post_mortem=True`` in a real kernel: what is kept, looked into and released."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import torch, nblaunch
+from nblaunch import Accelerator, notebook_launcher
+
+def train(bad_rank=1, bad_step=3):
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    for step in range(10):
+        batch = torch.ones(8 - (rank == bad_rank), 16)
+        if step == bad_step and rank == bad_rank:
+            raise ValueError("boom")
+        accelerator.reduce(batch.sum())
+"""
+LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
+
+
+@pytest.fixture
+def failed(kernel: Kernel) -> Kernel:
+    """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
+    kernel.run(PREAMBLE)
+    cell = kernel.run(LAUNCH.format(3), raises="ValueError")
+    assert cell.error is not None
+    assert 'raise ValueError("boom")' in cell.error.text
+    return kernel
+
+
+def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> None:
+    shapes = "{rank: tuple(shape) for rank, shape in nblaunch.last_job().inspect('batch.shape').items()}"
+    assert failed.run(shapes).value == {0: (8, 16), 1: (7, 16), 2: (8, 16)}
+    assert failed.run("nblaunch.last_job().inspect('step + 1')").result == "[0-2] 4"
+    names = "{type(value).__name__ for value in nblaunch.last_job().inspect('absent').values()}"
+    assert failed.run(names).value == {"NameError"}
+    assert failed.run("sum(nblaunch.last_job().inspect('sum(n for n in range(step))').values())").value == 9
+
+
+def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None:
+    failed.run("comparison = nblaunch.last_job().compare()")
+    assert failed.run("next(iter(comparison.differing.items()))").value == (
+        "batch.shape",
+        {0: "(8, 16)", 1: "(7, 16)", 2: "(8, 16)"},
+    )
+    assert failed.run("comparison.equal['step'], comparison.differing['rank']").value == (
+        "3",
+        {0: "0", 1: "1", 2: "2"},
+    )
+    text = failed.run("comparison").result or ""
+    assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0, 2" in text
+
+
+def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
+    cell = failed.submit("nblaunch.debug()", allow_stdin=True)
+    for line in ("p step, bad_rank", "!print('from', rank)", "nonsense(", "p 'q' + 'uit'"):
+        cell.type(line)
+    cell.type("q")
+    cell.wait()
+    assert cell.status == "ok"
+    for text in ('-> raise ValueError("boom")', "(3, 1)", "from 1", "SyntaxError", "'quit'"):
+        assert text in cell.stdout, cell.describe()
+    cell = failed.submit("nblaunch.debug(2)", allow_stdin=True)
+    for line in ("batch.shape", "c"):
+        cell.type(line)
+    cell.wait()
+    assert "-> accelerator.reduce(batch.sum())" in cell.stdout
+    assert "torch.Size([8, 16])" in cell.stdout
+    with pytest.raises(AssertionError, match="without asking"):
+        failed.submit("nblaunch.debug(7)", allow_stdin=True).wait_for_input()
+
+
+def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -> None:
+    assert failed.processes()
+    failed.run("nblaunch.last_job().release()")
+    failed.wait_for_no_processes()
+    failed.run("nblaunch.last_job().inspect('step')", raises="RuntimeError")
+    failed.run(LAUNCH.format(2), raises="ValueError")
+    failed.run("first = nblaunch.last_job(); pids = set(first.pids.values())")
+    failed.run("notebook_launcher(train, (5, 0), num_processes=2)")
+    assert failed.run("nblaunch.last_job().plan.start_method").value == "fork"
+    failed.wait_for_no_processes()
+
+
+def test_exit_handlers_of_the_failed_rank_run_when_it_is_released(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    kernel.run("""
+def fails():
+    import atexit
+    atexit.register(print, "handler ran", flush=True)
+    raise ValueError("boom")
+""")
+    kernel.run(
+        "notebook_launcher(fails, num_processes=1, start_method='fork', post_mortem=True)",
+        raises="ValueError",
+    )
+    assert "handler ran" not in (kernel.run("nblaunch.last_job().logs(0)").result or "")
+    kernel.run("nblaunch.last_job().release()")
+    assert "handler ran" in (kernel.run("nblaunch.last_job().logs(0)").result or "")
+
+
+def test_nothing_outlives_a_kernel_that_is_killed(failed: Kernel) -> None:
+    os.kill(failed.pid, signal.SIGKILL)
+    failed.wait_for_exit()
+    failed.wait_for_no_processes()
+
+
+def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
+    failed.run("nblaunch.debug()", raises="RuntimeError")
+    failed.run("def stops():\n    breakpoint()\n    return 5")
+    cell = failed.run("notebook_launcher(stops, num_processes=2)")
+    assert cell.result == "5"
+    assert "passed over" in cell.stdout
+
+
+def test_a_background_job_can_be_asked_while_it_runs_and_after_it_failed(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    kernel.run("""
+import os
+reading, writing = os.pipe()
+def waits():
+    accelerator = Accelerator()
+    token = 40 + accelerator.process_index
+    os.read(reading, 1)
+    raise ValueError("boom")
+job = notebook_launcher(waits, num_processes=2, background=True, post_mortem=True)
+""")
+    kernel.run(
+        "import time\nwhile not {40, 41} <= set(map(str, job.inspect('token').values())) | set(job.inspect("
+        "'token').values()): time.sleep(0.01)"
+    )
+    kernel.run("os.write(writing, b'..'); job.wait()")
+    assert kernel.run("dict(job.inspect('token'))").value == {0: 40, 1: 41}
+    kernel.run("job.release()")
+    kernel.wait_for_no_processes()
+
+
+def test_several_machines_are_refused(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    kernel.run("notebook_launcher(train, num_nodes=2, post_mortem=True)", raises="ValueError")
