@@ -59,6 +59,7 @@ class Row:
         fraction: progress, 0 to 1, or None.
         detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
         is_marked: the rank differs from the others.
+        is_stalled: it makes no progress; ``detail`` is where it is.
     """
 
     rank: int | None
@@ -69,6 +70,7 @@ class Row:
     fraction: float | None = None
     detail: str = ""
     is_marked: bool = False
+    is_stalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _row(view: JobView, rank: RankView, standing: _Standing, marks: Mapping[int,
         fraction=_fraction(rank),
         detail=standing.where or _detail(rank),
         is_marked=bool(mark),
+        is_stalled=bool(standing.where),
     )
 
 

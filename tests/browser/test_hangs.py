@@ -1,0 +1,82 @@
+"""A hang in JupyterLab: each row shows where its rank is, rates fall to 0, the rank that others wait for is marked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.browser.panel import button, num_widgets
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+# Rank 1 leaves the loop for a nap in the middle of training; the others wait for it in a collective.
+SETUP = """
+import time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from nblaunch import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(list(range(10_000)), batch_size=1))
+    for step, batch in enumerate(loader):
+        time.sleep(0.02)
+        if step == 100 and accelerator.process_index == 1:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+"""
+REPORTED, STOPPED = 1, 2
+CELLS = (
+    SETUP,
+    "job = notebook_launcher(train, (), 3, backend='cpu', background=True, hang_timeout_s=5)",
+    "notebook_launcher(train, (), 3, backend='cpu', hang_timeout_s=5, on_hang='stop')",
+)
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Browser) -> Iterator[Page]:
+    write_notebook(lab.folder / "hangs.ipynb", CELLS)
+    page = lab.open(browser, "hangs.ipynb")
+    page.run(0)
+    page.wait_until_idle(0)
+    yield page
+    page.shut_down()
+
+
+def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
+    page.run(REPORTED)
+    page.wait_for_text(REPORTED, "waiting in all_reduce (cell")
+    page.wait_for_text(REPORTED, "no progress for")
+    page.wait_until(
+        lambda: re.search(r"no progress for \d+ s \(cell 1, line 13\)", page.text(REPORTED)), "the nap's line"
+    )
+    page.screenshot("hang.png", page.output(REPORTED))
+    rows = page.output(REPORTED).locator("tr")
+    waiting = rows.filter(has_text="waiting in all_reduce (cell 1, line 14)")
+    assert waiting.count() == 2
+    # Within sight, not behind the right edge, and without a step now.
+    right = page.output(REPORTED).bounding_box()["width"]  # type: ignore[index]
+    cell = waiting.first.locator("td").first
+    assert cell.bounding_box()["x"] + cell.bounding_box()["width"] < right  # type: ignore[index]
+    assert re.search(r"\t0\t0(\t|$)", waiting.first.inner_text())
+    button(page, REPORTED, "Kill").click()
+    button(page, REPORTED, "Confirm kill").click(delay=600)  # not a double click
+    page.wait_for_text(REPORTED, "cancelled after")
+
+
+def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> None:
+    page.run(STOPPED)
+    page.wait_for_text(STOPPED, "failed in rank 1 after")
+    page.wait_until(lambda: num_widgets(page, STOPPED) == 0, "the widgets to go")
+    page.wait_until_idle(STOPPED)
+    page.cell(STOPPED).scroll_into_view_if_needed()
+    page.screenshot("hang_stopped.png", page.output(STOPPED))
+    rows = page.output(STOPPED).locator("tr")
+    shown = {row[0]: row[1:3] for row in map(str.split, rows.all_inner_texts()) if row}
+    assert (shown["0"], shown["1"], shown["2"]) == (["■", "stopped"], ["✗", "failed"], ["■", "stopped"])
+    # Once in the table, and once in the exception.
+    assert page.text(STOPPED).count("waiting in all_reduce") <= 2
