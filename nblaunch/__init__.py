@@ -43,6 +43,7 @@ _PUBLIC = {
     "LocalSGD": "nblaunch.training.utilities.local_sgd",
     "NblaunchError": "nblaunch.errors",
     "NodeLost": "nblaunch.errors",
+    "ParallelismConfig": "nblaunch.training.parallelism",
     "PartialState": "nblaunch.training.state",
     "PayloadError": "nblaunch.errors",
     "ProfileKwargs": "nblaunch.training.options",
@@ -94,6 +95,7 @@ __all__ = [
     "LocalSGD",
     "NblaunchError",
     "NodeLost",
+    "ParallelismConfig",
     "PartialState",
     "PayloadError",
     "ProfileKwargs",
@@ -158,6 +160,7 @@ if TYPE_CHECKING:
         ProfileKwargs,
         ProjectConfiguration,
     )
+    from nblaunch.training.parallelism import ParallelismConfig
     from nblaunch.training.state import AcceleratorState, DistributedType, GradientState, PartialState
     from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin

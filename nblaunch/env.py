@@ -102,6 +102,14 @@ TABLE = {
         Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
         Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare the shapes of collectives over ranks"),
         Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger if the script sets none"),
+        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks as the next variables say"),
+        *(
+            Variable(f"PARALLELISM_CONFIG_{name}_SIZE", _COUNT, 1, f"{name.lower()}_size of the ParallelismConfig")
+            for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
+        ),
+        Variable(
+            "PARALLELISM_CONFIG_CP_COMM_STRATEGY", _one_of("allgather", "alltoall"), "allgather", "as its name says"
+        ),
         Variable("ACCELERATE_DYNAMO_BACKEND", _TEXT, "no", "compile models with this backend of torch.compile"),
         Variable("ACCELERATE_DYNAMO_MODE", _DYNAMO_MODE, "", "mode of torch.compile"),
         Variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", _FLAG, False, "compile models in one piece"),

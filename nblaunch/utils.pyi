@@ -87,6 +87,12 @@ from nblaunch.training.options import (
     RNGType as RNGType,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
+from nblaunch.training.parallelism import (
+    ParallelismConfig as ParallelismConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from nblaunch.training.precision import (
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
 )

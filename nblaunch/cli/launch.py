@@ -42,12 +42,17 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
 UNUSED = {"same_network": 0, "quiet": 0, "enable_cpu_affinity": 0, "tee": 1, "role": 1}
 """Options of ``accelerate launch`` without effect -> the number of their values."""
 
+_IN_SCRIPT = (
+    "set it in the script: Accelerator(parallelism_config=ParallelismConfig(tp_size=2, ...)), or by the variables "
+    "ACCELERATE_USE_PARALLELISM_CONFIG=true, PARALLELISM_CONFIG_TP_SIZE=2 and so on"
+)
+
 REFUSED = {
     "no_python": "only Python scripts and modules can be launched",
     "use_megatron_lm": "Megatron-LM is not available in nblaunch",
     "megatron_lm_": "Megatron-LM is not available in nblaunch",
-    "use_parallelism_config": "combined parallelism is not available in nblaunch",
-    "parallelism_config_": "combined parallelism is not available in nblaunch",
+    "use_parallelism_config": _IN_SCRIPT,
+    "parallelism_config_": _IN_SCRIPT,
     "fp8_": "training in fp8 is not available in nblaunch",
     "mpirun_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
     "tpu_cluster": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",

@@ -24,12 +24,8 @@ _NAMES: Mapping[str, str] = {
         "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules"
     ),
     "inference": "prepare_pippy",
-    "parallelism_config": "ParallelismConfig",
     "utils.bnb": "load_and_quantize_model",
-    "utils.dataclasses": (
-        "BnbQuantizationConfig CustomDtype DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
-        "TorchTensorParallelConfig TorchTensorParallelPlugin"
-    ),
+    "utils.dataclasses": ("BnbQuantizationConfig CustomDtype DeepSpeedSequenceParallelConfig"),
     "utils.modeling": (
         "align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
         "check_tied_parameters_on_same_device clean_device_map get_balanced_memory get_max_layer_size "
@@ -53,7 +49,7 @@ DISPATCHING = "load_checkpoint_and_dispatch"
 LOADING = "load_checkpoint_in_model"
 """nblaunch's functions of these names pass on the calls that cut a model into pieces."""
 
-MODULES = ("hooks", "inference", "parallelism_config", "utils.bnb", "utils.offload")
+MODULES = ("hooks", "inference", "utils.bnb", "utils.offload")
 """Modules that have no other names."""
 
 _INSTALL = (

@@ -40,6 +40,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "training.optimizer": "AcceleratedOptimizer",
     },
+    "parallelism_config": {
+        "training.parallelism": "ParallelismConfig",
+    },
     "scheduler": {
         "training.optimizer": "AcceleratedScheduler",
     },
@@ -77,6 +80,9 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
             "DynamoBackend GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler "
             "PrecisionType ProfileKwargs ProjectConfiguration RNGType TorchDynamoPlugin"
+        ),
+        "training.parallelism": (
+            "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin"
         ),
         "training.precision": "convert_outputs_to_fp32",
         "training.prepare": "extract_model_from_parallel is_peft_model",

@@ -49,7 +49,7 @@ _REFUSED = {
     "fp8_config": "training in fp8",
     "megatron_lm_config": "Megatron-LM",
     "mpirun_config": "launching through mpirun",
-    "parallelism_config": "combined parallelism",
+    "parallelism_config": "combined parallelism by a file, not by Accelerator(parallelism_config=...),",
     "tpu_use_cluster": "starting the machines of a TPU pod from one of them",
     "tpu_name": "starting the machines of a TPU pod from one of them",
     "tpu_zone": "starting the machines of a TPU pod from one of them",

@@ -17,6 +17,7 @@ The :class:`Accelerator`, and what it is built of:
     per_process.py   its parts per process: one of a notebook cell has others in a worker
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
+    parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh
     precision.py     number formats: around the forward, and for backward, clipping and step
     loss_scaling.py  fp16: one gradient scaler for several optimizers
     strategies/      how a model is spread over ranks

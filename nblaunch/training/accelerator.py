@@ -35,6 +35,7 @@ from nblaunch.training.checkpoints.checkpointer import Checkpointer
 from nblaunch.training.checkpoints.files import PROFILE_PATTERN_NAME
 from nblaunch.training.checkpoints.snapshot import add_hook
 from nblaunch.training.collectives import operations
+from nblaunch.training.context_parallelism import context_parallel
 from nblaunch.training.data.loader import PreparedLoader
 from nblaunch.training.data.skipping import skip_first_batches
 from nblaunch.training.gradients import Gradients
@@ -52,6 +53,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     project_of,
 )
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.per_process import PerProcessParts
 from nblaunch.training.placement import is_dispatched
 from nblaunch.training.prepare import Preparer, extract_model_from_parallel
@@ -112,6 +114,8 @@ class Accelerator(PreparationProperties, PerProcessParts):
         deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. Where None is given, a later Accelerator
             goes on with the plugins of the first.
         deepspeed_plugins: several of them by name; ``state.select_deepspeed_plugin(name)`` says which ``prepare`` uses.
+        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. Where
+            None is given, a later Accelerator goes on with that of the first.
 
     Raises:
         ValueError: an argument has an invalid value, contradicts another one, or asks for another device than an
@@ -143,6 +147,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         **unsupported: Any,
     ) -> None:
         self._keep_arguments(locals())
@@ -161,7 +166,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
         # 3. What the Accelerators of one process agree on.
-        self._choose_strategy(plugin, mixed_precision, accumulation, data.split_batches)
+        self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data.split_batches)
         self.state.dynamo_plugin = dynamo
         # 4. The parts that the methods delegate to.
         self._preparer = Preparer(
@@ -183,17 +188,22 @@ class Accelerator(PreparationProperties, PerProcessParts):
     def _choose_strategy(
         self,
         given: StrategyPlugin | None,
+        parallelism_config: ParallelismConfig | None,
         mixed_precision: str | None,
         accumulation: GradientAccumulationPlugin,
         splits_batches: bool,
     ) -> None:
         """Choose the plugin, then the precision, then the strategy: each depends on those before it."""
         shared, backend = self._shared, self._shared.process.backend
-        plugin = shared.plugin = given or arguments.default_plugin(shared.plugin, self._handlers)
+        plugin = given or arguments.default_plugin(shared.plugin, self._handlers)
+        parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
+        if parallelism is not None:
+            plugin = arguments.parallel_plugin(plugin, parallelism, shared.process)
+        shared.plugin, shared.parallelism = plugin, parallelism
         name = plugin.precision_name(mixed_precision, backend)
         asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
         window = AccumulationState(shared.loaders, plugin.accumulation(accumulation))
-        setup = TrainingSetup(shared.process, asked, window, splits_batches)
+        setup = TrainingSetup(shared.process, asked, window, splits_batches, parallelism)
         self._strategy = plugin.build(setup)
         self._precision = shared.adopt(self._strategy, window, asked)
 
@@ -323,6 +333,21 @@ class Accelerator(PreparationProperties, PerProcessParts):
             keep_torch_compile: True: the module of a compiled model comes back compiled.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Run the block, a training step, with sequences cut over the ranks of ``cp_size``; else it has no effect.
+
+        Args:
+            buffers: tensors that have a dimension of the sequence: inputs, labels, positions. They are cut in place.
+            buffer_seq_dims: that dimension of each.
+            no_restore_buffers: those of them that may stay cut after the block.
+        """
+        return context_parallel(self._shared.parallelism, buffers, buffer_seq_dims, no_restore_buffers)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether a device map has cut ``model`` into pieces, as ``device_map="auto"`` does."""
@@ -522,7 +547,8 @@ class Accelerator(PreparationProperties, PerProcessParts):
                 predictions, labels = accelerator.gather_for_metrics((predictions, labels))
                 num_correct += (predictions == labels).sum()
         """
-        return operations.gather_for_metrics(input_data, use_gather_object, self._preparer.accumulation)
+        window, num_ranks = self._preparer.accumulation, self._preparer.shared.num_data_ranks
+        return operations.gather_for_metrics(input_data, use_gather_object, window, num_ranks)
 
     def gather_object(self, items: Any) -> Any:
         """Return the elements of every rank's ``items``, in rank order, as one list. They are pickled.

@@ -13,6 +13,8 @@ from nblaunch import context, env
 from nblaunch.backends.base import Backend
 from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
+from nblaunch.training.context_parallelism import check_context_parallel
+from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     RNG_TYPES,
     AutocastKwargs,
@@ -27,8 +29,11 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
     check_choice,
 )
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.strategies import PLUGINS, StrategyPlugin
 from nblaunch.training.strategies.default import DefaultPlugin
+from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
+from nblaunch.training.strategies.tensor_parallel import TensorParallelPlugin
 
 HANDLERS = (
     DistributedDataParallelKwargs,
@@ -43,7 +48,6 @@ _SPREAD = f"models are spread with DistributedDataParallel, or by one of the arg
 # Arguments of Hugging Face Accelerate's Accelerator that are not supported yet, with what to do instead.
 REFUSED_ARGUMENTS = {
     "megatron_lm_plugin": _SPREAD,
-    "parallelism_config": _SPREAD,
 }
 
 
@@ -183,6 +187,56 @@ def given_plugin(
     for name, value in given.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
+
+
+def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
+    """Return how the ranks are divided: as given, as before, or as the environment says; None: not at all.
+
+    Raises:
+        TypeError: it is no ``ParallelismConfig``.
+    """
+    if given is None:
+        asked = env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
+        return kept or (ParallelismConfig() if asked else None)
+    if not isinstance(given, ParallelismConfig):
+        raise TypeError(
+            f"parallelism_config={given!r:.80} is a {type(given).__module__}.{type(given).__name__}; pass a "
+            "nblaunch.ParallelismConfig, which has the same fields"
+        )
+    return given
+
+
+def parallel_plugin(
+    plugin: StrategyPlugin, parallelism: ParallelismConfig, process: JoinedProcess
+) -> StrategyPlugin:
+    """Return the plugin that spreads models over the ranks as ``parallelism`` divides them; make its mesh.
+
+    Args:
+        plugin: that there would be otherwise.
+        parallelism: completed, where it says nothing.
+        process: ranks and device of this process.
+
+    Raises:
+        ValueError: the sizes, the plugin or the device are not fit for it.
+    """
+    is_fsdp = isinstance(plugin, FullyShardedDataParallelPlugin)
+    parallelism.fit(process.topology.world_size, is_fsdp)
+    check_context_parallel(parallelism, process.device)
+    if process.backend.reduces_gradients_at_step:
+        raise ValueError(
+            f"parallelism_config is for CPUs and GPUs, not for {process.backend.name}; leave it out there"
+        )
+    if process.topology.world_size > 1:
+        parallelism.get_device_mesh(process.device.type)
+    if is_fsdp or parallelism.total_size == parallelism.dp_replicate_size:
+        return plugin
+    if not isinstance(plugin, (DefaultPlugin, TensorParallelPlugin)):
+        raise ValueError(
+            f"parallelism_config divides ranks for torch's own parallelism, which {type(plugin).__name__} is not; "
+            "leave that out, or pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
+        )
+    shards = parallelism.dp_shard_enabled or parallelism.cp_enabled
+    return FullyShardedDataParallelPlugin() if shards else TensorParallelPlugin()
 
 
 def default_plugin(kept: StrategyPlugin | None, handlers: Mapping[type, Any]) -> StrategyPlugin:

@@ -193,12 +193,12 @@ class Preparer:
             for optimizer in self.optimizers
             if scheduler.optimizer in (optimizer, optimizer.optimizer)
         ]
-        world_size = self.shared.process.topology.world_size
+        num_ranks = self.shared.num_data_ranks
         return AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
             self.accumulation,
-            1 if self.data.split_batches else world_size,
+            1 if self.data.split_batches else num_ranks,
             self.step_scheduler_with_optimizer,
         )
 
@@ -210,8 +210,8 @@ class Preparer:
         if not isinstance(loader, PreparedLoader):
             process = self.shared.process
             target = LoaderTarget(
-                rank=process.topology.rank,
-                world_size=process.topology.world_size,
+                rank=self.shared.data_rank,
+                world_size=self.shared.num_data_ranks,
                 device=process.device if self._is_moved(placement) else None,
                 rng_types=self.rng_types,
                 slice_fn=slice_fn,

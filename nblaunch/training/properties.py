@@ -24,6 +24,7 @@ from nblaunch.training.options import (
     KwargsHandler,
     ProfileKwargs,
 )
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.state import AcceleratorState
@@ -198,7 +199,22 @@ class PreparationProperties(ProcessMethods):
         """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
-    # --- labels of parallelism: one process, one replica of the model ------------------------------------------------
+    # --- labels of parallelism ---------------------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How the ranks are divided; None: all are replicas."""
+        return self._preparer.shared.parallelism
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The ranks as torch's ``DeviceMesh`` with named dimensions; None without a ``parallelism_config``."""
+        config = self.parallelism_config
+        return None if config is None else config.device_mesh
+
+    def _coordinate(self, name: str) -> int:
+        config = self.parallelism_config
+        return 0 if config is None else config.coordinate(name)
 
     @property
     def multi_device(self) -> bool:
@@ -207,14 +223,35 @@ class PreparationProperties(ProcessMethods):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The replica of this process: its rank."""
-        return self._process.topology.rank
+        """The replica of this process: its rank, where the ranks are not divided."""
+        return (
+            self._process.topology.rank
+            if self.parallelism_config is None
+            else self._coordinate("dp_replicate")
+        )
 
-    data_parallel_shard_rank = tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = 0
-    """Part of a replica that this process holds: the only one."""
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of a replica this process holds."""
+        return self._coordinate("dp_shard")
 
-    is_composable_parallelism_enabled = False
-    """Parallelism is of one kind."""
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of every layer this process computes."""
+        return self._coordinate("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Which part of every sequence this process computes."""
+        return self._coordinate("cp")
+
+    pipeline_parallel_rank = 0
+    """All layers are on every rank."""
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether sharding can be combined with other parallelism."""
+        return self.is_fsdp2
 
     @property
     def is_fsdp2(self) -> bool:
@@ -229,7 +266,7 @@ class PreparationProperties(ProcessMethods):
         """The plugin that DeepSpeed trains by; None where it does not."""
         return AcceleratorState().deepspeed_plugin
 
-    fp8_backend = parallelism_config = torch_device_mesh = None
+    fp8_backend = None
     """There is none."""
 
     fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None

@@ -17,6 +17,7 @@ from nblaunch.training.accumulation import AccumulationState, LoaderStack
 from nblaunch.training.board_reports import BusyTime, DeviceMemoryReport, Loop, LoopStack, LossReport
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import InitProcessGroupKwargs
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class SharedState:
         models: prepared models, by whose mode training and evaluating differ.
         precision: of the latest Accelerator; None before there is one.
         plugin: how the latest Accelerator spreads models; None before there is one.
+        parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
         label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty where every rank has whole models.
         strategies: those of all Accelerators that there are, by ``id``: a user's own may not be hashable.
         is_resuming: the middle of an epoch was loaded, and is not read yet.
@@ -54,6 +56,7 @@ class SharedState:
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     plugin: StrategyPlugin | None = None
+    parallelism: ParallelismConfig | None = None
     label: str = ""
     strategies: weakref.WeakValueDictionary[int, Strategy] = field(
         default_factory=weakref.WeakValueDictionary
@@ -66,6 +69,18 @@ class SharedState:
     def __reduce__(self) -> tuple[Any, ...]:
         # What is pickled with it takes part in the job of the process that it arrives in.
         return get_shared_state, ()
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different data: all, but for those that compute every layer together."""
+        world_size = self.process.topology.world_size
+        return world_size if self.parallelism is None else self.parallelism.data_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this is; ranks with the same data lie side by side."""
+        topology = self.process.topology
+        return topology.rank * self.num_data_ranks // topology.world_size
 
     def report_epoch(self, loop: Loop) -> None:
         """Report the end of a loop over a training loader, whose losses were flushed."""

@@ -16,6 +16,7 @@ from nblaunch.context import WorkerContext
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import GradientAccumulationPlugin, InitProcessGroupKwargs
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.process_methods import ProcessMethods
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin, DeepSpeedPlugins
@@ -309,8 +310,19 @@ class AcceleratorState(View, ProcessMethods):
         plugins = self._live_state.plugin
         return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
-    device_mesh = parallelism_config = torch_tp_plugin = megatron_lm_plugin = None
-    """There is none: such forms of parallelism are refused by name."""
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How the ranks are divided; None: all are replicas."""
+        return self._live_state.parallelism
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks as torch's ``DeviceMesh``; None where they are not divided."""
+        config = self.parallelism_config
+        return None if config is None else config.device_mesh
+
+    torch_tp_plugin = megatron_lm_plugin = None
+    """There is none: ``parallelism_config`` has ``tp_size``; Megatron-LM is refused by name."""
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return one of several plugins."""
@@ -333,7 +345,7 @@ class AcceleratorState(View, ProcessMethods):
     def _reset_state(reset_partial_state: bool = False) -> None:
         shared: SharedState | None = context.current().training
         if shared is not None:
-            shared.precision = shared.plugin = None
+            shared.precision = shared.plugin = shared.parallelism = None
             shared.attributes.pop(AcceleratorState, None)
         if reset_partial_state:
             PartialState._reset_state()

@@ -20,8 +20,8 @@ CONFIGURATION_FILES = "nblaunch has a default file of its own"
 
 DEVIATIONS: dict[str, list[str]] = {
     FORMS_OF_PARALLELISM: [
-        "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)", "Accelerator(parallelism_config)",
-        "Accelerator.deepspeed_ulysses_dl_adapter", "Accelerator.maybe_context_parallel",
+        "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)",
+        "Accelerator.deepspeed_ulysses_dl_adapter",
         "*(parallelism_config)",
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "*(torch_device_mesh)",
         "*fsdp*", "utils.*TrainStep",
@@ -31,7 +31,7 @@ DEVIATIONS: dict[str, list[str]] = {
     ],
     LARGE_MODELS: [
         "*offload*",
-        "*load_checkpoint_in_model(*)", "Accelerator.verify_device_map",
+        "*load_checkpoint_in_model(*)",
         "utils.ensure_weights_retied",
         "utils.*quantize*", "utils.*bnb_*",
         "utils.is_bitsandbytes_multi_backend_available",

@@ -42,20 +42,12 @@ def local(value: T) -> T:
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a shard lies in the whole: its offset and its shape, one number per dimension each.
-
-    Source: torch.distributed.tensor.placement_types.Shard, which divides a tensor as ``torch.chunk`` does.
+    """Return where a shard lies in the whole: its offset and its shape, one number per dimension each. By
+    torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
     """
-    offset, shape = [0] * shard.ndim, list(shard.shape)
-    coordinate = shard.device_mesh.get_coordinate()
-    for mesh_dim, placement in enumerate(shard.placements):
-        if placement.is_replicate():
-            continue
-        dim, count, index = placement.dim, shard.device_mesh.size(mesh_dim), coordinate[mesh_dim]
-        length = -(-shape[dim] // count)
-        start = min(index * length, shape[dim])
-        offset[dim] += start
-        shape[dim] = min(length, shape[dim] - start)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
+
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
     return tuple(offset), tuple(shape)
 
 
@@ -144,6 +136,8 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
+        if is_sharded(tensor) and any(place.is_partial() for place in tensor.placements):
+            tensor = _summed(tensor)
         key = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
         kinds.setdefault(key, []).append(local(tensor))
     norms = []
@@ -151,6 +145,14 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
         norm = _norm([tensor for tensor in held if tensor.numel()], norm_type, device)
         norms.append(norm if key is None else _norm_over(key[0], key[1], norm, norm_type))
     return _norm(norms, norm_type, device)
+
+
+def _summed(gradient: Any) -> Any:
+    """Return a gradient of which every rank has a summand as their sum."""
+    from torch.distributed.tensor import Replicate
+
+    places = [Replicate() if place.is_partial() else place for place in gradient.placements]
+    return gradient.redistribute(placements=places)
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -191,8 +193,12 @@ def shards_to_send(state: Mapping[str, Any], is_main: bool) -> dict[str, Any]:
 
 
 def _is_first_holder(shard: Any) -> bool:
-    """Return whether no rank before this one, in the order of its mesh, holds the very same shard."""
+    """Return whether no rank before this one holds the very same shard.
+
+    Either in the order of its mesh, or in another mesh of the same form: beside tensor parallelism, what is not cut is
+    sharded over the ranks of every replica alone. The mesh with rank 0 is the first.
+    """
     coordinate = shard.device_mesh.get_coordinate()
-    return all(
+    return bool((shard.device_mesh.mesh == 0).any()) and all(
         coordinate[dim] == 0 for dim, placement in enumerate(shard.placements) if placement.is_replicate()
     )

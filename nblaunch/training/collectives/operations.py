@@ -142,16 +142,25 @@ def gather_object(object: Any) -> Any:
     return [item for part in parts for item in part]
 
 
-def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: AccumulationState) -> Any:
+def gather_for_metrics(
+    data: Any, use_gather_object: bool, accumulation: AccumulationState, num_data_ranks: int | None = None
+) -> Any:
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
         data: as there.
         use_gather_object: as there.
         accumulation: has the loader that is being read.
+        num_data_ranks: ranks with different data, of which others may have the same; None: all.
     """
     is_object = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in nested.leaves(data))
-    gathered = gather_object(data) if is_object else gather(data)
+    num_alike = world_size() // (num_data_ranks or world_size())
+    if is_object:
+        gathered = gather_object(data) if num_alike == 1 else _gather_unlike(data, num_alike)
+    else:
+        gathered = gather(data)
+        if num_alike > 1:
+            gathered = nested.map_leaves(lambda leaf: _unlike_rows(leaf, num_alike), gathered)
     loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader:
         return gathered
@@ -167,6 +176,17 @@ def gather_for_metrics(data: Any, use_gather_object: bool, accumulation: Accumul
         return gathered[:remainder] if isinstance(gathered, Sequence) else gathered
     context.current().backend.mark_step(("real rows", remainder))
     return nested.map_leaves(lambda leaf: leaf[:remainder] if leaf.ndim else leaf, gathered)
+
+
+def _gather_unlike(data: Any, num_alike: int) -> list[Any]:
+    """Gather an iterable per rank from the first of every so many ranks, which have the same."""
+    return [item for one in gather_object([data])[::num_alike] for item in one]
+
+
+def _unlike_rows(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
+    """Return the rows of the first of every so many ranks."""
+    parts = gathered.reshape(world_size(), -1, *gathered.shape[1:])
+    return parts[::num_alike].flatten(0, 1)
 
 
 def _may_be_completed(loader: Any) -> bool:

@@ -105,7 +105,8 @@ class DataLoaderDispatcher(PreparedLoader):
         return operations.rank() == 0
 
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
-        rank, size = operations.rank(), self.num_processes
+        size = self.num_processes
+        rank = operations.rank() * size // operations.world_size()  # several may get the same part
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
         for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():

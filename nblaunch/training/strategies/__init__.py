@@ -4,6 +4,8 @@ base.py             what a strategy has to do, and in which order it is called
 default.py          what is used where no plugin is passed: chooses one of the next two, or a lone process
 ddp.py              gradients averaged during backward, by torch's DistributedDataParallel
 reduce_at_step.py   gradients averaged at the optimizer's step, for XLA
+sharded.py          what strategies with shards of weights have in common; shard_files.py: their files
+tensor_parallel.py  layers cut over ranks by torch's ``parallelize_module`` or transformers
 fsdp2/              weights sharded with torch's ``fully_shard``
 deepspeed/          DeepSpeed's engine: sharded optimizer states, gradients and weights
 """

@@ -32,6 +32,7 @@ from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from nblaunch.training.options import GradientAccumulationPlugin, TorchDynamoPlugin
+from nblaunch.training.parallelism import ParallelismConfig
 from nblaunch.training.precision import Precision
 
 
@@ -44,12 +45,14 @@ class TrainingSetup:
         precision: the number format of the process.
         accumulation: when gradients are synchronised and optimizers step.
         splits_batches: whether a loader's batch is that of all ranks together.
+        parallelism: how the ranks are divided, its mesh made; None: all are replicas, or as the plugin says.
     """
 
     process: JoinedProcess
     precision: Precision
     accumulation: AccumulationState
     splits_batches: bool = False
+    parallelism: ParallelismConfig | None = None
 
 
 class ShardWriter(ABC):

@@ -21,6 +21,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.reduce_at_step import checksum
+from nblaunch.training.strategies.tensor_parallel import is_cut
 
 
 def _orthogonalize(matrices: torch.Tensor, epsilon: float = 0) -> None:
@@ -66,6 +67,13 @@ class DdpStrategy(Strategy):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses such a model
+        if is_cut(model):
+            raise ValueError(
+                "Your model contains `DTensor` parameters, which is incompatible with DDP: its layers are cut over "
+                "ranks. Pass Accelerator(parallelism_config=ParallelismConfig(tp_size=...)) for a model that "
+                "parallelize_module or a tp_plan has cut; otherwise load it with device_map={'': accelerator.device} "
+                "instead of 'auto'"
+            )
         if self.options.sync_batchnorm:
             model = _with_common_statistics(model, process.device)
         devices = None if process.device.type == "cpu" else [process.device]

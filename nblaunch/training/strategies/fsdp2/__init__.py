@@ -8,5 +8,4 @@ weights.py                    where the shards of a rank are filled from
 views.py                      what a unit may return
 activation_checkpointing.py   activations that are computed anew in backward
 fsdp_internals.py             what torch has no public way to ask
-checkpoint.py                 shards in files
 """

@@ -177,7 +177,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin):
             return DeviceShardsStrategy(setup.process, self)
         from nblaunch.training.strategies.fsdp2.strategy import Fsdp2Strategy
 
-        return Fsdp2Strategy(setup.process, self, setup.precision.dtype)
+        return Fsdp2Strategy(setup.process, self, setup.precision.dtype, setup.parallelism)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Have ``save_state`` write states of this type from now on; None: of the default one."""

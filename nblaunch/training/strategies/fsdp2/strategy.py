@@ -6,9 +6,8 @@ shards from the weights that the ranks had before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,25 +23,28 @@ from nblaunch.training import models
 from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.models import bare_module
-from nblaunch.training.strategies.base import ShardWriter, Strategy
-from nblaunch.training.strategies.fsdp2 import checkpoint, fsdp_internals
+from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.strategies.fsdp2 import fsdp_internals
 from nblaunch.training.strategies.fsdp2 import units as fsdp2_units
 from nblaunch.training.strategies.fsdp2.activation_checkpointing import checkpoint_activations
 from nblaunch.training.strategies.fsdp2.views import return_no_views
 from nblaunch.training.strategies.fsdp2.weights import WholeWeights
+from nblaunch.training.strategies.sharded import ShardedStrategy, shards_to_send
+from nblaunch.training.strategies.tensor_parallel import is_cut, share_weights, warn_of_whole
 from nblaunch.wire import quantised
 
 if TYPE_CHECKING:
     from nblaunch.training.strategies.fsdp2.plugin import FullyShardedDataParallelPlugin
 
 
-class Fsdp2Strategy(Strategy):
+class Fsdp2Strategy(ShardedStrategy):
     """Apply torch's ``fully_shard`` over all ranks, or inside each machine. A lone process keeps the model as it is.
 
     Args:
         process: ranks and device of this process.
         plugin: what users set.
         dtype: in which weights are gathered; None: their own.
+        parallelism: how the ranks are divided; None: all of them shard, or those inside each machine.
 
     Raises:
         RuntimeError: torch is too old.
@@ -57,7 +59,9 @@ class Fsdp2Strategy(Strategy):
         process: JoinedProcess,
         plugin: FullyShardedDataParallelPlugin,
         dtype: torch.dtype | None = None,
+        parallelism: ParallelismConfig | None = None,
     ) -> None:
+        super().__init__(process)
         if not _has_fully_shard():
             raise RuntimeError(
                 f"fsdp_plugin needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
@@ -68,9 +72,8 @@ class Fsdp2Strategy(Strategy):
                 "is for CPUs and GPUs. strategy='spmd' shards models over the devices of one process; or leave it out"
             )
         self.plugin = plugin
-        self._process = process
         self._dtype = dtype
-        self._saving_group: Any = None
+        self._parallelism = parallelism
         plugin.precision_policy(dtype)  # refuses what it does not know before any model is built
         self.moves_models = self.holds_shards = process.topology.world_size > 1
 
@@ -91,8 +94,11 @@ class Fsdp2Strategy(Strategy):
             for _, unit in units or [("", inner)]:
                 checkpoint_activations(unit, bool(self.plugin.activation_checkpointing_offload))
         if self.holds_shards:
-            self._shard(inner, units)
-            context.current().collect_sharded_weights = _shards_to_send
+            if self._parallelism is not None and self._parallelism.tp_enabled:
+                self._shard_further(inner, units) if is_cut(inner) else warn_of_whole(inner)
+            if not is_fsdp_module(inner):
+                self._shard(inner, units)
+            context.current().collect_sharded_weights = shards_to_send
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -115,6 +121,27 @@ class Fsdp2Strategy(Strategy):
             fsdp_internals.name_in_errors(unit, module)
         weights.fill_shards(self.plugin.param_init_fn)
         self._report(model, name, weights.num_bytes, len(units))
+
+    def _shard_further(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
+        """Shard a model whose layers are cut over other ranks already, so that no rank has it whole."""
+        assert self._parallelism is not None
+        memory.tune_allocator()
+        ignored = self._ignored_parameters(model)
+        name = type(model).__name__
+        units = [*units, ("", model)]
+        model.to(self._process.device)
+        share_weights(model, self._parallelism)
+        if self._dtype is not None:
+            _train_in_fp32(model, ignored)
+        model_bytes = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parameter not in ignored
+        )
+        self._apply_fully_shard([module for _, module in units], ignored)
+        for unit, module in units:
+            fsdp_internals.name_in_errors(unit, module)
+        self._report(model, name, model_bytes, len(units))
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         ignored = fsdp2_units.ignored_parameters(model, self.plugin.ignored_modules)
@@ -140,6 +167,8 @@ class Fsdp2Strategy(Strategy):
     def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        if self._parallelism is not None:
+            return self._parallelism.fsdp_mesh()
         topology = self._process.topology
         kind = self._process.device.type
         if self.plugin.is_hybrid:
@@ -194,22 +223,6 @@ class Fsdp2Strategy(Strategy):
                 for gradient in fsdp_internals.unsharded_gradients(module):
                     dtensor.local(gradient).mul_(factor)
 
-    def clip_grad_norm(
-        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = dtensor.total_norm(gradients, norm_type, self._process.device)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            held = dtensor.local(gradient)
-            held.mul_(factor.to(held.device))
-        return total
-
-    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
-
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         warn(
             "join_uneven_inputs has no effect with fsdp_plugin: every rank has a shard of every layer, and takes part "
@@ -220,47 +233,22 @@ class Fsdp2Strategy(Strategy):
     # --- states --------------------------------------------------------------------------------------------------
 
     @property
-    def _keeps_whole(self) -> bool:
-        return self._process.topology.local_rank == 0
-
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        whole = dtensor.gather_weights(module, self._keeps_whole)
-        return whole if self._keeps_whole else {}
-
-    def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        whole = dtensor.gather(optimizer.state_dict(), self._keeps_whole)
-        return whole if self._keeps_whole else {}
-
-    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        of_each = {
-            index: {key: _shard_like(value, held[index]) for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": of_each})
-
-    def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if self.plugin.saves_shards:
-            checkpoint.save(folder, models, optimizers, is_alone=not self.holds_shards)
+    def saves_shards(self) -> bool:
         return self.plugin.saves_shards
 
-    def shard_writer(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
-    ) -> ShardWriter | None:
-        if not self.plugin.saves_shards:
-            return None
-        if self.holds_shards and self._saving_group is None:
-            self._saving_group = checkpoint.new_group()
-        return checkpoint.CopiedShards(models, optimizers, copy, self._saving_group)
 
-    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
-        return checkpoint.of_rank(folder, rank)
-
-    def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if not checkpoint.are_in(folder):
-            return False
-        checkpoint.load(folder, models, optimizers, is_alone=not self.holds_shards)
-        return True
+def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Put fp32 parameters in the place of those that are trained in fewer bits, tied as before."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None or old in ignored or not (old.requires_grad and old.is_floating_point()):
+                continue
+            if id(old) not in made:
+                made[id(old)] = (
+                    old if old.dtype == torch.float32 else nn.Parameter(old.detach().to(torch.float32))
+                )
+            module._parameters[name] = made[id(old)]
 
 
 def is_fsdp_module(module: Any) -> bool:
@@ -297,11 +285,3 @@ def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 def _has_fully_shard() -> bool:
     return hasattr(torch.distributed.fsdp, "fully_shard")
-
-
-def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
-    return dtensor.shard_like(value, parameter) if isinstance(value, torch.Tensor) else value
-
-
-def _shards_to_send(module: nn.Module) -> dict[str, Any]:
-    return dtensor.shards_to_send(module.state_dict(), is_main=context.current().topology.local_rank == 0)

@@ -1,0 +1,336 @@
+"""How the ranks of a job are divided among forms of parallelism: :class:`ParallelismConfig`, and their device mesh.
+
+    dp_replicate x dp_shard x cp x tp     sizes multiply to the number of ranks; the last one varies fastest
+    dp_replicate, dp_shard                ranks read different data
+    cp, tp                                ranks read the same data
+
+Fields, names of mesh dimensions and environment variables are those of Hugging Face Accelerate. What is done with
+them is decided elsewhere: by the strategies, and by ``prepare`` for loaders.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from nblaunch import env
+from nblaunch.errors import warn
+from nblaunch.training.options import check_choice
+
+_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_SEQUENCE = (
+    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch; use Hugging Face Accelerate itself "
+    "inside the function that notebook_launcher starts"
+)
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Settings of tensor parallelism, which models bring with them.
+
+    Args:
+        enable_async_tp: has no effect, as in Accelerate.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warn("TorchTensorParallelConfig(enable_async_tp=True) has no effect")
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Settings of context parallelism.
+
+    Args:
+        cp_comm_strategy: how ranks get keys and values of the others: ``"allgather"`` (the default) or ``"alltoall"``.
+
+    Raises:
+        ValueError: another strategy.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        self.cp_comm_strategy = self.cp_comm_strategy or env.read("PARALLELISM_CONFIG_CP_COMM_STRATEGY")
+        check_choice("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """The older way to say ``tp_size``.
+
+    Args:
+        tp_size: ranks that hold a model together.
+        torch_device_mesh: not used; the Accelerator makes one.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+
+@dataclass
+class ParallelismConfig:
+    """Divide the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
+
+    Sizes multiply to the number of processes. Those that are not given come from the variables
+    ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, else they are 1.
+
+    Args:
+        dp_replicate_size: replicas of the model; each reads its own data.
+        dp_shard_size: ranks over which FSDP2 shards a replica; each reads its own data. Hybrid sharding together with
+            ``dp_replicate_size``.
+        tp_size: ranks that compute every layer together, over the same data. The model is cut over them before
+            ``prepare``: by torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, with
+            no other size, by transformers' ``from_pretrained(..., tp_plan="auto")``, which makes a mesh of its own.
+        cp_size: ranks that cut a sequence among them, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
+        cp_backend: ``"torch"``.
+        sp_size: of DeepSpeed; only 1 is supported.
+        sp_backend: ``"deepspeed"``.
+        tp_handler: settings of tensor parallelism.
+        cp_handler: settings of context parallelism.
+        sp_handler: of DeepSpeed.
+
+    Attributes:
+        device_mesh: torch's mesh, once an Accelerator has made it.
+
+    Raises:
+        ValueError: a size is not positive, or sizes can't be combined.
+        NotImplementedError: ``sp_size`` is more than 1.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: Literal["torch"] | None = None
+    sp_size: int | None = None
+    sp_backend: Literal["deepspeed"] | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: Any = None
+
+    device_mesh: Any = field(init=False, default=None, repr=False, compare=False)
+    _joint: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in _ORDER:
+            if getattr(self, f"{name}_size") is None:
+                setattr(self, f"{name}_size", env.read(f"PARALLELISM_CONFIG_{name.upper()}_SIZE"))
+        self.cp_backend = self.cp_backend or "torch"
+        self.sp_backend = self.sp_backend or "deepspeed"
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the class does for settings that can't be used; they may have been assigned."""
+        for name, size in self._sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
+        check_choice("cp_backend", self.cp_backend, ("torch",))
+        check_choice("sp_backend", self.sp_backend, ("deepspeed",))
+        if self.cp_enabled and not isinstance(self.cp_handler, TorchContextParallelConfig):
+            raise ValueError(
+                "cp_backend='torch' requires a TorchContextParallelConfig, but cp_handler was set to "
+                f"{self.cp_handler!r:.80}"
+            )
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
+                f"cp_size={self.cp_size} and sp_size={self.sp_size}"
+            )
+        if self.sp_enabled:
+            raise NotImplementedError(_SEQUENCE)
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ValueError(
+                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
+                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1, too, or in "
+                "its place"
+            )
+
+    def fit(self, num_processes: int, is_sharded: bool) -> None:
+        """Check the sizes against the ranks of the job; where all are 1, data parallelism takes all ranks.
+
+        Args:
+            num_processes: ranks of the job.
+            is_sharded: models are sharded in any case, by an ``fsdp_plugin``.
+
+        Raises:
+            ValueError: they differ; or an ``fsdp_plugin`` has nothing to shard over.
+        """
+        self.check()
+        if self.total_size == 1:
+            self._set_size("dp_shard" if is_sharded else "dp_replicate", num_processes)
+        if self.total_size != num_processes:
+            raise ValueError(
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({num_processes}): "
+                f"{' x '.join(f'{name}_size={size}' for name, size in self._sizes.items() if size > 1)}. Please adjust "
+                "dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size, or start as many processes"
+            )
+        if is_sharded and num_processes > 1 and not (self.dp_shard_enabled or self.cp_enabled):
+            raise ValueError(
+                "fsdp_plugin shards over the ranks of dp_shard_size and cp_size, which are both 1; set dp_shard_size, "
+                "or leave fsdp_plugin out"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain numbers, texts and dicts."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {name: dict(vars(one)) if hasattr(one, "__dict__") else one for name, one in values.items()}
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {name: getattr(self, f"{name}_size") for name in _ORDER}
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        check_choice("parallelism", parallelism, _ORDER)
+        setattr(self, f"{parallelism}_size", size)
+
+    @property
+    def total_size(self) -> int:
+        """Ranks of the job."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of them, that read different data."""
+        return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that read the same data."""
+        return self.total_size // self.data_parallel_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas."""
+        return self._sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether replicas are sharded over ranks with different data."""
+        return self._sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are cut over ranks."""
+        return self._sizes["tp"] > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are cut over ranks."""
+        return self._sizes["cp"] > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether DeepSpeed is to cut sequences: it is refused."""
+        return self._sizes["sp"] > 1
+
+    # --- names of mesh dimensions ------------------------------------------------------------------------------------
+
+    def _enabled(self, *names: str) -> list[str]:
+        return [name for name in names if self._sizes[name] > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Dimensions along which data differs."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions along which data is the same."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions over which weights are sharded."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions over which losses are averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Dimensions of the mesh that FSDP2 is given."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions of the mesh."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    # --- the mesh ----------------------------------------------------------------------------------------------------
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        names = tuple(self._enabled(*_ORDER))
+        return names, tuple(self._sizes[name] for name in names)
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """Return a new mesh over all ranks, with the joint dimensions ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+
+        A collective. None where no dimension has more than one rank.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names, shape = self._get_mesh()
+        if not names:
+            return None
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        for joint, parts in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if parts:
+                self._joint[joint] = mesh[tuple(parts)]._flatten(joint)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """Return the mesh, made at the first call.
+
+        Raises:
+            ValueError: it is not made yet, and no type was given; or it is of another type.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self.device_mesh.device_type != device_type:
+            raise ValueError(
+                f"The device_mesh is already created with device type {self.device_mesh.device_type}, but one of type "
+                f"{device_type} was asked for"
+            )
+        return self.device_mesh
+
+    def fsdp_mesh(self) -> Any:
+        """Return the part of the mesh that FSDP2 shards over, and replicates over."""
+        if not self.dp_replicate_enabled:
+            return self._joint["dp_shard_cp"] if self.cp_enabled else self.device_mesh["dp_shard"]
+        if not self.cp_enabled:
+            return self.device_mesh["dp_replicate", "dp_shard"]
+        with (
+            warnings.catch_warnings()
+        ):  # of torch 2.11 and later, which have no other way to combine these two
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return self.device_mesh["dp_replicate", "dp_shard_cp"]
+
+    @property
+    def data_parallel_mesh(self) -> Any:
+        """The ranks with different data, as a mesh of one dimension; None where all read the same."""
+        return self._joint.get("dp")
+
+    def coordinate(self, name: str) -> int:
+        """Return the position of this rank along a dimension of the mesh; 0 along one that it has not."""
+        mesh = self.device_mesh
+        is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
+        return int(mesh.get_local_rank(name)) if is_there else 0

@@ -1,0 +1,107 @@
+"""What strategies have in common whose ranks hold shards of weights, as DTensors of any mesh.
+
+The norm of all shards, whole states from them and back, and their files through torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nblaunch import context
+from nblaunch.training.collectives import dtensor
+from nblaunch.training.joining import JoinedProcess
+from nblaunch.training.strategies import shard_files
+from nblaunch.training.strategies.base import ShardWriter, Strategy
+
+
+class ShardedStrategy(Strategy):
+    """Clip, save and load models whose parameters are DTensors; the rest is that of the strategy.
+
+    Args:
+        process: ranks and device of this process.
+    """
+
+    def __init__(self, process: JoinedProcess) -> None:
+        self._process = process
+        self._saving_group: Any = None
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether checkpoints have each rank's shards; otherwise the main process writes whole states."""
+        return True
+
+    # --- gradients -----------------------------------------------------------------------------------------------
+
+    def clip_grad_norm(
+        self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = dtensor.total_norm(gradients, norm_type, self._process.device)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in gradients:
+            held = dtensor.local(gradient)
+            held.mul_(factor.to(held.device))
+        return total
+
+    def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
+
+    # --- states --------------------------------------------------------------------------------------------------
+
+    @property
+    def _keeps_whole(self) -> bool:
+        return self._process.topology.local_rank == 0
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        whole = dtensor.gather_weights(module, self._keeps_whole)
+        return whole if self._keeps_whole else {}
+
+    def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
+        whole = dtensor.gather(optimizer.state_dict(), self._keeps_whole)
+        return whole if self._keeps_whole else {}
+
+    def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        of_each = {
+            index: {key: _shard_like(value, held[index]) for key, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": of_each})
+
+    def save_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+        if self.saves_shards:
+            shard_files.save(folder, models, optimizers, is_alone=not self.holds_shards)
+        return self.saves_shards
+
+    def shard_writer(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
+    ) -> ShardWriter | None:
+        if not self.saves_shards:
+            return None
+        if self.holds_shards and self._saving_group is None:
+            self._saving_group = shard_files.new_group()
+        return shard_files.CopiedShards(models, optimizers, copy, self._saving_group)
+
+    def shard_files(self, folder: Path, rank: int) -> Sequence[Path]:
+        return shard_files.of_rank(folder, rank)
+
+    def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
+        if not shard_files.are_in(folder):
+            return False
+        shard_files.load(folder, models, optimizers, is_alone=not self.holds_shards)
+        return True
+
+
+def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
+    return dtensor.shard_like(value, parameter) if isinstance(value, torch.Tensor) else value
+
+
+def shards_to_send(module: nn.Module) -> dict[str, Any]:
+    return dtensor.shards_to_send(module.state_dict(), is_main=context.current().topology.local_rank == 0)

@@ -1,0 +1,88 @@
+"""Tensor parallelism: every rank holds a part of each layer, and all compute the same data together.
+
+The model comes cut, as torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it: with DTensors over the
+mesh's dimension ``tp`` as parameters. What it needs beside is that ranks agree on weights, and the states of shards.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nblaunch import context
+from nblaunch.errors import warn
+from nblaunch.training.collectives import dtensor, operations
+from nblaunch.training.joining import JoinedProcess, waiting
+from nblaunch.training.models import bare_module
+from nblaunch.training.parallelism import ParallelismConfig
+from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
+from nblaunch.training.strategies.sharded import ShardedStrategy, shards_to_send
+
+
+class TensorParallelPlugin(StrategyPlugin):
+    """Choose tensor parallelism alone: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
+
+    name = "tensor_parallel"
+
+    def build(self, setup: TrainingSetup) -> Strategy:
+        assert setup.parallelism is not None  # for which it is chosen
+        return TensorParallelStrategy(setup.process, setup.parallelism)
+
+
+class TensorParallelStrategy(ShardedStrategy):
+    """Leave models as they were cut.
+
+    Args:
+        process: ranks and device of this process.
+        parallelism: how the ranks are divided.
+    """
+
+    name = TensorParallelPlugin.name
+    holds_shards = True
+
+    def __init__(self, process: JoinedProcess, parallelism: ParallelismConfig) -> None:
+        super().__init__(process)
+        self._parallelism = parallelism
+
+    def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
+        inner = bare_module(model)
+        if not is_cut(inner):
+            warn_of_whole(inner)
+        share_weights(inner, self._parallelism)
+        context.current().collect_sharded_weights = shards_to_send
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Return whether a model's layers are cut over ranks already."""
+    return any(dtensor.is_sharded(parameter) for parameter in model.parameters())
+
+
+def warn_of_whole(model: nn.Module) -> None:
+    """Warn, on rank 0, of a model that was not cut though ``tp_size`` asks for it."""
+    if operations.rank() == 0:
+        warn(
+            f"tp_size is more than 1, but the {type(model).__name__} is whole: ranks of a tensor parallel group all "
+            "compute the same. Before prepare, call torch.distributed.tensor.parallel.parallelize_module(model, "
+            'accelerator.torch_device_mesh["tp"], plan), or load it by from_pretrained(..., tp_plan="auto")'
+        )
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, parallelism: ParallelismConfig) -> None:
+    """Give all ranks the weights of rank 0: whole ones its own, parts those of its replica."""
+    replicas = parallelism.data_parallel_mesh
+    with waiting():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not dtensor.is_sharded(tensor):
+                dist.broadcast(tensor, src=0)
+            elif replicas is not None:
+                group = replicas.get_group()
+                dist.broadcast(dtensor.local(tensor), src=dist.get_global_rank(group, 0), group=group)
