@@ -280,17 +280,30 @@ def _fact(view: JobView, event: events.Fact) -> JobView:
 
 
 def _log_lines(view: JobView, event: events.LogLines) -> JobView:
-    if not event.lines or not 0 <= event.rank < len(view.ranks):
+    return fold_log_lines(view, [event])
+
+
+def fold_log_lines(view: JobView, printed: Sequence[events.LogLines]) -> JobView:
+    """Return the view after several events with lines; with many ranks that is far cheaper than one by one."""
+    printed = [event for event in printed if event.lines and 0 <= event.rank < len(view.ranks)]
+    if not printed:
         return view
-    last = tuple((event.rank, single_line(line)) for line in event.lines[-TAIL_LENGTH:])
-    rank = view.ranks[event.rank]
-    rank = replace(
-        rank,
-        last_line=last[-1][1],
-        num_lines=rank.num_lines + len(event.lines),
-        moved_s=max(rank.moved_s, event.time_s),
-    )
-    return replace(_with_rank(view, rank), tail=(*view.tail, *last)[-TAIL_LENGTH:])
+    ranks = list(view.ranks)
+    num_lines: dict[int, int] = {}
+    for event in printed:
+        num_lines[event.rank] = num_lines.get(event.rank, 0) + len(event.lines)
+    for event in {event.rank: event for event in printed}.values():
+        rank = ranks[event.rank]
+        ranks[event.rank] = replace(
+            rank,
+            last_line=single_line(event.lines[-1]),
+            num_lines=rank.num_lines + num_lines[event.rank],
+            moved_s=max(rank.moved_s, event.time_s),
+        )
+    tail: list[tuple[int, str]] = []
+    for event in printed[-TAIL_LENGTH:]:
+        tail += [(event.rank, single_line(line)) for line in event.lines[-TAIL_LENGTH:]]
+    return replace(view, ranks=tuple(ranks), tail=(*view.tail, *tail)[-TAIL_LENGTH:])
 
 
 def _displayed(view: JobView, event: events.Displayed) -> JobView:

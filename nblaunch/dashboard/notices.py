@@ -5,10 +5,12 @@ Stacks of ranks that hang come from the launcher, in a ``Note`` event of kind ``
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
+from typing import NamedTuple
 
 from nblaunch import formatting
 from nblaunch.dashboard.stall import is_stalled
@@ -20,6 +22,9 @@ SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as those of the others."""
 
 _MIN_SPAN_S = 3.0  # seconds of measurement before a rate is compared
+_RECENT_S, _RECENT_STEPS = 2.0, 6  # a rank that is far slower is found from fewer measurements
+_RECENT_RATIO = 1.6
+_LARGE_RATIO, _LARGE_BYTES = 1.5, 1_000_000_000
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 _MIN_WAITING = 0.25  # fraction of the time
 _MIN_WAITS = 3  # a single long wait, as for a download, does not mean that a rank is slow
@@ -30,7 +35,7 @@ class Notice:
     """One notice.
 
     Args:
-        kind: ``"slow"``, ``"stalled"`` or ``"loss"``.
+        kind: ``"slow"``, ``"stalled"``, ``"memory"`` or ``"loss"``.
         ranks: the ranks concerned.
         text: one sentence.
         lines: details, a line each.
@@ -46,7 +51,7 @@ def notices(view: JobView) -> tuple[Notice, ...]:
     """Return the notices of the moment, the most urgent first."""
     stalled = _stalled(view)
     slow = [] if stalled else _slow_ranks(view) or _slow_in_step(view) or _awaited_rank(view)
-    return (*stalled, *_non_finite_losses(view), *slow)
+    return (*stalled, *_non_finite_losses(view), *_large_ranks(view), *slow)
 
 
 # --- slow ----------------------------------------------------------------------------------------------------------
@@ -57,7 +62,12 @@ def _slow_ranks(view: JobView) -> list[Notice]:
     rates = {
         rank.rank: rank.steps_per_s for rank in view.ranks if rank.steps_per_s and _is_measured(view, rank)
     }
-    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()})
+    slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, SLOW_RATIO)
+    if not slower and not view.is_over:
+        rates = {
+            rank.rank: recent.steps_per_s for rank in view.ranks if (recent := _recent(rank)) is not None
+        }
+        slower = _outliers({rank: 1 / per_s for rank, per_s in rates.items()}, _RECENT_RATIO)
     if not slower:
         return []
     text = (
@@ -72,13 +82,18 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     busy_s = {
         rank.rank: rank.busy_step_s for rank in view.ranks if rank.busy_step_s and _is_measured(view, rank)
     }
-    slower = _outliers(busy_s)
+    slower = _outliers(busy_s, SLOW_RATIO)
+    steps_per_s = {rank: view.ranks[rank].steps_per_s or 1.0 for rank in slower}
+    if not slower and not view.is_over:
+        recents = {rank.rank: recent for rank in view.ranks if (recent := _recent(rank)) is not None}
+        busy_s = {rank: recent.busy_step_s for rank, recent in recents.items() if recent.busy_step_s > 0}
+        slower = _outliers(busy_s, _RECENT_RATIO)
+        steps_per_s = {rank: recents[rank].steps_per_s for rank in slower}
     if not slower:
         return []
     longest = median(busy_s[rank] for rank in slower)
     usual = median(seconds for rank, seconds in busy_s.items() if rank not in slower)
-    step_s = 1 / median(view.ranks[rank].steps_per_s or 1.0 for rank in slower)
-    if (longest - usual) / step_s < _MIN_LOSS:
+    if (longest - usual) * median(steps_per_s.values()) < _MIN_LOSS:
         return []
     text = (
         f"{_are_slower(view, slower, busy_s)} in {'its' if len(slower) == 1 else 'their'} own part of a step "
@@ -87,14 +102,45 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     return [Notice("slow", tuple(sorted(slower)), text)]
 
 
-def _outliers(seconds: Mapping[int, float]) -> dict[int, float]:
+class _Recent(NamedTuple):
+    """Rates of a rank over the last :data:`_RECENT_S`."""
+
+    steps_per_s: float
+    busy_step_s: float
+
+
+def _recent(rank: RankView) -> _Recent | None:
+    """Return what a rank has done recently, if that is enough to be compared."""
+    if rank.state.is_final or len(rank.rate_points) < 2:
+        return None
+    last = rank.rate_points[-1]
+    first = next(point for point in rank.rate_points if last.time_s - point.time_s <= _RECENT_S)
+    span_s, num_steps = last.time_s - first.time_s, last.steps - first.steps
+    if span_s < _RECENT_S / 2 or num_steps < _RECENT_STEPS:
+        return None
+    num_busy = last.busy_steps - first.busy_steps
+    busy_s = (last.busy_time_s - first.busy_time_s) / num_busy if num_busy else 0.0
+    return _Recent(num_steps / span_s, busy_s)
+
+
+def _outliers(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
     """Return ranks far above the median of the others -> the ratio; empty if that are more than half of them."""
+    ordered = sorted(seconds.values())
     slower: dict[int, float] = {}
-    for rank, busy_s in seconds.items():
-        others = [other_s for other, other_s in seconds.items() if other != rank]
-        if others and busy_s / median(others) >= SLOW_RATIO:
-            slower[rank] = busy_s / median(others)
+    for rank, own_s in seconds.items() if len(ordered) > 1 else ():
+        times = own_s / _median_without(ordered, bisect_left(ordered, own_s))
+        if times >= ratio:
+            slower[rank] = times
     return slower if len(slower) <= len(seconds) // 2 else {}
+
+
+def _median_without(ordered: Sequence[float], left_out: int) -> float:
+    """Return the median of sorted numbers without the one at an index."""
+    middle = (len(ordered) - 1) // 2
+    high = ordered[middle + (left_out <= middle)]
+    if len(ordered) % 2 == 0:  # an odd number is left
+        return high
+    return (ordered[middle - 1 + (left_out <= middle - 1)] + high) / 2
 
 
 def _are_slower(view: JobView, slower: Mapping[int, float], measured: Iterable[int]) -> str:
@@ -220,3 +266,27 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
     verb = "was" if view.is_over else "is"
     text = f"the loss of {_names(lost)} {verb} {lost[0].loss}"
     return [Notice("loss", tuple(rank.rank for rank in lost), text)]
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def _large_ranks(view: JobView) -> list[Notice]:
+    """Find ranks that hold far more memory than the others, of their devices or of the host."""
+    device = {rank.rank: float(rank.device_bytes) for rank in view.ranks if rank.device_bytes}
+    host = {rank.rank: float(rank.host_bytes) for rank in view.ranks if rank.host_bytes}
+    return [] if view.is_over else _larger("device", device) or _larger("host", host)
+
+
+def _larger(where: str, sizes: Mapping[int, float]) -> list[Notice]:
+    found = _outliers(sizes, _LARGE_RATIO) if len(sizes) > 2 else {}
+    if not found:
+        return []
+    usual = median(num_bytes for rank, num_bytes in sizes.items() if rank not in found)
+    large = {rank: times for rank, times in found.items() if sizes[rank] - usual >= _LARGE_BYTES}
+    if not large:
+        return []
+    verb = "holds" if len(large) == 1 else "hold"
+    most = formatting.size_range([int(sizes[rank]) for rank in large])
+    text = f"{formatting.ranks(large)} {verb} {most} of {where} memory, the others {formatting.size(usual)}"
+    return [Notice("memory", tuple(sorted(large)), text)]

@@ -20,6 +20,10 @@ from nblaunch.dashboard.widget_throttle import Throttle
 MAX_TABS = 16
 """Largest number of ranks with tabs; with more ranks there is a list."""
 
+MAX_LISTED = 64
+"""Largest number of ranks in the list; with more ranks only the lines of all together are shown."""
+
+_NUM_AT_ONCE = 8  # panes that are made in a tick
 _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane is a whole number of lines high, so that none is cut
@@ -53,10 +57,11 @@ class LogPane:
         self.links: list[Any] = []
         self.widget: Any
         self._pages: Any = None
+        self._next = -1
         self._width = len(str(num_ranks - 1))
-        self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_ranks + 1)]
+        num_panes = 1 if num_ranks == 1 or num_ranks > MAX_LISTED else num_ranks + 1
+        self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
         if num_ranks == 1:
-            self._panes = self._panes[:1]
             self.widget = self._panes[0]
         elif num_ranks <= MAX_TABS:
             self.widget = self._pages = self._tabs()
@@ -74,13 +79,17 @@ class LogPane:
         self._throttle.update(self._panes[0], every_s=_SEEN_S, value=_pane(lines, _SEEN_BYTES))
         # The kernel learns of a selected tab only when no cell runs, so this is a guess; all tabs are kept up to date.
         seen = getattr(self._pages, "selected_index", None)
-        for rank, pane in enumerate(self._panes[1:]):
-            is_seen = seen == rank + 1
-            every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
-            if self._throttle.is_due(pane, every_s):
-                own = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
-                num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
-                self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
+        for _ in range(min(_NUM_AT_ONCE, len(self._panes) - 1)):
+            self._next = (self._next + 1) % (len(self._panes) - 1)
+            self._show_rank(self._next, is_seen=seen == self._next + 1)
+
+    def _show_rank(self, rank: int, *, is_seen: bool) -> None:
+        pane = self._panes[rank + 1]
+        every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
+        if self._throttle.is_due(pane, every_s):
+            own = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
+            num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
+            self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 
     def _titles(self) -> list[str]:
         return ["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]
@@ -94,7 +103,7 @@ class LogPane:
 
     def _list(self) -> Any:
         stack = getattr(widgets, "Stack", None)  # new in ipywidgets 8
-        if stack is None:
+        if stack is None or self._num_ranks > MAX_LISTED:
             hint = widgets.HTML('<span style="opacity:.7">one rank alone: job.logs(rank)</span>')
             self._panes = self._panes[:1]
             return widgets.VBox([hint, *self._panes])

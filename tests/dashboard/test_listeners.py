@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch import dashboard
-from nblaunch.dashboard.base import Dashboard, GuardedDashboard
+from nblaunch.dashboard import base
+from nblaunch.dashboard.base import Dashboard, GuardedDashboard, Pace, ViewingDashboard
 from nblaunch.dashboard.lines import LinesPrinter, MergedLines
 from nblaunch.dashboard.notebook import NotebookDashboard
 from nblaunch.dashboard.terminal import TextDashboard
-from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
+from nblaunch.dashboard.view import JobView
+from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note, StatusLine
 from nblaunch.wire.board import SlotReading
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
@@ -54,6 +56,64 @@ class Writes(io.StringIO):
 
 def lines_of(rank: int, first: int, last: int) -> LogLines:
     return LogLines(rank, START_S, lines=tuple(f"line {number}" for number in range(first, last)))
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+class CountingDashboard(ViewingDashboard):
+    """Counts drawings."""
+
+    num_drawn = 0
+
+    def _draw(self) -> None:
+        self.num_drawn += 1
+        self._pace.note_published()
+
+    def _draw_last(self, view: JobView) -> None:
+        self.last = view
+
+
+@pytest.mark.parametrize(("num_ranks", "num_folded"), [(8, 20), (512, 4)])
+def test_views_change_as_often_as_is_seen_however_many_events_there_are(
+    num_ranks: int, num_folded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds: a bar, a line and a reading of each rank every 0.1 s."""
+    folded: list[int] = []
+    for name in ("fold", "fold_log_lines", "fold_readings"):
+        fold = getattr(base, name)
+        monkeypatch.setattr(base, name, lambda *args, fold=fold: folded.append(1) or fold(*args))
+    clock = Clock()
+    board = CountingDashboard(Pace(first_s=0.0, interval_s=0.2, clock=clock))
+    feed(board, started(num_ranks))
+    folded.clear()
+    for tick in range(1, 21):
+        clock.now_s += 0.1
+        for rank in range(num_ranks):
+            board.on_event(LogLines(rank, START_S + tick / 10, lines=(f"line {tick} of {rank}",)))
+            board.on_event(
+                StatusLine(rank, START_S + tick / 10, text=f"epoch 1: {tick}%|#| {tick}/100 [0:01<0:02]")
+            )
+        board.on_readings([sample(rank, tick) for rank in range(num_ranks)])
+    assert len(folded) <= num_folded * (num_ranks + 2)
+    assert 4 <= board.num_drawn <= 11
+    feed(board, ended(num_ranks, 2.0))
+    board.close()
+    assert [rank.step for rank in board.last.ranks] == [20] * num_ranks
+    assert [rank.num_lines for rank in board.last.ranks] == [20] * num_ranks
+    assert board.last.tail[-1] == (num_ranks - 1, f"line 20 of {num_ranks - 1}")
+
+
+def test_the_last_reading_before_the_end_counts() -> None:
+    clock = Clock()
+    board = CountingDashboard(Pace(first_s=0.0, clock=clock))
+    feed(board, started(512))
+    for tick in (1, 2):
+        clock.now_s += 0.01
+        board.on_readings([sample(rank, 10 * tick) for rank in range(512)])
+    feed(board, ended(512, 2.0))
+    board.close()
+    assert {rank.step for rank in board.last.ranks} == {20}
 
 
 # --- the table in a notebook -----------------------------------------------------------------------------------------
@@ -134,6 +194,24 @@ def test_a_job_that_was_broken_off_is_shown_as_such() -> None:
     table.close()
     assert "cancelled after" in shown.bundles[-1]["text/plain"]
     assert "stopped" in shown.bundles[-1]["text/html"]
+
+
+@pytest.mark.parametrize("is_html", [True, False])
+def test_where_a_user_looks_the_last_lines_are_part_of_the_table_until_the_end(is_html: bool) -> None:
+    shown, clock = Publications(), Clock()
+    table = NotebookDashboard(publish=shown, clock=clock, is_watched=True, is_html=is_html)
+    feed(table, started(2))
+    heights = set()
+    for tick in range(1, 31):
+        clock.now_s += 0.5
+        table.on_event(LogLines(1, START_S + tick, lines=(f"line {tick}",)))
+        table.on_readings([sample(rank, tick) for rank in range(2)])
+        heights.add(len(shown.bundles[-1]["text/plain"].splitlines()))
+    assert all("line 30" in text for text in shown.bundles[-1].values())
+    assert len(heights) == 1
+    feed(table, ended(2, 15))
+    table.close()
+    assert not any("line 30" in text for text in shown.bundles[-1].values())
 
 
 def test_text_alone_on_request() -> None:

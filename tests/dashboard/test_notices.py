@@ -73,7 +73,50 @@ def test_several_slow_ranks_share_a_notice() -> None:
 
 
 def test_the_first_second_is_too_early_to_judge() -> None:
-    assert notices(at_rates([10, 4], seconds=2)) == ()
+    assert notices(at_rates([10, 4], seconds=1)) == ()
+
+
+def test_a_rank_that_is_far_slower_is_named_within_two_seconds() -> None:
+    assert texts(at_rates([20] * 300 + [5] + [20] * 211, seconds=2)) == [
+        "rank 300 is 4.0 times slower than the others (5.00 against 20.0 steps/s)"
+    ]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["own rate", "in step"])
+def test_a_rank_that_becomes_slow_is_named_within_two_seconds(busy: bool) -> None:
+    """Rank 2 takes 50 ms a step and 250 ms from the tenth second on; in step, the others wait for it."""
+    view, named_s = view_of(started(4)), None
+    steps, busy_s = [0.0] * 4, [0.0] * 4
+    for tick in range(1, 60):
+        now_s = tick / 4
+        for rank in range(4):
+            step_s = 0.25 if now_s > 10 and (rank == 2 or busy) else 0.05
+            steps[rank] += 0.25 / step_s
+            busy_s[rank] += 0.25 / step_s * (0.25 if now_s > 10 and rank == 2 else 0.05)
+        readings = [
+            sample(rank, round(steps[rank]), 10_000, step_time_s=5 + now_s, busy_time_s=busy_s[rank] * busy,
+                   busy_steps=round(steps[rank]) * busy)
+            for rank in range(4)
+        ]  # fmt: skip
+        view = fold_readings(view, readings, START_S + now_s)
+        slow = [notice.ranks for notice in notices(view) if notice.kind == "slow"]
+        assert slow in ([], [(2,)])
+        assert not slow or now_s > 10
+        named_s = named_s or (now_s if slow else None)
+    assert named_s is not None
+    assert named_s <= 12
+
+
+def test_a_rank_that_holds_far_more_memory_is_named_and_has_a_row() -> None:
+    sizes = [2_000_000_000] * 7 + [7_000_000_000]
+    view = fold_readings(
+        trained(8), [sample(rank, 101, device_bytes=taken) for rank, taken in enumerate(sizes)], START_S + 11
+    )
+    (notice,) = notices(view)
+    assert (notice.kind, notice.ranks) == ("memory", (7,))
+    assert notice.text == "rank 7 holds 7.00 GB of device memory, the others 2.00 GB"
+    assert [row.state_text for row in tabulate(view).rows] == ["training, 1 odd", "training, memory"]
+    assert notices(view_of(ended(8), view)) == ()
 
 
 def in_step(busy_s: Sequence[float], step_s: float = 0.1) -> JobView:
