@@ -13,9 +13,9 @@ Two modes change this scheme. One process drives all devices of a host (SPMD), w
 asked for, cut over them by the compiler. And wider numbers are represented as bfloat16 by the device itself, instead
 of autocast.
 
-Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``xla_spmd.py`` (all devices as one),
-``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether a fork is possible), ``host/tpu.py`` (the
-machine) and ``host/memory.py``.
+Beside it are ``xla_runtime.py`` (torch_xla, found and imported), ``xla_spmd.py`` (all devices as one), ``xla_world.py``
+(the ranks in torch_xla's own eyes), ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether a fork
+is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
 
 TorchTPU, which succeeds torch_xla, is a family of its own: ``torch_tpu.py``.
 """
@@ -32,7 +32,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, packages
-from nblaunch.backends import first_use, process_group, xla_runtime
+from nblaunch.backends import first_use, process_group, xla_runtime, xla_world
 from nblaunch.backends.base import Backend
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
@@ -237,7 +237,10 @@ class XlaBackend(Backend):
         memory.tune_allocator()
         packages.when_imported(_LOADERS, _read_prepared_loaders_directly)
         if topology.world_size > 1:
-            atexit.register(self._report_lone_worlds, topology)
+            if xla_runtime.kind() == "TPU":
+                xla_world.join_at_first_use(topology)
+            else:
+                atexit.register(self._report_lone_worlds, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
             # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
@@ -251,14 +254,10 @@ class XlaBackend(Backend):
 
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         if topology.rank == 0 and is_alone and first_use.is_xla_initialised():
-            way = (
-                "torch_xla has no collectives across processes on the CPU"
-                if xla_runtime.kind() == "CPU"
-                else "or call torch.distributed.init_process_group('xla', init_method='xla://') first"
-            )
             self._note(
                 f"{topology.world_size} workers were as many worlds of one process: the function used torch_xla "
-                f"without joining the others, and nothing was reduced between them. Use nblaunch's Accelerator ({way})"
+                "without joining the others, and nothing was reduced between them. On the CPU torch_xla has no "
+                "collectives across processes; nblaunch's Accelerator has"
             )
 
     def enable_spmd(self) -> None:

@@ -197,6 +197,42 @@ def test_one_process_drives_all_chips(tpu: Kernel, report: list[str]) -> None:
     assert found["workers"] == 1
 
 
+def test_plain_torch_xla_sees_all_workers(tpu: Kernel, report: list[str]) -> None:
+    """Without an Accelerator: torch_xla's own ranks and reductions, and those of Hugging Face's Accelerator."""
+    cell = tpu.run(
+        """
+def plain():
+    import torch_xla, torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+    total = xm.all_reduce(xm.REDUCE_SUM, torch.ones(2, device=torch_xla.device())).tolist()[0]
+    return xr.world_size(), xr.global_ordinal(), total
+def theirs():
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        return None
+    return Accelerator().num_processes
+notebook_launcher(plain, return_all=True, dashboard="none"), notebook_launcher(theirs, dashboard="none")
+""",
+        timeout_s=500,
+    )
+    worlds, num_processes = cell.value
+    report += ["", f"## plain torch_xla: {worlds}; Hugging Face Accelerate: {num_processes}"]
+    count = BACKEND.device_count()
+    assert {(size, total) for size, _, total in worlds} == {(count, count)}
+    assert sorted(ordinal for _, ordinal, _ in worlds) == list(range(count))
+    assert num_processes in (None, count)
+
+
+@pytest.mark.timeout(1800)
+def test_loops_as_they_should_be_get_no_notes(tpu: Kernel, report: list[str]) -> None:
+    from tests.xla import test_false_notes as loops
+
+    tpu.run(loops.LOOPS)
+    found = {name: loops.notes(tpu, body) for name, body in loops.FAULTLESS.items()}
+    report += ["", f"## notes: {found}"]
+    assert {name: notes for name, notes in found.items() if notes} == {}
+
+
 def test_a_model_is_sharded_over_all_chips(tpu: Kernel, report: list[str]) -> None:
     """Both by the runtime's own figures and by the parts of the tensors; and it learns what whole weights learn."""
     cell = tpu.run(

@@ -231,7 +231,7 @@ def loops(shared: Kernel) -> Kernel:
     return shared
 
 
-def notes(kernel: Kernel, body: str, num_processes: int | None = 1, **options: str) -> list[str]:
+def notes(kernel: Kernel, body: str, num_processes: int = 1, **options: str) -> list[str]:
     """What is said about the loops of ``body``, but for what their first steps compiled."""
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     cell = kernel.run(

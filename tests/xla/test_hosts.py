@@ -156,6 +156,9 @@ def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
             assert theirs.version() in (4, 5, 6, 7)
             if count > 1:
                 theirs.configure_topology(rank, count)
+                once = dict(os.environ)
+                theirs.configure_topology(rank, count)  # plain torch_xla in a worker, and then an Accelerator
+                assert dict(os.environ) == once
             else:
                 theirs.configure_one_chip_topology()
             assert theirs.get_worker_ips() == ["localhost"]

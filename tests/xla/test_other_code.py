@@ -55,6 +55,32 @@ def idle():
         assert "worlds of one process" not in cell.stdout
 
 
+@pytest.mark.parametrize("question", ["xr.world_size()", "torch_xla.device()", "xr.global_ordinal()"])
+def test_plain_code_joins_as_torch_xlas_launcher_does(shared: Kernel, question: str) -> None:
+    """The TPU's way in, on the CPU, where the world is then one process: it is joined once, before the first answer."""
+    shared.run(
+        """
+def ask(question):
+    import torch_xla, torch_xla.runtime as xr, torch_xla.core.xla_model as xm
+    from torch_xla._internal import pjrt
+    from nblaunch.backends import xla_world
+    from nblaunch.topology import Topology
+    before, joined = torch_xla._XLAC._xla_get_default_device, []
+    initialize = pjrt.initialize_multiprocess
+    pjrt.initialize_multiprocess = lambda *ranks: (joined.append(ranks), initialize(*ranks))
+    xla_world.join_at_first_use(Topology(3, 3, 0, 4, 4))
+    early = list(joined), torch_xla._XLAC._xla_runtime_is_initialized()
+    for _ in range(2):
+        eval(question)
+    replicas = torch_xla._XLAC._xla_get_replication_devices_count()
+    is_restored = torch_xla._XLAC._xla_get_default_device is before
+    return early, joined, replicas, is_restored, torch.ones(2, device="xla").sum().item()
+"""
+    )
+    cell = shared.run(f"notebook_launcher(ask, ({question!r},), 1)", timeout_s=60)
+    assert cell.value == (([], False), [(3, 4)], 1, True, 2.0)
+
+
 def test_an_import_is_no_wish(start_xla: StartKernel) -> None:
     """Where it sees no TPU, torch_xla's import sets PJRT_DEVICE to CPU; transformers and accelerate import it."""
     kernel = start_xla()
