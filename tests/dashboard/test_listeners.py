@@ -206,7 +206,9 @@ def test_where_a_user_looks_the_last_lines_are_part_of_the_table_until_the_end(i
         clock.now_s += 0.5
         table.on_event(LogLines(1, START_S + tick, lines=(f"line {tick}",)))
         table.on_readings([sample(rank, tick) for rank in range(2)])
-        heights.add(len(shown.bundles[-1]["text/plain"].splitlines()))
+        heights.add(shown.bundles[-1]["text/plain"].count("\n"))
+    clock.now_s += 5.0
+    table.on_readings([sample(rank, 31) for rank in range(2)])
     assert all("line 30" in text for text in shown.bundles[-1].values())
     assert len(heights) == 1
     feed(table, ended(2, 15))
