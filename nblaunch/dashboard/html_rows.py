@@ -45,11 +45,11 @@ class Markup:
 
     Args:
         is_inline: styles are in line; else :data:`STYLE_SHEET` must be on the page.
-        places: row (-1 for the whole job) -> fraction that was shown last, for bars that glide on from there.
+        fractions: row (-1 for the whole job) -> fraction that was shown last, for bars that glide on from there.
     """
 
     is_inline: bool = True
-    places: Mapping[int, float] = field(default_factory=dict)
+    fractions: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, name: str, more: str = "") -> str:
         """Return the attributes of an element with the style ``name``, and with the properties ``more``."""
@@ -128,10 +128,10 @@ def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
 
 
 def _state(row: Row, markup: Markup) -> str:
-    is_odd = row.is_marked and row.rank is not None
-    glyph = _glyph(*shape_of(row.state, is_marked=is_odd), markup)
+    differs = row.is_marked and row.rank is not None
+    glyph = _glyph(*shape_of(row.state, is_marked=differs), markup)
     text = escape(row.detail if row.is_stalled else row.state_text)
-    return f"{glyph} <b>{text}</b>" if is_odd else f"{glyph} {text}"
+    return f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
 
 
 def _glyph(shape: str, colour: str, markup: Markup) -> str:
@@ -146,7 +146,7 @@ def _bar(row: Row, markup: Markup) -> str:
     """Return a bar, which glides on from its last place."""
     if row.fraction is None:
         return ""
-    start = markup.places.get(row_key(row), row.fraction)
+    start = markup.fractions.get(row_key(row), row.fraction)
     width = f"width:{_percent(row.fraction)}"
     if start < row.fraction:
         width += f";--from:{_percent(start)};animation:{_GLIDE} {_GLIDE_S:g}s linear"
@@ -159,7 +159,7 @@ def _bar(row: Row, markup: Markup) -> str:
 
 
 def row_key(row: Row) -> int:
-    """Return the key of a row in :attr:`Markup.places`."""
+    """Return the key of a row in :attr:`Markup.fractions`."""
     return -1 if row.rank is None else row.rank
 
 

@@ -51,7 +51,7 @@ class LiveTable:
         self._drawn = view
         live = self._live or self._start()
         live.console.size = size_of(self._to)
-        live.update(picture(view), refresh=True)
+        live.update(renderable(view), refresh=True)
 
     def clear(self) -> None:
         """Remove the table; the cursor is then at the beginning of an empty line."""
@@ -94,7 +94,7 @@ class LiveTable:
         return self._live
 
 
-def picture(view: JobView) -> RenderableType:
+def renderable(view: JobView) -> RenderableType:
     """Return the headline, the rows, and remarks about them."""
     table = tabulate(view)
     head = Text(no_wrap=True, overflow="ellipsis")

@@ -30,7 +30,7 @@ NUM_UNFOLDED = 4
 MAX_ROWS = 16
 """Largest number of ranks with rows behind the folded line; with more ranks there is a tile for each."""
 
-MAX_ODD_ROWS = 12
+MAX_DIFFERING_ROWS = 12
 """Largest number of rows for ranks that differ; more of them are folded as well."""
 
 HEAD_LINES = 500
@@ -123,25 +123,25 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> Rows:
     used = _used_columns(view)
     columns = tuple(_COLUMNS[index] for index in used)
     are_few = len(view.ranks) <= NUM_UNFOLDED
-    standings = [_standing(view, rank, settles=not are_few) for rank in view.ranks]
-    odd = list(range(len(view.ranks))) if are_few else _odd_ranks(view, standings, marks)
+    statuses = [_status_of(view, rank, settles=not are_few) for rank in view.ranks]
+    differing = list(range(len(view.ranks))) if are_few else _differing_ranks(view, statuses, marks)
 
     def rows(ranks: Iterable[int]) -> tuple[Row, ...]:
-        return tuple(_narrowed(_row(view, view.ranks[rank], standings[rank], marks), used) for rank in ranks)
+        return tuple(_narrowed(_row(view, view.ranks[rank], statuses[rank], marks), used) for rank in ranks)
 
     num_marked = sum(
-        not view.ranks[rank].state.is_final for rank in odd if marks.get(rank, "stalled") != "stalled"
+        not view.ranks[rank].state.is_final for rank in differing if marks.get(rank, "stalled") != "stalled"
     )
-    whole = [_narrowed(_whole(view, standings, num_marked), used)] if len(view.ranks) > 1 else []
-    shown = (*whole, *rows(odd))
+    whole = [_narrowed(_whole(view, statuses, num_marked), used)] if len(view.ranks) > 1 else []
+    shown = (*whole, *rows(differing))
     if are_few:
         return Rows(columns, shown)
     return Rows(
         columns,
         shown,
-        folded=_folded(view, standings, odd),
+        folded=_folded(view, statuses, differing),
         unfolded=rows(range(len(view.ranks))) if len(view.ranks) <= MAX_ROWS else (),
-        tiles=tuple(Tile(rank, standing.state, rank in odd) for rank, standing in enumerate(standings)),
+        tiles=tuple(Tile(rank, status.state, rank in differing) for rank, status in enumerate(statuses)),
     )
 
 
@@ -170,7 +170,7 @@ def _narrowed(row: Row, used: Sequence[int]) -> Row:
 # --- one rank --------------------------------------------------------------------------------------------------------
 
 
-class _Standing(NamedTuple):
+class _RankStatus(NamedTuple):
     """What a rank does: its state, that in one word, and where it is if it does not move."""
 
     state: WorkerState
@@ -178,24 +178,24 @@ class _Standing(NamedTuple):
     where: str
 
 
-def _standing(view: JobView, rank: RankView, *, settles: bool) -> _Standing:
+def _status_of(view: JobView, rank: RankView, *, settles: bool) -> _RankStatus:
     stalled = stall_text(view, rank)
     if stalled:
         waits = rank.stall is not None and bool(rank.stall.waiting_in)
-        return _Standing(WorkerState.WAITING, "waiting" if waits else "no progress", stalled)
+        return _RankStatus(WorkerState.WAITING, "waiting" if waits else "no progress", stalled)
     state = settled_state(view, rank) if settles else rank.state
-    return _Standing(state, "killed" if rank.is_killed else state.name.lower(), "")
+    return _RankStatus(state, "killed" if rank.is_killed else state.name.lower(), "")
 
 
-def _row(view: JobView, rank: RankView, standing: _Standing, marks: Mapping[int, str]) -> Row:
+def _row(view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str]) -> Row:
     # A rank alone has no others that it could differ from; a stalled rank says so by its state.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = {"stalled": "", "loss": f"loss {rank.loss}"}.get(mark, mark)
     return Row(
         rank=rank.rank,
         label=str(rank.rank),
-        state=standing.state,
-        state_text=f"{standing.word}, {words}" if words else standing.word,
+        state=status.state,
+        state_text=f"{status.word}, {words}" if words else status.word,
         cells=(
             epoch_of(rank),
             _steps(rank),
@@ -207,9 +207,9 @@ def _row(view: JobView, rank: RankView, standing: _Standing, marks: Mapping[int,
             _device(rank),
         ),
         fraction=_fraction(rank),
-        detail=standing.where or _detail(rank),
+        detail=status.where or _detail(rank),
         is_marked=bool(mark),
-        is_stalled=bool(standing.where),
+        is_stalled=bool(status.where),
     )
 
 
@@ -269,11 +269,11 @@ def _detail(rank: RankView) -> str:
 # --- the whole job ---------------------------------------------------------------------------------------------------
 
 
-def _whole(view: JobView, standings: Sequence[_Standing], num_marked: int) -> Row:
+def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int) -> Row:
     """Return the row of all ranks: progress of the last one, and the throughput and the memory of all together."""
     ranks = view.ranks
     last = furthest_behind(view)
-    (most, _), *_ = Counter(standing.state for standing in standings).most_common(1)
+    (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
     has_failed = any(rank.state is WorkerState.FAILED for rank in ranks)
     is_done = all(rank.state is WorkerState.DONE for rank in ranks)
     rates = [rank.steps_per_s for rank in ranks if rank.steps_per_s]
@@ -284,7 +284,7 @@ def _whole(view: JobView, standings: Sequence[_Standing], num_marked: int) -> Ro
         rank=None,
         label="all",
         state=WorkerState.FAILED if has_failed else most,
-        state_text=_counted(standings, num_marked),
+        state_text=_counted(statuses, num_marked),
         cells=(
             epoch_of(last),
             _steps(last),
@@ -300,13 +300,13 @@ def _whole(view: JobView, standings: Sequence[_Standing], num_marked: int) -> Ro
     )
 
 
-def _counted(standings: Sequence[_Standing], num_marked: int) -> str:
-    """Return ``training``, ``3 training, 1 waiting``, ``training, 1 odd``; failures first."""
-    words = Counter(standing.word for standing in standings)
+def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
+    """Return ``training``, ``3 training, 1 waiting``, ``training, 1 differs``; failures first."""
+    words = Counter(status.word for status in statuses)
     if len(words) == 1:
-        odd = f", {num_marked} odd" if num_marked else ""
-        return f"{standings[0].word}{odd}"
-    first = [standing.word for standing in standings if standing.state is WorkerState.FAILED]
+        differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
+        return f"{statuses[0].word}{differing}"
+    first = [status.word for status in statuses if status.state is WorkerState.FAILED]
     ordered = list(dict.fromkeys([*first, *(word for word, _ in words.most_common())]))
     parts = [f"{words[word]} {word}" for word in ordered[:2]]
     rest = sum(words[word] for word in ordered[2:])
@@ -322,24 +322,24 @@ def furthest_behind(view: JobView) -> RankView:
 # --- ranks that differ, and the others -------------------------------------------------------------------------------
 
 
-def _odd_ranks(view: JobView, standings: Sequence[_Standing], marks: Mapping[int, str]) -> list[int]:
+def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
     """Return the ranks that differ, in order: failed, noticed, or doing what few do; if they are many, the first."""
-    counts = Counter(standing.word for standing in standings)
-    few = max(len(standings) // 8, 1)
+    counts = Counter(status.word for status in statuses)
+    few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
     failed.sort(key=lambda rank: (rank.rank != view.failed_rank, rank.is_consequence, rank.rank))
-    noticed = [rank for rank in sorted(marks) if len(marks) <= len(standings) // 2]
-    alone = [rank for rank, standing in enumerate(standings) if counts[standing.word] <= few]
+    noticed = [rank for rank in sorted(marks) if len(marks) <= len(statuses) // 2]
+    alone = [rank for rank, status in enumerate(statuses) if counts[status.word] <= few]
     ordered = dict.fromkeys([*(rank.rank for rank in failed), *noticed, *alone])
-    return sorted(list(ordered)[:MAX_ODD_ROWS])
+    return sorted(list(ordered)[:MAX_DIFFERING_ROWS])
 
 
-def _folded(view: JobView, standings: Sequence[_Standing], odd: Sequence[int]) -> str:
+def _folded(view: JobView, statuses: Sequence[_RankStatus], differing: Sequence[int]) -> str:
     """Return the other ranks in words: ``ranks 0-7 training, 24.1 steps/s each``."""
     groups: dict[str, list[RankView]] = {}
-    for rank, standing in zip(view.ranks, standings, strict=True):
-        if rank.rank not in odd:
-            groups.setdefault(standing.word, []).append(rank)
+    for rank, status in zip(view.ranks, statuses, strict=True):
+        if rank.rank not in differing:
+            groups.setdefault(status.word, []).append(rank)
     ordered = list(groups.items())
     texts = [_group(word, ranks) for word, ranks in ordered[:_NUM_GROUPS]]
     hidden = sum(len(ranks) for _, ranks in ordered[_NUM_GROUPS:])

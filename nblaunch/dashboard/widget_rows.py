@@ -64,8 +64,8 @@ class RankRows:
         )
         self._states: list[tuple[str, str]] = []
         self._built = ""
-        self._built_places: Mapping[int, float] = {}
-        self._places: Mapping[int, float] = {}
+        self._built_fractions: Mapping[int, float] = {}
+        self._fractions: Mapping[int, float] = {}
 
     @property
     def unused(self) -> list[Any]:
@@ -83,9 +83,9 @@ class RankRows:
 
     def _show_rows(self, table: Table, *, is_urgent: bool) -> None:
         if self._rows.value == self._built:  # what was built last has been sent
-            self._places = self._built_places
-        self._built = _text(rows_html(table, table.rows, Markup(is_inline=False, places=self._places)))
-        self._built_places = _places(table.rows)
+            self._fractions = self._built_fractions
+        self._built = _text(rows_html(table, table.rows, Markup(is_inline=False, fractions=self._fractions)))
+        self._built_fractions = _fractions(table.rows)
         self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=is_urgent, value=self._built)
 
     def _show_folded(self, table: Table) -> None:
@@ -107,7 +107,7 @@ def _all_ranks(table: Table) -> str:
     return rows_html(table, table.unfolded, markup) if table.unfolded else tiles_html(table.tiles, markup)
 
 
-def _places(rows: Sequence[Row]) -> Mapping[int, float]:
+def _fractions(rows: Sequence[Row]) -> Mapping[int, float]:
     return {row_key(row): row.fraction for row in rows if row.fraction is not None}
 
 

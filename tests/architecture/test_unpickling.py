@@ -10,6 +10,7 @@ READERS = {
     "nblaunch.backends": "part of a worker's assignment, see nblaunch.engines.interpreter_main",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
+    "nblaunch.engines.fork": "the state of random, which the same process has pickled a moment before",
     "nblaunch.engines.interpreter_main": "assignments in a memory file that its launcher made and that it inherited",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",

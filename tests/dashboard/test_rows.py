@@ -21,7 +21,7 @@ from nblaunch.dashboard.palette import (
     outcome_shape,
     shape_of,
 )
-from nblaunch.dashboard.rows import MAX_ODD_ROWS
+from nblaunch.dashboard.rows import MAX_DIFFERING_ROWS
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -58,8 +58,8 @@ def test_few_ranks_have_a_row_each_below_the_one_of_all(num_ranks: int, expected
 def test_the_first_row_has_the_throughput_and_the_progress_of_the_whole_job() -> None:
     view = view_of(started(8))
     for step in range(0, 101, 5):
-        told = [sample(rank, step, 1000, epoch=3, num_epochs=6) for rank in range(8)]
-        view = fold_readings(view, told, START_S + step / 10)
+        readings = [sample(rank, step, 1000, epoch=3, num_epochs=6) for rank in range(8)]
+        view = fold_readings(view, readings, START_S + step / 10)
     view = view_of([HostMemory(rank, 1.0, 500_000_000) for rank in range(8)], view)
     table = tabulate(view)
     assert table.rows[0].cells == ("3/6", "100/1,000", "10.0", "2,560", "6:30", "0.0099", "4.00 GB")
@@ -74,11 +74,11 @@ def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
         epoch, at_s = tick // 30 + 1, tick % 30 / 2
         is_training = at_s < 10
         step = int(at_s * 10) if is_training else int((at_s - 10) * 10)
-        told = sample(
+        readings = sample(
             0, step, 100 if is_training else 50, epoch=epoch, num_epochs=4, loop=2 * epoch + (not is_training),
             step_time_s=5 + tick / 2, state=WorkerState.TRAINING if is_training else WorkerState.EVALUATING,
         )  # fmt: skip
-        view = fold_readings(view, [told], START_S + tick / 2)
+        view = fold_readings(view, [readings], START_S + tick / 2)
     (rank,) = view.ranks
     assert rank.epoch_length_s == pytest.approx(15)
     assert rank.job_fraction == pytest.approx((2 + 0.75) / 4)
@@ -98,8 +98,8 @@ def test_columns_are_the_same_from_the_first_step_to_the_end() -> None:
     view = view_of(started(3))
     tables = [tabulate(view)]
     for step in range(0, 30, 5):
-        told = [sample(rank, step, loss=None if step < 10 else 0.5) for rank in range(3)]
-        view = fold_readings(view, told, START_S + step / 10)
+        readings = [sample(rank, step, loss=None if step < 10 else 0.5) for rank in range(3)]
+        view = fold_readings(view, readings, START_S + step / 10)
         tables.append(tabulate(view))
     view = view_of([HostMemory(rank, 1.0, 500_000_000) for rank in range(3)], view)
     tables += [tabulate(view), tabulate(view_of(ended(3), view))]
@@ -127,7 +127,7 @@ def test_a_job_that_trains_nothing_has_no_columns_of_training() -> None:
 def test_a_slow_rank_has_a_row_and_is_marked() -> None:
     table = tabulate(at_rates([10, 10, 10, 5, 10, 10]))
     assert labels(table) == ["all", "3"]
-    assert table.rows[0].state_text == "training, 1 odd"
+    assert table.rows[0].state_text == "training, 1 differs"
     assert (table.rows[1].state_text, table.rows[1].is_marked) == ("training, slow", True)
     assert table.folded == "ranks 0-2, 4-5 training, 10.0 steps/s each"
     assert [row.label for row in table.unfolded] == [str(rank) for rank in range(6)]
@@ -170,7 +170,7 @@ def test_brief_waits_at_each_step_are_not_shown_and_long_ones_are() -> None:
 def test_ranks_with_different_outcomes_are_folded_into_groups() -> None:
     view = view_of([*started(64), *(event for rank in range(32) for event in [raised(rank)])])
     table = tabulate(view_of([JobEnded(-1, START_S + 5, "failed", 7)], view))
-    assert len(table.rows) == 1 + MAX_ODD_ROWS
+    assert len(table.rows) == 1 + MAX_DIFFERING_ROWS
     assert "7" in labels(table)
     assert table.folded == "ranks 12-31 failed; ranks 32-63 stopped"
 
@@ -235,7 +235,7 @@ def test_ranks_of_a_finished_job_open_on_a_click() -> None:
 
 def test_bars_glide_from_where_they_were() -> None:
     table = tabulate(trained(2))
-    html = rows_html(table, table.rows, Markup(is_inline=False, places={-1: 0.05, 0: 0.1}))
+    html = rows_html(table, table.rows, Markup(is_inline=False, fractions={-1: 0.05, 0: 0.1}))
     assert html.count("--from:5%") == 1
     assert html.count("animation") == 1
     assert "@keyframes" in STYLE_SHEET

@@ -232,14 +232,14 @@ def loops(shared: Kernel) -> Kernel:
 
 
 def notes(kernel: Kernel, body: str, num_processes: int = 1, **options: str) -> list[str]:
-    """What is said about the loops of ``body``, but for what their first steps compiled."""
+    """Return the notes about the loops of ``body``, but for what their first steps compiled."""
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     cell = kernel.run(
         f"def run():\n    {body}\nnotebook_launcher(run, (), {num_processes}, dashboard='text'{arguments})",
         timeout_s=120,
     )
-    said = [line for line in cell.stdout.splitlines() if line.startswith("nblaunch: ")]
-    return [line for line in said if re.search("a value|new graph|runs on the CPU|can't be cut", line)]
+    lines = [line for line in cell.stdout.splitlines() if line.startswith("nblaunch: ")]
+    return [line for line in lines if re.search("a value|new graph|runs on the CPU|can't be cut", line)]
 
 
 @pytest.mark.parametrize("variant", FAULTLESS)

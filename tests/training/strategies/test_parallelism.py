@@ -95,13 +95,13 @@ def _prepare(
 def _train(sizes: dict[str, int] | None, folder: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
     """Two epochs, saved after the first; losses and norms, and the weights."""
     accelerator, *rest = _prepare(sizes, **settings)
-    told = epoch(accelerator, *rest)
+    losses = epoch(accelerator, *rest)
     if folder:
         accelerator.save_state(folder, asynchronous=bool(sizes))
-    told += epoch(accelerator, *rest)
+    losses += epoch(accelerator, *rest)
     weights = accelerator.get_state_dict(rest[0])
     accelerator.end_training()
-    return told, weights
+    return losses, weights
 
 
 @functools.cache
@@ -128,25 +128,25 @@ def test_training_saving_and_resuming_equal_one_process(
     folder = str(tmp_path / "state")
     expected, weights = _expected()
     results = ranks.run(_train, num_ranks, sizes, folder, timeout_s=120)
-    for told, _ in results:
-        assert told == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-5)
     whole = results[0][1]
     assert whole.keys() == weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(whole[name], weight, rtol=1e-4, atol=1e-5)
     second = expected[len(expected) // 2 :]
-    for told in ranks.run(_resume, num_ranks, sizes, folder, timeout_s=120):
-        assert told == pytest.approx(second, rel=1e-5, abs=1e-5)
+    for losses in ranks.run(_resume, num_ranks, sizes, folder, timeout_s=120):
+        assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
     if sizes is BOTH:  # shards of a mesh of two dimensions, on one of one
-        for told in ranks.run(_resume, 2, {"dp_shard_size": 2}, folder):
-            assert told == pytest.approx(second, rel=1e-5, abs=1e-5)
+        for losses in ranks.run(_resume, 2, {"dp_shard_size": 2}, folder):
+            assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
 
 
 def test_mixed_precision_and_accumulation_on_both() -> None:
     settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
     expected, _ = _expected(2, "bf16")
-    for told, _ in ranks.run(functools.partial(_train, **settings), 4, BOTH, "", timeout_s=120):
-        assert told == pytest.approx(expected, rel=0.05, abs=0.02)  # bf16 has 8 bits
+    for losses, _ in ranks.run(functools.partial(_train, **settings), 4, BOTH, "", timeout_s=120):
+        assert losses == pytest.approx(expected, rel=0.05, abs=0.02)  # bf16 has 8 bits
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
