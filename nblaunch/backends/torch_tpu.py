@@ -199,7 +199,7 @@ class TorchTpuBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "TPUs have no fp16 gradient scaling; use mixed_precision='bf16'"
+            return "gradient scaling for fp16 is not tried with torch_tpu; use mixed_precision='bf16'"
         return None
 
     def rng_state(self) -> Mapping[str, Any]:

@@ -173,7 +173,7 @@ class XlaBackend(Backend):
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
         mismatch = packages.torch_mismatch("torch_tpu") if is_installed("torch_tpu") else None
-        if mismatch is None or not xla_runtime.num_chips():
+        if mismatch is None or xla_runtime.kind() != "TPU":
             return ()
         return (f"torch_xla is used: {mismatch}",)
 
