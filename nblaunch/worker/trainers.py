@@ -6,7 +6,7 @@ Here these attributes are found out anew when one of them is first used on an ob
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +28,7 @@ _OF_TRAINERS = (
 
 def let_them_join() -> None:
     """Have the two classes look at this worker, as soon as they are imported."""
-    worker = secrets.token_hex(8)
+    worker = os.urandom(8).hex()
     packages.when_imported("transformers.training_args", lambda module: _watch_arguments(module, worker))
     packages.when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
 
