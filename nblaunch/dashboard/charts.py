@@ -1,7 +1,7 @@
 """Charts as SVG: losses and logged metrics over steps, with axes, ticks, a legend, and values under the pointer.
 
     loss  ━ smoothed mean  ─ each rank
-    2.3026 to 0.4127 in 320 steps, lowest 0.3988
+    2.3 to 0.413 in 320 steps, min 0.399
     2.0 │╲
     1.0 │ ╲___
         │     ╲_______
@@ -284,11 +284,11 @@ def _legend(main: str, raw: str, *, is_smoothed: bool) -> str:
 
 
 def _caption(line: Sequence[Point], first_step: float) -> str:
-    """Return the caption of a curve: ``0.6931 to 0.0120 in 1,000 steps, lowest 0.0110``."""
+    """Return the caption of a curve: ``0.693 to 0.012 in 1,000 steps, min 0.011``."""
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
-    text = f"{loss(first[1])} to {loss(last[1])} in {formatting.count(round(last[0] - first_step), 'step')}"
+    text = f"{first[1]:.3g} to {last[1]:.3g} in {formatting.count(round(last[0] - first_step), 'step')}"
     # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
     if ys[-1] <= ys[0]:
-        return text + (f", lowest {loss(min(ys))}" if min(ys) < ys[-1] else "")
-    return text + (f", highest {loss(max(ys))}" if max(ys) > ys[-1] else "")
+        return text + (f", min {min(ys):.3g}" if min(ys) < ys[-1] else "")
+    return text + (f", max {max(ys):.3g}" if max(ys) > ys[-1] else "")

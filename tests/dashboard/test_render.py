@@ -236,12 +236,12 @@ def test_charts_stand_in_the_summary_only() -> None:
     view = view_of(
         [Metric(0, START_S, step, {"accuracy": step / 10, "name": "x"}) for step in range(9)], trained(2)
     )
-    assert "0.0000 to 0.8000 in 8 steps" not in render_html(view)
+    assert "0 to 0.8 in 8 steps" not in render_html(view)
     html = render_html(view_of(ended(2), view))
     text = Reader(html).text
-    assert "accuracy0.0000 to 0.8000 in 8 steps" in text
-    assert "loss━ smoothed mean ─ each rank0.5000 to 0.0100 in 100 steps" in text
-    assert 'aria-label="accuracy: 0.0000 to 0.8000 in 8 steps"' in html
+    assert "accuracy0 to 0.8 in 8 steps" in text
+    assert "loss━ smoothed mean ─ each rank0.5 to 0.01 in 100 steps" in text
+    assert 'aria-label="accuracy: 0 to 0.8 in 8 steps"' in html
     assert 'aria-label="name' not in html
     assert html.count("<polyline") == 3 + 1
 
