@@ -29,8 +29,7 @@ class Comparison:
     def differing(self) -> dict[str, dict[int, str]]:
         """Name of an aspect, as ``batch.shape`` -> rank -> its text, of those that are not the same on all ranks."""
         found = {name: values for name, values in self._by_name().items() if len(set(values.values())) > 1}
-        # Those that differ on every rank, as the rank itself does, are seldom what is looked for.
-        return dict(sorted(found.items(), key=lambda item: len(set(item[1].values())) == len(item[1]) > 2))
+        return dict(sorted(found.items(), key=lambda item: _differs_by_nature(item[1])))
 
     @property
     def equal(self) -> dict[str, str]:
@@ -60,6 +59,12 @@ class Comparison:
         if self.frames:
             lines.append(f"the same on all ranks: {_listed(self.equal)}")
         return "\n".join(lines)
+
+
+def _differs_by_nature(values: Mapping[int, str]) -> bool:
+    """Return whether every rank has a value of its own, as the rank itself: seldom what is looked for."""
+    is_own_rank = all(text == str(rank) for rank, text in values.items())
+    return is_own_rank or len(set(values.values())) == len(values) > 2
 
 
 def _grouped(values: Mapping[int, str]) -> list[tuple[str, list[int]]]:

@@ -46,6 +46,10 @@ assert 0 < loss < 0.1, loss
 assert F.mse_loss(model(positions), heights).item() < 0.1, "the notebook's model is the trained one"
 assert not session.is_running
 """,
+    "10_debugging": """
+assert "batch.shape" in comparison.differing, comparison
+assert loss < 0.1, loss
+""",
 }
 """Name -> code that raises AssertionError where the notebook did not do what it says."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -27,6 +28,25 @@ class _Interactive(NotebookClient):  # type: ignore[misc]
     start_new_kernel_client = NotebookClient.start_new_kernel_client
 
 
+class _Typing(NotebookClient):  # type: ignore[misc]
+    """Type into cells that ask for it, by ``input()``, the lines that stand in their metadata as ``typed``."""
+
+    async def async_execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
+        lines = list(cell.metadata.get("typed", ()))
+        self.kc.allow_stdin = bool(lines)
+        typing = asyncio.ensure_future(self._type(lines))
+        try:
+            return await super().async_execute_cell(cell, cell_index, *args, **options)
+        finally:
+            typing.cancel()
+
+    async def _type(self, lines: list[str]) -> None:
+        for line in lines:
+            while (await self.kc.get_stdin_msg())["msg_type"] != "input_request":
+                continue
+            self.kc.input(line)
+
+
 def executed(
     cells: Sequence[str], folder: Path, *, is_interactive: bool = False, keeps_widgets: bool = True
 ) -> Any:
@@ -45,7 +65,7 @@ def executed(
 
 
 def execute(
-    notebook: Any, folder: Path, timeout_s: int, client: type[NotebookClient] = NotebookClient, **options: Any
+    notebook: Any, folder: Path, timeout_s: int, client: type[NotebookClient] = _Typing, **options: Any
 ) -> None:
     """Run all cells in a fresh kernel; the outputs are then in the notebook, also if a cell raised.
 
