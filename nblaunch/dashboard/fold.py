@@ -62,7 +62,8 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     has_waited = has_new_state and last.state is WorkerState.WAITING
     steps_done = rank.steps_done + (reading.step if is_new_loop else reading.step - last.step)
     moved = is_new_loop or reading.step != last.step
-    points = _with_point(() if is_new_loop else rank.rate_points, reading, steps_done)
+    starts_anew = is_new_loop and not _goes_on(rank, reading)
+    points = _with_point(() if starts_anew else rank.rate_points, reading, steps_done)
     steps_per_s, samples_per_s = _rates(points, rank)
     rank = replace(
         rank,
@@ -122,6 +123,11 @@ def _is_new_loop(last: SlotReading, reading: SlotReading) -> bool:
     if reading.step < last.step or (reading.loop, reading.total) != (last.loop, last.total):
         return True
     return last.state != reading.state and {last.state, reading.state} == _PHASES
+
+
+def _goes_on(rank: RankView, reading: SlotReading) -> bool:
+    """Return whether a training loop follows another one, without an evaluation between them: rates go on."""
+    return reading.state is WorkerState.TRAINING and rank.phase is WorkerState.TRAINING
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:

@@ -126,6 +126,6 @@ def _tail(tail: Sequence[tuple[int, str]], *, is_live: bool) -> str:
     """Return lines of output; while the job runs in a frame of constant height, at its end."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
-    frame = ";height:150px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
-    pre = f"margin:0;{MONO};white-space:pre-wrap;background:none;color:inherit"
+    frame = ";height:153px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
+    pre = f"margin:0;{MONO};line-height:17px;white-space:pre-wrap;background:none;color:inherit"
     return f'<div style="{style}{frame}"><pre style="{pre}">{escape(lines)}</pre></div>'

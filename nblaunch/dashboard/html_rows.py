@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from nblaunch.dashboard.palette import COLOURS, LIVE, MUTED, STATE_COLOURS, ink, shape_of
+from nblaunch.dashboard.palette import COLOURS, MUTED, STATE_COLOURS, ink, shape_of
 from nblaunch.dashboard.rows import Row, Tile, in_lines, runs
 from nblaunch.dashboard.table import Table
 from nblaunch.events import WorkerState
@@ -29,7 +29,10 @@ _STYLES = {
     "muted": MUTED,
     "detail": f"{MONO};{MUTED};max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre",
     "track": "width:96px;background:rgba(128,128,128,.25)",
-    "tiles": f"{_CELL};{MONO};font-size:13px;letter-spacing:3px;line-height:16px;text-align:left",
+    "tiles": f"{MONO};font-size:13px;letter-spacing:3px;line-height:17px;white-space:pre;text-align:left;padding:0;"
+    "border:0",
+    "ranks": "font-weight:normal;text-align:right;line-height:17px;padding:0 14px 0 0;border:0",
+    "line": "background:none;border:0",
     **{f"ink{number}": ink(colour) for number, colour in enumerate(COLOURS)},
     **{f"bar{number}": f"height:6px;background:{colour}" for number, colour in enumerate(COLOURS)},
 }
@@ -183,8 +186,8 @@ def folded_html(table: Table) -> str:
 def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
     """Return a tile for each rank, by rank, and what the shapes mean."""
     lines = "".join(
-        f'<tr style="background:none"><th scope="row" {markup.of("right")}><span {markup.of("muted")}>{label}</span>'
-        f"</th><td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
+        f'<tr {markup.of("line")}><th scope="row" {markup.of("ranks")}><span {markup.of("muted")}>{label}</span></th>'
+        f"<td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
         for label, line in in_lines(tiles, _TILES_IN_LINE)
     )
     return (
@@ -194,15 +197,16 @@ def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
 
 
 def _shapes(line: Sequence[Tile], markup: Markup) -> str:
-    parts = []
-    for start in range(0, len(line), _TILE_GROUP):
-        for same in runs(line[start : start + _TILE_GROUP], _look):
-            shape, colour = _look(same[0])
-            drawn = shape * len(same)
-            # Most tiles are of ranks that train; these have the colour of text.
-            parts.append(drawn if colour == LIVE else _glyph(drawn, colour, markup))
-        parts.append(" ")
-    return "".join(parts).rstrip()
+    """Return the shapes of a line in groups; neighbours with the same look are one element."""
+    parts, index = [], 0
+    for same in runs(line, _look):
+        shape, colour = _look(same[0])
+        gaps = [
+            " " if place and place % _TILE_GROUP == 0 else "" for place in range(index, index + len(same))
+        ]
+        parts.append(_glyph("".join(gap + shape for gap in gaps), colour, markup))
+        index += len(same)
+    return "".join(parts)
 
 
 def _look(tile: Tile) -> tuple[str, str]:

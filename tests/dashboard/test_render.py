@@ -189,7 +189,7 @@ def test_a_killed_rank_is_called_killed() -> None:
 
 def golden_views() -> dict[str, JobView]:
     """Jobs that have all that a table can show between them."""
-    slowest = trained(24)
+    slowest = view_of(started(24))
     for step in range(0, 101, 5):
         busy_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
         readings = [

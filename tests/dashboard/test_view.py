@@ -388,3 +388,14 @@ def test_a_rank_that_failed_shows_where_it_was() -> None:
     view = fold_readings(view, [sample(0, 3, 6, loop=2, state=WorkerState.EVALUATING)], START_S + 1)
     view = view_of([raised(0), JobEnded(-1, START_S + 4, outcome="failed", failed_rank=0)], view)
     assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)
+
+
+def test_rates_go_on_from_one_epoch_to_the_next_and_begin_anew_after_an_evaluation() -> None:
+    view = trained(1, steps=40, total=40)
+    view = fold_readings(view, [sample(0, 5, 40, loop=2, epoch=2, step_time_s=9.5)], START_S + 4.5)
+    (rank,) = view.ranks
+    assert rank.rate_points[0].time_s < 9
+    assert rank.steps_per_s == pytest.approx(10)
+    evaluating = sample(0, 5, 10, loop=3, epoch=2, step_time_s=10, state=WorkerState.EVALUATING)
+    view = fold_readings(view, [evaluating], START_S + 5)
+    assert [point.time_s for point in view.ranks[0].rate_points] == [10]
