@@ -46,9 +46,8 @@ class Gradients:
         shared = self._shared
         if not shared.has_checked_models:
             shared.check_models()
-        divisor = self._accumulation.divisor
         shared.busy_time.begin_backward()
-        self._strategy.backward(loss / divisor if divisor > 1 else loss, self._precision, **kwargs)
+        self._strategy.backward(loss, self._accumulation.divisor, self._precision, **kwargs)
         shared.busy_time.end_backward()
         shared.losses.note(loss, not shared.process.backend.is_lazy)
 

@@ -20,7 +20,7 @@ PATIENCE_S = 240.0  # the libraries take seconds to import, and much more beside
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
 }  # fmt: skip
 
 IN_PLACE = "from tests.tools import resolving; resolving.install()"
@@ -78,6 +78,27 @@ def train():
         bert("BertForSequenceClassification"), settings(gradient_accumulation_steps=2, STRATEGY),
         train_dataset=rows, eval_dataset=rows[:13], processing_class=words())
     return *fitted(trainer), round(trainer.evaluate()["eval_loss"], 5)
+"""
+
+PREDICTIONS = """
+class Same(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(1, 1)
+    def forward(self, input_ids, labels=None):
+        return torch.tensor(0.5), input_ids
+def batch(rows):
+    return {"input_ids": torch.tensor(rows), "labels": torch.tensor(rows)}
+def train():
+    seen = []
+    for length in (101, 40, 7):
+        for steps in (None, 2):
+            trainer = transformers.Trainer(
+                Same(), settings(per_device_eval_batch_size=8, eval_accumulation_steps=steps), data_collator=batch)
+            found = trainer.predict(list(range(length)))
+            rows = list(range(length))
+            seen.append((found.predictions.tolist() == rows, found.label_ids.tolist() == rows))
+    return type(trainer.accelerator).__module__.partition(".")[0], trainer.accelerator.num_processes, seen
 """
 
 SFT = """
@@ -156,6 +177,14 @@ PROGRAMS = {
     "Trainer by length": TRAINER.replace(
         "STRATEGY", "train_sampling_strategy='group_by_length', num_train_epochs=2"
     ),
+    "Trainer with FSDP2": TRAINER.replace(
+        "STRATEGY", "fsdp=True, fsdp_config={'version': 2, 'transformer_layer_cls_to_wrap': ['BertLayer']}"
+    ),
+    "Trainer with DeepSpeed": TRAINER.replace(
+        "STRATEGY",
+        "deepspeed={'zero_optimization': {'stage': 2}, 'gradient_accumulation_steps': 'auto', "
+        "'train_batch_size': 'auto', 'train_micro_batch_size_per_gpu': 'auto', 'gradient_clipping': 'auto'}",
+    ),
     "SFT": SFT.replace("PEFT", ""),
     "SFT with LoRA": SFT.replace(
         "PEFT", "peft_config=peft.LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], task_type='CAUSAL_LM')"
@@ -221,6 +250,12 @@ def test_losses_are_those_with_accelerate(sides: Sides, name: str) -> None:
         results.append([rank[2:] for rank in ranks])
     assert len(results[0][0][0]) >= 2
     assert results[0] == results[1]
+
+
+def test_every_row_is_predicted_once_and_in_order(sides: Sides) -> None:
+    launch = f"{PREDICTIONS}\nnotebook_launcher(train, num_processes=2, backend='cpu', return_all=True)"
+    ranks = sides.nblaunch.run(launch, timeout_s=PATIENCE_S).value
+    assert ranks == [("nblaunch", 2, [(True, True)] * 6)] * 2
 
 
 def test_a_trainer_of_lightning(sides: Sides) -> None:

@@ -220,9 +220,16 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
-        """Call ``loss.backward(**kwargs)``, scaled where ``precision`` needs it."""
-        precision.backward(loss, **kwargs)
+    def backward(self, loss: torch.Tensor, divisor: int, precision: Precision, **kwargs: Any) -> None:
+        """Call ``loss.backward(**kwargs)``, with the loss divided, and scaled where ``precision`` needs it.
+
+        Args:
+            loss: a tensor of one element.
+            divisor: micro-steps of the accumulation window.
+            precision: scales losses and gradients.
+            **kwargs: of ``Accelerator.backward``.
+        """
+        precision.backward(loss / divisor if divisor > 1 else loss, **kwargs)
 
     def multiply_gradients(self, model: torch.nn.Module, factor: float) -> None:
         """Multiply the gradients that were accumulated so far in ``model``."""

@@ -211,6 +211,27 @@ def test_windows_of_a_loop_s_own_are_kept(stage: int) -> None:
         torch.testing.assert_close(ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def _divided_by_the_loop(options: dict[str, bool], divisor: int) -> tuple[dict[str, torch.Tensor], int]:
+    plugin = DeepSpeedPlugin({"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}})
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model, optimizer, loader = _prepare(accelerator)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).square().mean() / divisor, **options)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model), accelerator.gradient_accumulation_steps
+
+
+def test_a_loop_that_divides_its_losses_itself_says_so_as_to_deepspeeds_engine() -> None:
+    # As transformers' Trainer does.
+    weights, num_steps = ranks.run(_divided_by_the_loop, 2, {"scale_wrt_gas": False}, 2)[0]
+    expected, _ = ranks.run(_divided_by_the_loop, 2, {}, 1)[0]
+    assert num_steps == 2
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight)
+
+
 CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

@@ -219,7 +219,15 @@ class DeepSpeedStrategy(Strategy):
         finally:
             self._is_unsynced = before
 
-    def backward(self, loss: torch.Tensor, precision: Precision, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        divisor: int,
+        precision: Precision,
+        scale_wrt_gas: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        # As for DeepSpeed's engine: without ``scale_wrt_gas``, the loop has divided the loss itself.
         if self.engine is None:
             raise ValueError(
                 "backward with DeepSpeed needs a model that was prepared together with its optimizer: "
@@ -234,8 +242,8 @@ class DeepSpeedStrategy(Strategy):
         deepspeed_library.quieten()
         self._is_step_due = self._is_boundary
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
-        # The loss has been divided by the micro-steps of its window.
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        # Divided here, because the last window of an epoch may be shorter than those that the engine knows.
+        self.engine.backward(loss / divisor if scale_wrt_gas else loss, scale_wrt_gas=False, **kwargs)
 
     @property
     def _is_boundary(self) -> bool:
