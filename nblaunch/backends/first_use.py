@@ -237,13 +237,13 @@ def keep_torch_tpu_away() -> None:
 
     With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU take the chips of a TPU host; on
     others, the import takes 300 MB and some seconds for nothing.
-    The variable is unset again when torch is imported: programs that cells start are not concerned.
+    The variable is as before when torch is imported: programs that cells start are not concerned. That it is 1 is no
+    wish: torch_tpu leaves it so in a process that has imported it, and thereby in those that this one starts.
     """
-    if "torch" in sys.modules or env.read(AUTOLOAD) is not None:
-        return
-    if packages.is_installed("torch_tpu"):
+    before = env.read(AUTOLOAD)
+    if "torch" not in sys.modules and before in (None, "1") and packages.is_installed("torch_tpu"):
         env.apply({AUTOLOAD: "0"})
-        packages.when_imported("torch", lambda torch: env.apply({AUTOLOAD: None}))
+        packages.when_imported("torch", lambda torch: env.apply({AUTOLOAD: before}))
 
 
 # --- a backward in a fork -------------------------------------------------------------------------------------------

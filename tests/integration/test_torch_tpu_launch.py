@@ -10,7 +10,7 @@ import pytest
 from tests import fake_torch_tpu
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 CHIPS = """
 import os, sys
@@ -58,7 +58,8 @@ def test_one_import_and_one_model_serve_all_workers_launch_after_launch(start: S
         cell = kernel.run(
             "found = notebook_launcher(train, (torch.nn.Linear(2, 2),), return_all=True, dashboard='text')\n"
             "plan = last_job().plan\n"
-            "found, 'torch_tpu' in sys.modules, plan.backend.name, plan.start_method"
+            "found, 'torch_tpu' in sys.modules, plan.backend.name, plan.start_method",
+            timeout_s=120,
         )
         workers, is_in_kernel, *plan = cell.value
         assert plan == ["torch_tpu", "forkserver"]
@@ -75,11 +76,14 @@ def test_one_import_and_one_model_serve_all_workers_launch_after_launch(start: S
         assert "workers start through" not in cell.stdout
 
 
-def test_chips_that_a_cell_has_taken_are_not_waited_for(start: Start) -> None:
+def test_a_kernel_that_has_imported_torch_tpu_may_launch_until_it_takes_the_chips(start: Start) -> None:
+    """One import serves all workers there too, though torch_tpu has switched its import by torch on for good."""
     kernel = start()
-    kernel.run("import torch_tpu")
-    cell = kernel.run("len(notebook_launcher(lambda: 1, return_all=True, dashboard='text'))")
-    assert cell.value == 4
+    kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
+    cell = kernel.run(
+        "found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound", timeout_s=120
+    )
+    assert [by_parent for *_, by_parent, _ in cell.value] == [True] * 4
     assert "Import nblaunch before torch" in cell.stdout
     cell = kernel.run("torch.manual_seed(0); notebook_launcher(lambda: 1)", raises="LaunchError")
     assert cell.error is not None
@@ -101,6 +105,7 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(start: Start, 
     cell = kernel.run(
         "import seeding\nearly = seeding.Early()\nnotebook_launcher(lambda it: 1, (early,), dashboard='none')",
         raises="LaunchError",
+        timeout_s=120,
     )
     assert cell.error is not None
     assert "a module that it needs uses the device" in cell.error.text
@@ -117,6 +122,7 @@ def abort():
 notebook_launcher(abort, dashboard="none")
 """,
         raises="WorkerDied",
+        timeout_s=120,
     )
     assert cell.error is not None
     assert "there is no TPU: libtpu has found no chip that this worker can drive" in cell.error.text

@@ -17,6 +17,7 @@ from typing import Any
 
 def _nblaunch(module: Any) -> None:
     module.chips = module.vfio_chips = lambda: Counter(v5e=8)
+    module.lock_holder = lambda: None  # others may use the TPU compiler on this machine
 
 
 def _torch_tpu(module: Any) -> None:
