@@ -26,6 +26,7 @@ TITLES = {
     "questions": "Questions",
     "displays": "Displays",
     "sessions": "Sessions",
+    "debugging": "Debugger",
 }
 
 
