@@ -346,6 +346,9 @@ class Kernel:
             "allow_stdin": False,
             "stop_on_error": True,
         } | request
+        if content["allow_stdin"] and self._stdin is None:
+            # The kernel asks for input where the request came from, by this name.
+            self._stdin = self._manager.connect_stdin(identity=self._token.encode())
         message = self._manager.session.send(self._shell, "execute_request", content)
         cell = Cell(self, source, message["header"]["msg_id"])
         self._cells[cell.msg_id] = cell
@@ -514,10 +517,7 @@ class Kernel:
         self._process = psutil.Process(self._popen.pid)
 
     def _connect(self, timeout_s: float) -> None:
-        # The kernel asks for input where the request came from, by this name.
-        identity = self._token.encode()
-        self._shell = self._manager.connect_shell(identity=identity)
-        self._stdin = self._manager.connect_stdin(identity=identity)
+        self._shell = self._manager.connect_shell(identity=self._token.encode())
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
         # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
@@ -558,7 +558,8 @@ class Kernel:
         """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
         poller = zmq.Poller()
         for socket in (self._shell, self._iopub, self._control, self._stdin):
-            poller.register(socket, zmq.POLLIN)
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         for socket, _ in poller.poll(int(timeout_s * 1000)):
             _, message = self._manager.session.recv(socket, mode=zmq.NOBLOCK)
             if message is not None:

@@ -18,6 +18,7 @@ The :class:`Accelerator`, and what it is built of:
     options.py       the dataclasses that are passed to its constructor
     arguments.py     the constructor's arguments, sorted, checked and completed
     parallelism.py   how the ranks are divided: the ParallelismConfig and its device mesh
+    context_parallelism.py  a sequence cut over ranks, by torch's means
     precision.py     number formats: around the forward, and for backward, clipping and step
     loss_scaling.py  fp16: one gradient scaler for several optimizers
     strategies/      how a model is spread over ranks

@@ -96,7 +96,7 @@ notebook_launcher(train, num_processes=2)
     assert "can't allocate memory" in cell.error.value
     for text in (
         "Memory ran out: an allocation was refused.",
-        "Each process took",
+        "Peak memory of each process",
         "built a model of",
         "rank 1 (pid ",
     ):

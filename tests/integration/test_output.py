@@ -306,7 +306,7 @@ notebook_launcher(train, num_processes=2, start_method="forkserver")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_breakpoint_says_how_to_debug(shared: Kernel, method: str) -> None:
+def test_a_breakpoint_where_no_user_can_type_is_passed_over(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -314,12 +314,10 @@ def train():
     return "went on"
 notebook_launcher(train, num_processes=2, start_method={method!r})
 """,
-        raises="RuntimeError",
         timeout_s=30,
     )
-    assert cell.error is not None
-    assert "no keyboard" in cell.error.value
-    assert "engine='inline'" in cell.error.value
+    assert cell.value == "went on"
+    assert "line 2 of train" in cell.stdout
 
 
 def test_every_kind_of_text_arrives(shared: Kernel) -> None:

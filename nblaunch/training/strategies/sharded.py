@@ -104,4 +104,5 @@ def _shard_like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def shards_to_send(module: nn.Module) -> dict[str, Any]:
+    """Return what this rank sends of a module's weights to the notebook."""
     return dtensor.shards_to_send(module.state_dict(), is_main=context.current().topology.local_rank == 0)
