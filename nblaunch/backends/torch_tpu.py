@@ -58,7 +58,7 @@ class TorchTpuBackend(Backend):
     """One process per TPU chip."""
 
     name = "torch_tpu"
-    title = "TPU (TorchTPU)"
+    title = "TorchTPU"
     device_noun = "TPU chip"
     device_type = "tpu"
     drives = "tpu"

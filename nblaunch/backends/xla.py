@@ -302,7 +302,7 @@ class XlaBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
-            return "on a TPU, torch_xla's autocast is for bf16 only; use mixed_precision='bf16'"
+            return "fp16 is not supported: on a TPU, torch_xla's autocast is for bf16 only; use mixed_precision='bf16'"
         return None
 
     def downcast_to_bf16(self) -> None:

@@ -70,9 +70,13 @@ def measure(rounds: int = 100) -> Iterator[Row]:
         done = [_round(started, draw) for _ in range(rounds)]
         started.run("nblaunch.last_job().release()")
         started.wait_for_no_processes()
-    yield count("failures at whose line pdb stands, variables at hand", sum(one.stands for one in done), rounds)
+    yield count(
+        "failures at whose line pdb stands, variables at hand", sum(one.stands for one in done), rounds
+    )
     yield count("... after which every rank gives a variable", sum(one.asked for one in done), rounds)
-    yield at_most("... from debug() to its prompt, the slowest", max(one.seconds for one in done), _FRAME_WITHIN_S, " s")
+    yield at_most(
+        "... from debug() to its prompt, the slowest", max(one.seconds for one in done), _FRAME_WITHIN_S, " s"
+    )
 
 
 def _round(started: Kernel, draw: random.Random) -> Round:

@@ -114,7 +114,7 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
     if shape is SHAPES[0]:
         # The rank that the others waited for has failed, and its diagnosis is shown once: in the exception.
         table = cell.displays[0].data["text/plain"]
-        assert [line.split()[1] for line in table.splitlines()[1:4]] == ["stopped", "failed", "stopped"], (
+        assert [line.split()[1] for line in table.splitlines()[2:5]] == ["stopped", "failed", "stopped"], (
             table
         )
         assert "rank 1: did not enter the collective that ranks 0, 2 wait in" in table

@@ -68,10 +68,10 @@ def test_nbconvert_shows_the_table_without_scripts(
 ) -> None:
     page, _ = HTMLExporter(template_name=template).from_notebook_node(notebooks[True, True])
     text = visible_text(page)
-    assert re.search(r"^0 ● done .*30/30", text, re.MULTILINE)
-    assert re.search(r"^1 ● done .*30/30", text, re.MULTILINE)
+    assert re.search(r"^0 ✓ done .*30/30", text, re.MULTILINE)
+    assert re.search(r"^1 ✓ done .*30/30", text, re.MULTILINE)
     assert "train done in" in text
-    assert re.search(r"accuracy\s+0.0000 to 0.9667 in 29 steps", text)
+    assert "0 to 0.967 in 29 steps" in text
     assert "logs: /" in text
     assert "[0] <script>alert(1)</script>" in text
     assert "<script>alert(1)" not in page
@@ -84,8 +84,8 @@ def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any
     page = re.sub(r'<script type="application/vnd.jupyter.widget-state\+json">.*?</script>', "", page, flags=re.DOTALL)
     assert "<svg" not in page.partition("<body")[2]
     text = visible_text(page)
-    assert re.search(r"^0 ● done .*30/30", text, re.MULTILINE)
-    assert re.search(r"accuracy\s+0.0000 to 0.9667 in 29 steps", text)
+    assert re.search(r"^0 ✓ done .*30/30", text, re.MULTILINE)
+    assert "0 to 0.967 in 29 steps" in text
 
 
 def test_what_github_refuses_is_found() -> None:

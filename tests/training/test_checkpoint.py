@@ -631,7 +631,7 @@ def test_a_checkpoint_that_the_reference_wrote(tmp_path: Path) -> None:
     ]
     assert found == expected
     accelerator.prepare(DataLoader(_dataset(), batch_size=4))
-    with pytest.warns(UserWarning, match=r"loader 0 .*first epoch"):
+    with pytest.warns(UserWarning, match=r"loader 0.*first epoch"):
         accelerator.load_state(tmp_path / "state")
 
 
