@@ -15,9 +15,10 @@ from nblaunch.spec import parse_num_nodes
 
 COMPILERS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend", "neuron", "tpu",
+    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend",
+    "neuron", "tpu",
 )  # fmt: skip
-"""Compilers that Accelerate lists, and TorchTPU's. Some register themselves with torch when the script imports their library."""
+"""Compilers that Accelerate lists, and TorchTPU's. Some register with torch when the script imports their library."""
 
 
 class Converter(ABC):

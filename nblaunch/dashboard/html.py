@@ -104,7 +104,8 @@ def epochs(table: EpochTable) -> str:
     right = INLINE.of("right")
     free = ("&nbsp;",) * len(table.columns)
     heads = "".join(
-        f'<th scope="col" {right}><span style="{MUTED}">{escape(name)}</span></th>' for name in table.columns
+        f'<td role="columnheader" {right}><span style="{MUTED}">{escape(name)}</span></td>'
+        for name in table.columns
     )
     cells = [[escape(text) for text in row] for row in table.rows] + [list(free)] * table.num_free
     rows = "".join(
@@ -113,7 +114,7 @@ def epochs(table: EpochTable) -> str:
     note = line(table.note) if table.note else ""
     return (
         f'<table aria-label="epochs" {INLINE.of("table")}>'
-        f"<thead><tr {INLINE.of('row')}>{heads}</tr></thead><tbody>{rows}</tbody></table>{note}"
+        f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{note}"
     )
 
 

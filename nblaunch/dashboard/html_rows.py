@@ -66,7 +66,7 @@ INLINE = Markup()
 
 STYLE_SHEET = (
     "<style>"
-    + f".{_CLASS}table :is(th,td){{{_STYLES['right']}}}.{_CLASS}table tr{{{_STYLES['row']}}}"
+    + f".{_CLASS}table td{{{_STYLES['right']}}}.{_CLASS}table tr{{{_STYLES['row']}}}"
     + "".join(
         f":is(.{_CLASS}{name}, .{_CLASS}table .{_CLASS}{name}){{{style}}}" for name, style in _STYLES.items()
     )
@@ -94,14 +94,14 @@ def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str
         at = table.columns.index("step")
         widths["step"] = f"min-width:{max(_full_length(row.cells[at]) for row in rows)}ch"
     head = "".join(
-        f'<th scope="col" {markup.of(style, widths.get(name, ""))}><span {markup.of("muted")}>{name}</span></th>'
+        f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}><span {markup.of("muted")}>{name}</span></td>'
         for name, style in heads
     )
     names = [name for name, _ in heads]
     body = "".join(_row(row, names, markup) for row in rows)
     return (
         f'<table aria-label="ranks of {escape(table.name)}" {markup.of("table")}>'
-        f"<thead><tr {markup.of('row')}>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<tr {markup.of('row')}>{head}</tr>{body}</table>"
     )
 
 
@@ -115,7 +115,7 @@ def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
     def cell(content: str, style: str = "left", more: str = "") -> str:
         return f"<td {more}{markup.of(style)}>{content}</td>"
 
-    cells = [f'<th scope="row" {markup.of("right")}>{escape(row.label)}</th>']
+    cells = [f'<td role="rowheader" {markup.of("right")}>{escape(row.label)}</td>']
     if row.is_stalled and "progress" in names:
         # Where the rank is takes the place of its bar: a column at the end would be out of sight.
         cells.append(cell(_state(row, markup), more='colspan="2" '))
@@ -186,12 +186,12 @@ def folded_html(table: Table) -> str:
 def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
     """Return a tile for each rank, by rank, and what the shapes mean."""
     lines = "".join(
-        f'<tr {markup.of("line")}><th scope="row" {markup.of("ranks")}><span {markup.of("muted")}>{label}</span></th>'
+        f'<tr {markup.of("line")}><td role="rowheader" {markup.of("ranks")}><span {markup.of("muted")}>{label}</span></td>'
         f"<td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
         for label, line in in_lines(tiles, _TILES_IN_LINE)
     )
     return (
-        f'<table aria-label="state of each rank" {markup.of("table")}><tbody>{lines}</tbody></table>'
+        f'<table aria-label="state of each rank" {markup.of("table")}>{lines}</table>'
         f'<div style="font-size:12px">{_legend(tiles, markup)}</div>'
     )
 

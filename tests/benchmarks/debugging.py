@@ -81,9 +81,9 @@ def measure(rounds: int = 100) -> Iterator[Row]:
 
 def _round(started: Kernel, draw: random.Random) -> Round:
     kind, bad_rank, bad_step = draw.choice(_KINDS), draw.randrange(_SIZE), draw.randrange(1, 30)
-    cell = started.submit(
-        f"notebook_launcher(train, ({kind!r}, {bad_rank}, {bad_step}), {_SIZE}, threads_per_process=1, post_mortem=True)"
-    ).wait()
+    args = f"({kind!r}, {bad_rank}, {bad_step})"
+    launch = f"notebook_launcher(train, {args}, {_SIZE}, threads_per_process=1, post_mortem=True)"
+    cell = started.submit(launch).wait()
     assert cell.error is not None, cell.describe()
     answers = started.run("dict(nblaunch.last_job().inspect('marker'))").value
     began_s = time.monotonic()
