@@ -15,6 +15,7 @@ TITLES = {
     "output": "Output",
     "progress": "Progress",
     "dashboards": "Dashboards",
+    "many_ranks": "Many ranks",
     "repeat": "A hundred launches",
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
