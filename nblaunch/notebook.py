@@ -47,6 +47,7 @@ def notebook_launcher(
     strategy: str = "auto",
     return_all: bool = False,
     sync_weights: bool = True,
+    sync_optimizers: bool = False,
     background: bool = False,
     dashboard: str = "auto",
     threads_per_process: int | None = None,
@@ -114,6 +115,9 @@ def notebook_launcher(
             (Strategies for models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.)
         return_all: return the list of all ranks' values.
         sync_weights: load the trained weights of the modules in ``args`` back into these very modules.
+        sync_optimizers: load what the optimizers in ``args`` have become (moments, steps, learning rates) back into
+            these very optimizers, so that the next launch goes on where this one ended. For data parallel training;
+            sharded states are saved by ``accelerator.save_state``.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits. An interrupt
             before the workers run ends the job.
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
@@ -160,6 +164,7 @@ def notebook_launcher(
             rdzv_timeout_s=rdzv_timeout_s,
             max_restarts=max_restarts, monitor_interval_s=monitor_interval,
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
+            sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
             post_mortem=env.read("NBLAUNCH_POST_MORTEM") if post_mortem is None else post_mortem,

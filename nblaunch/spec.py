@@ -231,6 +231,7 @@ class LaunchSpec:
         log_line_prefix_template: label of the workers' lines, as ``"[${rank}] "``; None = ``[rank]``.
         return_all: return a list of the values of all ranks instead of rank 0's value.
         sync_weights: load the trained weights of modules in ``args`` back into these modules.
+        sync_optimizers: load the state of optimizers in ``args`` back into these optimizers.
         interrupt_grace_s: seconds for ``finally`` blocks of workers before they are killed.
         post_mortem: keep the workers where they are when one of them raises, for a debugger.
         has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
@@ -269,6 +270,7 @@ class LaunchSpec:
     log_line_prefix_template: str | None = None
     return_all: bool = False
     sync_weights: bool = True
+    sync_optimizers: bool = False
     interrupt_grace_s: float = 5.0
     threads_per_process: int | None = None
     log_dir: str | None = None
@@ -289,7 +291,7 @@ class LaunchSpec:
         _check_choices(self)
         _check_counts(self)
         _check_durations(self)
-        for name in ("return_all", "sync_weights", "post_mortem"):
+        for name in ("return_all", "sync_weights", "sync_optimizers", "post_mortem"):
             check_flag(name, getattr(self, name))
         _check_nodes(self)
         object.__setattr__(self, "args", tuple(self.args))

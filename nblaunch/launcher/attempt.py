@@ -267,7 +267,7 @@ def assign(
             links[rank], command_fd = connect()
             worker_ends.callback(os.close, command_fd)
         # Any rank may hold shards of weights, so each gets an outbox.
-        if _returns_value(attempt, topology) or attempt.plan.modules:
+        if _returns_value(attempt, topology) or attempt.plan.modules or attempt.plan.optimizers:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
             stack.callback(os.close, outbox_fd)
         assignments.append(
@@ -289,6 +289,7 @@ def assign(
                 num_threads=attempt.plan.num_threads,
                 returns_value=_returns_value(attempt, topology),
                 sends_weights_of=tuple(attempt.plan.modules),
+                sends_states_of=tuple(attempt.plan.optimizers),
                 key=key,
                 descendant_tag=tag,
             )

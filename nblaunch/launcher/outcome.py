@@ -17,7 +17,7 @@ from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.uncollected import describe_uncollected_modules
 from nblaunch.user_code import from_first_user_frame
-from nblaunch.wire.modules import ArgPath
+from nblaunch.wire.modules import ArgPath, path_name
 from nblaunch.wire.outbox import RankResult
 
 
@@ -116,6 +116,7 @@ def conclude_job(
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures, backend.explain_death)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline), []
     unfit, notes = _load_weights(attempt, report, rank_results)
+    notes += _load_optimizers(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
@@ -144,8 +145,9 @@ def _load_weights(
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
-    unsent = _unsent(report)
-    back = weights.join([rank_results[rank].weights for rank in attempt.ranks if rank in rank_results])
+    unsent = {path: reason for path, reason in _unsent(report).items() if path in modules}
+    sent = [rank_results[rank].weights for rank in attempt.ranks if rank in rank_results]
+    back = weights.join([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
     loaded = weights.load_back(modules, back, rank_results[first_rank].weights_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
@@ -158,6 +160,31 @@ def _load_weights(
         if path not in loaded.paths
     }
     return unfit, notes
+
+
+def _load_optimizers(
+    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
+) -> list[Note]:
+    """Load the states that optimizers have come to into those of the kernel; return notes."""
+    result = rank_results.get(attempt.ranks[0])
+    if result is None:
+        return []
+    unsent, notes = _unsent(report), []
+    for path, optimizer in attempt.plan.optimizers.items():
+        name = f"{path_name(path)} ({type(optimizer).__name__})"
+        problem = unsent.get(path) or result.weights_errors.get(path, "")
+        if not problem and path in result.weights:
+            try:
+                optimizer.load_state_dict(dict(result.weights[path]))
+                notes.append(Note.of_job(f"copied the state of the optimizer back into {name}"))
+                continue
+            except Exception as error:  # another model's, or the optimizer's own code refuses
+                problem = f"it does not fit: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+        if problem:
+            notes.append(
+                Note.of_job(f"the state of the optimizer {name} did not come back: {problem}", "warning")
+            )
+    return notes
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:

@@ -22,7 +22,7 @@ from nblaunch.launcher import fork_safety
 from nblaunch.launcher.weights import trainable_bytes
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import captured_variables
-from nblaunch.wire.modules import ArgPath, modules_in
+from nblaunch.wire.modules import ArgPath, modules_in, optimizers_in
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class LaunchPlan:
         reason: why that method, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: those in the arguments whose weights come back, by their argument paths.
+        optimizers: those in the arguments whose state comes back, likewise.
         fallback: a sentence that says why workers are not forked, where that was not asked for; empty otherwise.
         starts_later: whether workers may start when the launching call has returned: restarts in the background, and
             starts that wait for other machines.
@@ -48,6 +49,7 @@ class LaunchPlan:
     reason: str
     num_threads: int
     modules: Mapping[ArgPath, Any] = field(repr=False)
+    optimizers: Mapping[ArgPath, Any] = field(default_factory=dict, repr=False)
     fallback: str = ""
     starts_later: bool = False
     warnings: tuple[str, ...] = ()
@@ -87,7 +89,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     start_method, reason = _start_method(spec, backend)
     if start_method != "inline":
         _refuse_foreign_accelerators(spec)
-    modules = modules_in(spec.args)
+    modules, optimizers = modules_in(spec.args), _synced_optimizers(spec)
     return LaunchPlan(
         backend=backend,
         num_processes=num_processes,
@@ -95,6 +97,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         reason=reason,
         num_threads=_num_threads(spec, num_processes),
         modules=modules if spec.sync_weights and start_method != "inline" else {},
+        optimizers=optimizers if start_method != "inline" else {},
         fallback=_fallback_text(spec, backend, start_method, reason),
         starts_later=starts_later,
         warnings=(
@@ -104,6 +107,23 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *(_foreign_accelerator_warnings(spec) if start_method != "inline" else ()),
         ),
     )
+
+
+def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
+    """Return the optimizers whose state is to come back.
+
+    Raises:
+        ValueError: it is asked for, and there is none.
+    """
+    if not spec.sync_optimizers:
+        return {}
+    optimizers = optimizers_in(spec.args)
+    if not optimizers:
+        raise ValueError(
+            "sync_optimizers=True, but there is no optimizer in args; build it in the notebook and pass it with its "
+            "model: args=(model, optimizer)"
+        )
+    return optimizers
 
 
 def replan_start_method(plan: LaunchPlan, spec: LaunchSpec) -> LaunchPlan:

@@ -281,7 +281,7 @@ class JobRunner:
             self._saved = None
         if not self._is_inline and self.outcome is not None and self.outcome.error is not None:
             _clear_variables(self.outcome.error)
-        self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={})
+        self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
         self.links = {}
         self.log.end()

@@ -335,6 +335,11 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
         raise TypeError(f"session={session!r} is a {type(session).__name__}; pass an nblaunch.Session")
     if background:
         raise ValueError("background=True: a session does one thing at a time; launch without session=")
+    if spec.sync_optimizers:
+        raise ValueError(
+            "sync_optimizers=True: workers of a session keep their optimizers themselves, between calls; leave it out, "
+            "or launch without session="
+        )
     own = session._runner.spec
     for name, default in _START_SETTINGS.items():
         value = getattr(spec, name)

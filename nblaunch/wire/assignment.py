@@ -51,6 +51,7 @@ class Assignment:
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
+        sends_states_of: the same of optimizers and their states.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in common.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -75,6 +76,7 @@ class Assignment:
     is_spmd: bool = False
     returns_value: bool = True
     sends_weights_of: tuple[ArgPath, ...] = ()
+    sends_states_of: tuple[ArgPath, ...] = ()
     restricts_threads: bool = False
     key: bytes = field(default=b"", repr=False)
     parent_pid: int = 0

@@ -1,4 +1,4 @@
-"""Torch modules in the arguments of a call, found by the same argument paths in the kernel and in its workers.
+"""Torch modules and optimizers in the arguments of a call, by argument paths that kernel and workers have in common.
 
 Found are arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them hold. Each
 module is listed once, by the first path that leads to it; a module inside another found one is not, since its weights
@@ -37,16 +37,29 @@ _WITHOUT_MODULES = frozenset(
 def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
     """Return the modules in ``args`` by their argument paths, in order. Imports nothing, torch included."""
     torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return {}
+    found = _objects_in(args, torch.nn.Module) if torch is not None else {}
+    return found if len(found) < 2 else _outermost(found)
+
+
+def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
+    """Return the optimizers in ``args``, each once, as :func:`modules_in` does; all paths are texts."""
+    torch: Any = sys.modules.get("torch")
+    found = _objects_in(args, torch.optim.Optimizer) if torch is not None else {}
+    once: dict[int, tuple[ArgPath, Any]] = {}
+    for path, optimizer in found.items():
+        once.setdefault(id(optimizer), (path_name(path), optimizer))
+    return dict(once.values())
+
+
+def _objects_in(args: Sequence[Any], kind: type) -> dict[ArgPath, Any]:
     found: dict[ArgPath, Any] = {}
     seen: set[int] = set()
     for position, arg in enumerate(args):
-        if isinstance(arg, torch.nn.Module):
+        if isinstance(arg, kind):
             found[position] = arg
         else:
-            found.update(_inside(arg, f"args[{position}]", torch.nn.Module, _MAX_DEPTH, seen))
-    return found if len(found) < 2 else _outermost(found)
+            found.update(_inside(arg, f"args[{position}]", kind, _MAX_DEPTH, seen))
+    return found
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:

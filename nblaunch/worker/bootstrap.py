@@ -40,7 +40,7 @@ from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
 from nblaunch.wire.link import Link
 from nblaunch.wire.locks import WorkerLocks
-from nblaunch.wire.modules import modules_at
+from nblaunch.wire.modules import modules_at, optimizers_in
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import inherited, output, process_control, progress
 from nblaunch.worker.delivery import Delivery
@@ -119,8 +119,10 @@ class _Worker:
         """Call the function and deliver what it returned; return the value and the exit code."""
         own = self.assignment
         modules = modules_at(args, own.sends_weights_of)
+        found = optimizers_in(args) if own.sends_states_of else {}
+        optimizers = {path: found[path] for path in own.sends_states_of}
         delivery = Delivery(
-            own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send
+            own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
         )
         with self.interrupts.raised():
             value, exit_code = _call(function, args)

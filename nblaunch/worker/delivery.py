@@ -31,6 +31,7 @@ class Delivery:
         modules: those whose weights are wanted, by their argument paths.
         originals: where their tensors can still be read as they are now; None: all are sent.
         send: takes events for the launcher.
+        optimizers: those whose states are wanted, by their argument paths.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Delivery:
         modules: Mapping[ArgPath, Any],
         originals: Originals | None,
         send: Callable[[Event], None],
+        optimizers: Mapping[ArgPath, Any] | None = None,
     ) -> None:
         self._rank = topology.rank
         self._is_main = topology.local_rank == 0
@@ -49,6 +51,7 @@ class Delivery:
         self._modules = modules
         self._originals = originals
         self._send = send
+        self._optimizers = optimizers or {}
         if originals is not None and self._is_main:
             originals.remember(modules)
 
@@ -64,6 +67,8 @@ class Delivery:
         collect_shards = context.current().collect_sharded_weights
         # Where every rank holds the whole, one of them is enough.
         sends = tuple(self._modules) if self._is_main or collect_shards is not None else ()
+        if self._is_main:
+            sends += tuple(self._optimizers)
         self._send(
             Returned(
                 self._rank,
@@ -75,7 +80,10 @@ class Delivery:
         )
         for path in sends:
             try:
-                at, end, lost = self._put_weights(outbox, path, collect_shards)
+                if path in self._optimizers:
+                    at, end, lost = self._put_state(outbox, path, is_sharded=collect_shards is not None)
+                else:
+                    at, end, lost = self._put_weights(outbox, path, collect_shards)
                 sent = WeightsSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
@@ -97,3 +105,15 @@ class Delivery:
             self._originals.equality_tests(path, state) if self._originals and collect_shards is None else {}
         )
         return outbox.put_weights(path, state, tests)
+
+    def _put_state(self, outbox: Outbox, path: ArgPath, is_sharded: bool) -> tuple[int, int, str]:
+        """Write the state of an optimizer, which is the same on all ranks; return as :meth:`_put_weights`.
+
+        Raises:
+            RuntimeError: every rank has a shard of it.
+        """
+        if is_sharded:
+            raise RuntimeError(
+                "ranks hold shards of it; save it by accelerator.save_state(), which load_state() continues from"
+            )
+        return outbox.put_weights(path, self._optimizers[path].state_dict(), {})

@@ -1,0 +1,84 @@
+"""The state of optimizers comes back into those of the notebook, where that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
+
+
+def _built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(model: Any, held: dict[str, Any], num_steps: int, is_sharded: bool = False) -> list[float]:
+    plugin = FullyShardedDataParallelPlugin() if is_sharded else None
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, held["optimizer"])
+    losses = []
+    for _ in range(num_steps):
+        loss = model(torch.arange(8.0).reshape(2, 4) + accelerator.process_index).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    return losses
+
+
+def _launch(model: nn.Module, optimizer: Any, num_steps: int, **settings: Any) -> Any:
+    settings = {"sync_optimizers": True, **settings}
+    args = (model, {"optimizer": optimizer}, num_steps)
+    return notebook_launcher(_train, args, num_processes=2, backend="cpu", **settings)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) -> None:
+    model, optimizer = _built()
+    parts = [_launch(model, optimizer, steps, start_method=start_method) for steps in (3, 2)]
+    states = optimizer.state_dict()
+    assert {float(one["step"]) for one in states["state"].values()} == {5.0}
+    assert states["param_groups"][0]["lr"] == 0.025
+    other, own = _built()
+    whole = [_launch(other, own, 3)]
+    assert parts[0] == pytest.approx(whole[0])
+    # Without the state, the next steps are others.
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
+    assert parts[1] != pytest.approx(_launch(other, fresh, 2), rel=1e-3)
+
+
+def test_states_stay_in_the_workers_unless_they_are_asked_for() -> None:
+    model, optimizer = _built()
+    _launch(model, optimizer, 1, sync_optimizers=False)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_sharded_states_are_said_not_to_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = _built()
+    notebook_launcher(
+        _train,
+        (model, {"optimizer": optimizer}, 1, True),
+        num_processes=2,
+        backend="cpu",
+        sync_optimizers=True,
+    )
+    assert not optimizer.state
+    out = capsys.readouterr().out
+    assert "the state of the optimizer args[1]['optimizer'] (AdamW) did not come back" in out
+    assert "save_state" in out
+
+
+def test_what_can_not_come_back_is_refused_before_the_start() -> None:
+    model, _ = _built()
+    with pytest.raises(ValueError, match="there is no optimizer in args"):
+        notebook_launcher(_train, (model, {}, 1), num_processes=2, backend="cpu", sync_optimizers=True)
+    with pytest.raises(TypeError, match="sync_optimizers"):
+        notebook_launcher(_train, (model, {}, 1), sync_optimizers="yes")  # type: ignore[arg-type]
