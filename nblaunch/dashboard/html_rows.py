@@ -94,7 +94,8 @@ def rows_html(table: Table, rows: Sequence[Row], markup: Markup = INLINE) -> str
         at = table.columns.index("step")
         widths["step"] = f"min-width:{max(_full_length(row.cells[at]) for row in rows)}ch"
     head = "".join(
-        f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}><span {markup.of("muted")}>{name}</span></td>'
+        f'<td role="columnheader" {markup.of(style, widths.get(name, ""))}>'
+        f"<span {markup.of('muted')}>{name}</span></td>"
         for name, style in heads
     )
     names = [name for name, _ in heads]
@@ -186,7 +187,8 @@ def folded_html(table: Table) -> str:
 def tiles_html(tiles: Sequence[Tile], markup: Markup = INLINE) -> str:
     """Return a tile for each rank, by rank, and what the shapes mean."""
     lines = "".join(
-        f'<tr {markup.of("line")}><td role="rowheader" {markup.of("ranks")}><span {markup.of("muted")}>{label}</span></td>'
+        f'<tr {markup.of("line")}><td role="rowheader" {markup.of("ranks")}>'
+        f"<span {markup.of('muted')}>{label}</span></td>"
         f"<td {markup.of('tiles')}>{_shapes(line, markup)}</td></tr>"
         for label, line in in_lines(tiles, _TILES_IN_LINE)
     )
