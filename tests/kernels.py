@@ -336,8 +336,19 @@ class Kernel:
             raise AssertionError(f"the cell was expected {expected}\n{cell.describe()}")
         return cell
 
-    def submit(self, source: str, **request: Any) -> Cell:
-        """Ask for the execution of a cell and return at once. Cells that are asked for together run one by one."""
+    def submit(self, source: str, *, is_typed_into: bool = False, **request: Any) -> Cell:
+        """Ask for the execution of a cell and return at once. Cells that are asked for together run one by one.
+
+        Args:
+            source: its code.
+            is_typed_into: the test answers what the cell asks by ``input()``.
+            **request: fields of the execute request.
+        """
+        if is_typed_into:
+            request["allow_stdin"] = True
+            if self._stdin is None:
+                # The kernel asks for input where the request came from, by this name.
+                self._stdin = self._manager.connect_stdin(identity=self._token.encode())
         content = {
             "code": source,
             "silent": False,
@@ -346,9 +357,6 @@ class Kernel:
             "allow_stdin": False,
             "stop_on_error": True,
         } | request
-        if content["allow_stdin"] and self._stdin is None:
-            # The kernel asks for input where the request came from, by this name.
-            self._stdin = self._manager.connect_stdin(identity=self._token.encode())
         message = self._manager.session.send(self._shell, "execute_request", content)
         cell = Cell(self, source, message["header"]["msg_id"])
         self._cells[cell.msg_id] = cell
@@ -378,7 +386,7 @@ class Kernel:
                 raise KernelTimeout(f"waited {timeout_s:g} s for {what}{about}\n{self._story()}")
 
     def reply_input(self, text: str) -> None:
-        """Send what a user types into the input box of a cell that was submitted with ``allow_stdin=True``."""
+        """Send what a user types into the input box of a cell that was submitted with ``is_typed_into``."""
         self._manager.session.send(self._stdin, "input_reply", {"value": text})
 
     def send_comm(self, comm_id: str, data: Mapping[str, Any]) -> None:

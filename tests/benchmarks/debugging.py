@@ -87,7 +87,7 @@ def _round(started: Kernel, draw: random.Random) -> Round:
     assert cell.error is not None, cell.describe()
     answers = started.run("dict(nblaunch.last_job().inspect('marker'))").value
     began_s = time.monotonic()
-    debugging = started.submit("nblaunch.debug()", allow_stdin=True)
+    debugging = started.submit("nblaunch.debug()", is_typed_into=True)
     debugging.wait_for_input()
     seconds = time.monotonic() - began_s
     for line in ("p 'marker', marker", "q"):

@@ -22,7 +22,7 @@ def loop():
 
 def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", allow_stdin=True)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", is_typed_into=True)
     for line in ("p step, total", "n", "n", "total = 100", "c"):
         cell.type(line)
     cell.wait()
@@ -34,7 +34,7 @@ def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(kernel: Kernel) -> 
 
 def test_a_variable_set_in_pdb_is_that_of_the_function(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", allow_stdin=True)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", is_typed_into=True)
     for line in ("total = 100", "c"):
         cell.type(line)
     assert cell.wait().result == "102"
@@ -42,7 +42,7 @@ def test_a_variable_set_in_pdb_is_that_of_the_function(kernel: Kernel) -> None:
 
 def test_an_interrupt_at_the_prompt_ends_the_job(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
-    cell = kernel.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", allow_stdin=True)
+    cell = kernel.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
     cell.wait_for_input()
     kernel.interrupt()
     cell.wait()
@@ -54,9 +54,9 @@ def test_an_interrupt_at_the_prompt_ends_the_job(kernel: Kernel) -> None:
 def test_a_background_job_waits_for_debug_in_another_cell(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
     start = "job = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
-    cell = kernel.run(start, allow_stdin=True)
+    cell = kernel.run(start, is_typed_into=True)
     cell.wait_for(lambda cell: "waits at breakpoint()" in cell.displays[0].data["text/plain"])
-    cell = kernel.submit("nblaunch.debug()", allow_stdin=True)
+    cell = kernel.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p step, total", "c"):
         cell.type(line)
     cell.wait()
@@ -68,7 +68,7 @@ def test_a_background_job_waits_for_debug_in_another_cell(kernel: Kernel) -> Non
 def test_fresh_interpreters_show_the_lines_of_the_cell(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
     start = "notebook_launcher(loop, num_processes=1, start_method='spawn', dashboard='text')"
-    cell = kernel.submit(start, allow_stdin=True)
+    cell = kernel.submit(start, is_typed_into=True)
     for line in ("l", "c"):
         cell.type(line)
     cell.wait()

@@ -59,7 +59,7 @@ def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None
 
 
 def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
-    cell = failed.submit("nblaunch.debug()", allow_stdin=True)
+    cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p step, bad_rank", "!print('from', rank)", "nonsense(", "p 'q' + 'uit'"):
         cell.type(line)
     cell.type("q")
@@ -67,14 +67,14 @@ def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel)
     assert cell.status == "ok"
     for text in ('-> raise ValueError("boom")', "(3, 1)", "from 1", "SyntaxError", "'quit'"):
         assert text in cell.stdout, cell.describe()
-    cell = failed.submit("nblaunch.debug(2)", allow_stdin=True)
+    cell = failed.submit("nblaunch.debug(2)", is_typed_into=True)
     for line in ("batch.shape", "c"):
         cell.type(line)
     cell.wait()
     assert "-> accelerator.reduce(batch.sum())" in cell.stdout
     assert "torch.Size([8, 16])" in cell.stdout
     with pytest.raises(AssertionError, match="without asking"):
-        failed.submit("nblaunch.debug(7)", allow_stdin=True).wait_for_input()
+        failed.submit("nblaunch.debug(7)", is_typed_into=True).wait_for_input()
 
 
 def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -> None:

@@ -475,7 +475,7 @@ def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator().prepare(module) is module
     with pytest.raises(ValueError, match=r"'nosuch' .*aot_eager"):
         Accelerator(dynamo_backend="nosuch")
-    assert {name.lower() for name in DynamoBackend.__members__} == set(COMPILERS)
+    assert {name.lower() for name in DynamoBackend.__members__} | {"tpu"} == set(COMPILERS)
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
