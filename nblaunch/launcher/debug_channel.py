@@ -79,6 +79,7 @@ class DebugChannel:
     def open_debugger(self, rank: int) -> None:
         """Open pdb on a rank, unless it waits for a line already."""
         if rank not in self.prompts:
+            self.printed.pop(rank, None)  # of an earlier pdb, whose end nothing waited for
             self._send(rank, Debug())
 
     def next_prompt(self) -> int | None:

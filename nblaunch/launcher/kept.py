@@ -7,8 +7,6 @@ a rank raises ──> the job has failed, its error is raised, its workers stay 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.supervisor import Supervisor
 
@@ -23,15 +21,11 @@ class KeptWorkers:
         supervisor: has watched them so far.
         channel: to the debugger in each of them.
         failed_rank: with the root cause.
-        ranks: those that still run.
     """
 
-    def __init__(
-        self, supervisor: Supervisor, channel: DebugChannel, failed_rank: int, ranks: Sequence[int]
-    ) -> None:
-        self.channel = channel
+    def __init__(self, supervisor: Supervisor, channel: DebugChannel, failed_rank: int) -> None:
         self.failed_rank = failed_rank
-        self.ranks = list(ranks)
+        self._channel = channel
         self._supervisor = supervisor
         self._lock = threading.Lock()
         self._released = threading.Event()
@@ -56,7 +50,7 @@ class KeptWorkers:
                 return
             _all.remove(self)
             self._timer.cancel()
-            self.channel.release()
+            self._channel.release()
             try:
                 self._supervisor.end_kept()
             finally:

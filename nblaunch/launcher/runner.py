@@ -355,7 +355,7 @@ class JobRunner:
         assert self.debug_channel is not None, "workers are kept for the debugger"
         root = find_root_cause(report)
         failed_rank = root.rank if root is not None else report.kept[0]
-        self.kept = KeptWorkers(supervisor, self.debug_channel, failed_rank, report.kept)
+        self.kept = KeptWorkers(supervisor, self.debug_channel, failed_rank)
         self.emit(Note.of_job(_KEPT.format(formatting.ranks(report.kept))))
 
     def _wants_restart(self, report: AttemptReport) -> bool:

@@ -32,6 +32,19 @@ def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(kernel: Kernel) -> 
     assert cell.stdout.count("at breakpoint()") == 1, cell.describe()
 
 
+def test_pdb_opens_at_a_failure_after_a_breakpoint_of_the_same_rank(kernel: Kernel) -> None:
+    kernel.run(
+        "from nblaunch import notebook_launcher\nimport nblaunch\ndef fails():\n    breakpoint()\n    raise ValueError"
+    )
+    launch = "notebook_launcher(fails, num_processes=1, start_method='fork', post_mortem=True)"
+    cell = kernel.submit(launch, is_typed_into=True)
+    cell.type("c")
+    assert cell.wait().error is not None
+    cell = kernel.submit("nblaunch.debug()", is_typed_into=True)
+    cell.type("q")
+    assert "-> raise ValueError" in cell.wait().stdout
+
+
 def test_a_variable_set_in_pdb_is_that_of_the_function(kernel: Kernel) -> None:
     kernel.run(PREAMBLE)
     cell = kernel.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", is_typed_into=True)
