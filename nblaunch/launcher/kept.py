@@ -7,6 +7,7 @@ a rank raises ──> the job has failed, its error is raised, its workers stay 
 from __future__ import annotations
 
 import threading
+
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.supervisor import Supervisor
 
