@@ -381,7 +381,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
 
         Args:
             loss: a tensor of one element.
-            **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``.
+            **kwargs: for :meth:`torch.Tensor.backward`, as ``retain_graph=True``; or ``learning_rate``, for LOMO.
 
         Raises:
             RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.

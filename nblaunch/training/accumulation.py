@@ -62,7 +62,8 @@ class AccumulationState:
     """The accumulation window of an Accelerator, and the prepared loaders that are being read since it exists.
 
     ``sync_gradients`` is True where the current micro-step ends in an optimizer step. ``step`` counts micro-steps
-    since the last window that the end of a loader closed. ``rescale`` is what gradients that are there already are to
+    since the last window that the end of a loader closed. ``are_gradients_reduced``: the user has averaged gradients
+    over ranks, which the next step leaves out. ``rescale`` is what gradients that are there already are to
     be multiplied by before the current micro-step adds its own.
 
     Args:
@@ -76,6 +77,7 @@ class AccumulationState:
         self.configure(plugin or GradientAccumulationPlugin())
         self.step = 0
         self.sync_gradients = True
+        self.are_gradients_reduced = False
         self.rescale = 1.0
         self._tail: int | None = None
         self._stack = loaders or LoaderStack()

@@ -15,7 +15,7 @@ import torch
 from nblaunch.errors import warn
 from nblaunch.training.collectives import nested
 from nblaunch.training.data.sharding import BatchSamplerShard
-from nblaunch.training.optimizer import AcceleratedOptimizer
+from nblaunch.training.optimizer import AcceleratedOptimizer, is_lomo
 from nblaunch.training.precision import Precision
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import SharedState, get_shared_state
@@ -47,9 +47,30 @@ class Gradients:
         if not shared.has_checked_models:
             shared.check_models()
         shared.busy_time.begin_backward()
-        self._strategy.backward(loss, self._accumulation.divisor, self._precision, **kwargs)
+        if kwargs and "learning_rate" in kwargs and self._lomo_optimizers():
+            self.lomo_backward(loss / self._accumulation.divisor, kwargs["learning_rate"])
+        else:
+            self._strategy.backward(loss, self._accumulation.divisor, self._precision, **kwargs)
         shared.busy_time.end_backward()
         shared.losses.note(loss, not shared.process.backend.is_lazy)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Compute gradients and step at once; see ``Accelerator.lomo_backward``."""
+        if learning_rate is None:
+            raise ValueError(
+                "lomo_backward needs a learning rate: LOMO optimizers step while they compute gradients"
+            )
+        found = self._lomo_optimizers()
+        if not found:
+            raise ValueError(
+                "lomo_backward needs a LOMO optimizer, but none was prepared: pass lomo_optim.Lomo(model) or "
+                "lomo_optim.AdaLomo(model) to accelerator.prepare()"
+            )
+        for optimizer in found:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def _lomo_optimizers(self) -> list[Any]:
+        return [one.optimizer for one in self._preparer.optimizers if is_lomo(one.optimizer)]
 
     @contextmanager
     def accumulate(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

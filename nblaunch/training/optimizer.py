@@ -6,6 +6,7 @@ out the calls that gradient accumulation or an overflow makes void.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         place_state: bring state that lies on another device than its parameter to the parameter's.
     """
 
+    # Views that the Accelerator adds, for users; nothing here reads them.
+    gradient_state: Any
+    accelerator_state: Any
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -44,6 +49,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = False
         self._is_reduced = False
         self._is_accelerate_prepared = True
+        self.device_placement = place_state
         precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
@@ -111,7 +117,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step; do nothing in the middle of an accumulation window."""
         if self._accumulation.sync_gradients:
             self.reduce_gradients()
-            self._is_reduced = False
+            self._is_reduced = self._accumulation.are_gradients_reduced = False
             self._is_overflow = self._precision.step(self.optimizer, closure)
             self._backend.step_boundary()
 
@@ -121,13 +127,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             wanted: ids of parameters; nothing is done where this optimizer has none of them. None: for certain.
         """
-        if self._is_reduced or (wanted is not None and not self.has_any(wanted)):
+        if self._is_reduced or self._accumulation.are_gradients_reduced:
+            return
+        if wanted is not None and not self.has_any(wanted):
             return
         self._backend.reduce_gradients(self.optimizer)
         self._is_reduced = True
 
     def has_any(self, wanted: Container[int]) -> bool:
         return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16; None otherwise."""
+        return self._precision.scaler
 
     @property
     def step_was_skipped(self) -> bool:
@@ -151,39 +164,46 @@ class AcceleratedScheduler:
         scheduler: the user's; kept as ``.scheduler``.
         optimizers: the prepared optimizers it goes with.
         accumulation: says when optimizers step.
-        steps_per_call: inner steps per optimizer step. Schedules are written for the steps of a single process, of
-            which every rank takes one at a time: the number of processes, or 1 with ``split_batches``.
+        num_ranks: that read different data. Schedules are written for the steps of a single process, of which every
+            rank takes one at a time: so many inner steps follow an optimizer step.
         step_with_optimizer: False: one inner step per call, always.
+        split_batches: a step of all ranks is one of a single process: one inner step follows it.
 
     A :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` looks at a metric, not at a number of steps: it takes one
     inner step per call.
     """
+
+    gradient_state: Any
+    """A view that the Accelerator adds, for users; nothing here reads it."""
 
     def __init__(
         self,
         scheduler: Any,
         optimizers: Sequence[AcceleratedOptimizer],
         accumulation: AccumulationState,
-        steps_per_call: int = 1,
+        num_ranks: int = 1,
         step_with_optimizer: bool = True,
+        split_batches: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self._accumulation = accumulation
-        self._steps_per_call = 1 if isinstance(scheduler, ReduceLROnPlateau) else steps_per_call
-        self._step_with_optimizer = step_with_optimizer
+        self._num_ranks = num_ranks
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
         self._is_accelerate_prepared = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step with the optimizers; nothing where they did not step."""
-        if not self._step_with_optimizer:
+        if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self._accumulation.sync_gradients:
             if self._accumulation.plugin.adjust_scheduler:
                 # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            for _ in range(self._steps_per_call):
+            is_single = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
+            for _ in range(1 if is_single else self._num_ranks):
                 if not self._is_at_end():
                     self.scheduler.step(*args, **kwargs)
 
@@ -215,6 +235,12 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state."""
         self.scheduler.load_state_dict(state_dict)
+
+
+def is_lomo(optimizer: Any) -> bool:
+    """Return whether an optimizer is one of the ``lomo_optim`` library, which steps while it computes gradients."""
+    lomo = sys.modules.get("lomo_optim")  # where it was not imported, nothing can be one
+    return lomo is not None and isinstance(optimizer, (lomo.Lomo, lomo.AdaLomo))
 
 
 def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -31,6 +31,7 @@ from nblaunch.training.options import DataLoaderConfiguration, TorchDynamoPlugin
 from nblaunch.training.placement import stays_in_place
 from nblaunch.training.precision import Precision
 from nblaunch.training.shared_state import SharedState
+from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
@@ -163,6 +164,8 @@ class Preparer:
         """Return ``optimizer``, stepping where the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
+            optimizer.gradient_state = GradientState._of(self.accumulation)
+            optimizer.accelerator_state = AcceleratorState._of(self.shared)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer
@@ -182,6 +185,7 @@ class Preparer:
         """Return ``scheduler``, stepping with its prepared optimizer, or with all where its own was not prepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
+            scheduler.gradient_state = GradientState._of(self.accumulation)
         if not any(scheduler is known for known in self.schedulers):
             self.schedulers.append(scheduler)
         return scheduler
@@ -198,8 +202,9 @@ class Preparer:
             scheduler,
             own or self.optimizers,
             self.accumulation,
-            1 if self.data.split_batches else num_ranks,
+            num_ranks,
             self.step_scheduler_with_optimizer,
+            self.data.split_batches,
         )
 
     def prepare_loader(

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from nblaunch.training.gradients import Gradients
+from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
 from nblaunch.training.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -32,9 +34,10 @@ from nblaunch.training.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 
 class PreparationProperties(ProcessMethods):
-    """How objects are prepared. The final class provides its ``_preparer`` and ``_handlers``, by type."""
+    """How objects are prepared. The final class provides the parts that are declared here."""
 
     _preparer: Preparer
+    _gradients: Gradients
     _handlers: dict[type, Any]
 
     # --- kwargs_handlers ---------------------------------------------------------------------------------------------
@@ -245,6 +248,10 @@ class PreparationProperties(ProcessMethods):
         """Which part of every sequence this process computes."""
         return self._coordinate("cp")
 
+    def deepspeed_ulysses_dl_adapter(self, dl: DataLoader, model: torch.nn.Module) -> DataLoader:
+        """Return the loader: every rank reads whole sequences, since there is no ``sp_size`` other than 1."""
+        return dl
+
     pipeline_parallel_rank = 0
     """All layers are on every rank."""
 
@@ -272,5 +279,22 @@ class PreparationProperties(ProcessMethods):
     fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
     """Recipes of training in fp8: none, as where Accelerate is given none."""
 
-    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = has_lomo_optimizer = False
-    """Neither fp8 nor an optimizer that steps in backward is in use."""
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
+    """Training in fp8 is not in use."""
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer was prepared that steps in backward, see ``lomo_backward``."""
+        return any(is_lomo(optimizer.optimizer) for optimizer in self._optimizers)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both at once.
+
+        Args:
+            loss: a tensor of one element.
+            learning_rate: of this step.
+
+        Raises:
+            ValueError: no such optimizer was prepared, or the learning rate is None.
+        """
+        self._gradients.lomo_backward(loss, learning_rate)

@@ -393,6 +393,18 @@ class GradientState(View):
     def sync_gradients(self, sync_gradients: bool) -> None:
         self._accumulation.sync_gradients = sync_gradients
 
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients are averaged over ranks before the step: set it to True where you did so yourself.
+
+        For devices on which that happens in the step. The step then leaves it out, and sets this to False.
+        """
+        return self._accumulation.are_gradients_reduced or self._live_state.label == "FSDP"
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, are_reduced: bool) -> None:
+        self._accumulation.are_gradients_reduced = are_reduced
+
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Do what the setter does, for trainers of other libraries that count micro-steps by themselves."""
         self._accumulation.sync_gradients = sync_gradients

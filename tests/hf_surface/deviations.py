@@ -21,7 +21,6 @@ CONFIGURATION_FILES = "nblaunch has a default file of its own"
 DEVIATIONS: dict[str, list[str]] = {
     FORMS_OF_PARALLELISM: [
         "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)",
-        "Accelerator.deepspeed_ulysses_dl_adapter",
         "*(parallelism_config)",
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "*(torch_device_mesh)",
         "*fsdp*", "utils.*TrainStep",
@@ -68,13 +67,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "Accelerator.deepspeed_*", "*DeepSpeed*Wrapper*",
         "utils.map_pytorch_optim_to_deepspeed",
     ],
-    "what a part is made of is its own affair; the Accelerator has `scaler`, `gradient_state`, `split_batches`": [
-        "data_loader.DataLoaderShard.dl_state_dict",
-        "optimizer.AcceleratedOptimizer.accelerator_state", "optimizer.AcceleratedOptimizer.device_placement",
-        "optimizer.AcceleratedOptimizer.gradient_state", "optimizer.AcceleratedOptimizer.scaler",
-        "scheduler.AcceleratedScheduler.gradient_state", "scheduler.AcceleratedScheduler.split_batches",
-        "scheduler.AcceleratedScheduler.step_with_optimizer",
-    ],
+    "what a part is made of is its own affair": ["data_loader.DataLoaderShard.dl_state_dict"],
     "the Accelerator saves and loads: `save_state`, `load_state`": ["checkpointing.*"],
     "the libraries behind it are not among the trackers; write a GeneralTracker": [
         "tracking.AimTracker", "tracking.ClearMLTracker", "tracking.CometMLTracker", "tracking.DVCLiveTracker",
@@ -88,7 +81,7 @@ DEVIATIONS: dict[str, list[str]] = {
         "*FullyShardedDataParallelPlugin.validate_mixed_precision_policy",
         "data_loader.*.adjust_state_dict_for_prefetch",
         "optimizer.move_to_device", "optimizer.patch_optimizer_step", "state.do_nothing",
-        "state.ThreadLocalSharedDict", "state.GradientState.is_xla_gradients_synced",
+        "state.ThreadLocalSharedDict",
         "tracking.filter_trackers", "tracking.get_available_trackers", "tracking.on_main_process", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
         "utils.compile_regions*", "utils.has_compiled_regions",
@@ -102,9 +95,6 @@ DEVIATIONS: dict[str, list[str]] = {
         "utils.operations.ConvertOutputsToFp32", "utils.operations.chained_operation",
         "utils.operations.gather_tensor_shape", "utils.operations.get_shape", "utils.operations.is_torch_xpu_tensor",
         "utils.operations.verify_operation", "utils.other.get_free_port", "utils.other.*repeated_blocks",
-    ],
-    "an optimizer that needs it is not supported": [
-        "Accelerator.lomo_backward",
     ],
     KEYWORD_ONLY: [
         "Accelerator(rng_types)", "Accelerator(log_with)", "Accelerator(project_*)",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -476,8 +478,76 @@ def test_a_prepared_optimizer_is_an_optimizer() -> None:
     assert not accelerator.optimizer_step_was_skipped
 
 
-def _scheduler(inner: Any, steps_per_call: int = 4, **options: Any) -> AcceleratedScheduler:
-    return AcceleratedScheduler(inner, [], AccumulationState(), steps_per_call, **options)
+def test_wrappers_have_the_attributes_of_accelerate_s() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=3, device_placement=False, split_batches=True)
+    _, inner, _, schedule = _parts()
+    optimizer, scheduler = accelerator.prepare(inner, schedule)
+    assert optimizer.gradient_state.num_steps == scheduler.gradient_state.num_steps == 3
+    assert optimizer.accelerator_state.mixed_precision == "no"
+    assert not optimizer.device_placement
+    assert optimizer.scaler is None
+    assert scheduler.split_batches
+    assert scheduler.step_with_optimizer
+    optimizer.step()
+    scheduler.step_with_optimizer = False
+    scheduler.gradient_state.sync_gradients = False
+    scheduler.step()
+    assert scheduler.last_epoch == 1, "an assigned setting counts"
+
+
+def test_gradients_that_the_user_reduced_are_not_reduced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    optimizer = accelerator.prepare(_sgd())
+    reduced: list[Any] = []
+    monkeypatch.setattr(
+        type(optimizer._backend), "reduce_gradients", lambda backend, one: reduced.append(one)
+    )
+    accelerator.gradient_state.is_xla_gradients_synced = True
+    assert GradientState().is_xla_gradients_synced
+    optimizer.step()
+    assert not reduced
+    assert not accelerator.gradient_state.is_xla_gradients_synced
+    optimizer.step()
+    assert reduced == [optimizer.optimizer]
+
+
+class _Lomo(torch.optim.SGD):
+    """Steps in backward, as those of ``lomo_optim`` do."""
+
+    def fused_backward(self, loss: torch.Tensor, lr: float) -> None:
+        loss.backward()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= lr * parameter.grad
+                parameter.grad = None
+
+
+def test_lomo_optimizers_step_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("lomo_optim")
+    library.__dict__.update(Lomo=_Lomo, AdaLomo=_Lomo)
+    monkeypatch.setitem(sys.modules, "lomo_optim", library)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    weight = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="none was prepared"):
+        accelerator.lomo_backward(weight.sum(), 0.5)
+    assert not accelerator.has_lomo_optimizer
+    accelerator.prepare(_Lomo([weight]))
+    assert accelerator.has_lomo_optimizer
+    with pytest.raises(ValueError, match="learning rate"):
+        accelerator.lomo_backward(weight.sum(), None)  # type: ignore[arg-type]
+    accelerator.lomo_backward(weight.sum(), 0.5)
+    assert weight.item() == -0.5
+    accelerator.backward(weight.sum(), learning_rate=1.0)
+    assert weight.item() == -1.0, "the loss is divided by the micro-steps of the window"
+
+
+def test_loaders_need_no_adapter_for_sequences() -> None:
+    model, _, loader, _ = _parts()
+    assert Accelerator().deepspeed_ulysses_dl_adapter(loader, model) is loader
+
+
+def _scheduler(inner: Any, num_ranks: int = 4, **options: Any) -> AcceleratedScheduler:
+    return AcceleratedScheduler(inner, [], AccumulationState(), num_ranks, **options)
 
 
 def _sgd() -> torch.optim.Optimizer:
