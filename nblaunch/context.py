@@ -39,6 +39,7 @@ class WorkerContext:
         parent_pid: process that started this worker; 0 if there is none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
         link: on which the kernel sends commands; None where it sends none.
+        debug_link: on which the kernel asks the debugger in this process; None where there is none.
         key: authenticates objects from other ranks of the job (``wire/signing.py``); b"" if there is none.
         is_launched: the process is a worker of nblaunch; False if the context was made from the environment.
         training: state of ``nblaunch.training`` in this process (device, precision, gradient state); opaque here.
@@ -58,6 +59,7 @@ class WorkerContext:
     parent_pid: int = 0
     attempt: int = 0
     link: Link | None = field(default=None, compare=False, repr=False)
+    debug_link: Link | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     training: Any = None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nblaunch import dashboard as dashboards
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames, cell_name
 from nblaunch.events import Note
-from nblaunch.launcher.job import Job, last_job
+from nblaunch.launcher import kept
+from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.job import last_job
 from nblaunch.wire.messages import Prompted
 
 if TYPE_CHECKING:
@@ -24,29 +26,44 @@ if TYPE_CHECKING:
 _PROMPT = "(Pdb) "
 
 
-def debug(rank: int | None = None, *, job: Job | None = None) -> None:
+class Debugged(Protocol):
+    """What :func:`debug` can look into: a job, or a session."""
+
+    @property
+    def has_debugged_workers(self) -> bool:
+        """Whether its ranks can be asked."""
+
+    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+        """Return the connection with the debugger, and the rank to be debugged; None = that with the root cause."""
+
+
+def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
     """Open pdb in a worker, in this cell: at the failure of a job with ``post_mortem=True``, or at a ``breakpoint()``.
+
+    Also where the last command of a session has failed, until its next one.
 
     All commands of pdb work. At a failure, and where a rank waits for others, the frames can be looked at but do not
     go on. ``q`` leaves; at a ``breakpoint()``, ``c`` lets the rank go on, and ``q`` ends the job.
 
     Args:
         rank: which; None = the one that failed, or the first that waits at a ``breakpoint()``.
-        job: None = the last one.
+        job: or session; None = what failed last, else the last job.
 
     Raises:
-        RuntimeError: no worker of the job can be asked, or no user can type here.
-        ValueError: the job has no such rank.
+        RuntimeError: no worker can be asked, or no user can type here.
+        ValueError: there is no such rank, or it has not failed.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        job = job or last_job()
+        job = job or kept.latest() or last_job()
         if job is None:
-            raise RuntimeError("no job was launched: nblaunch.debug() opens pdb in a worker of one")
+            raise RuntimeError(
+                "no job was launched and no command of a session has failed: nblaunch.debug() opens pdb in a worker"
+            )
         if not can_type():
             raise RuntimeError(
                 "nblaunch.debug() needs a user who types: this front end, or program, allows no input(). "
-                "last_job().inspect('name') and last_job().compare() show variables without"
+                "inspect('name') and compare() of the job or session show variables without"
             )
         channel, rank = job.debug_channel(rank)
         channel.open_debugger(rank)
@@ -62,17 +79,24 @@ def on_prompts(runner: JobRunner) -> None:
     """
     channel = runner.debug_channel
     assert channel is not None, "a rank waits"
+    if threading.current_thread() is threading.main_thread():
+        answer_prompt(channel, runner.requests.interrupt)
+        return
+    rank = channel.next_prompt()
+    if rank is not None:
+        _announce(runner, rank, channel.prompts[rank])
+
+
+def answer_prompt(channel: DebugChannel, interrupt: Callable[[], None]) -> None:
+    """Ask the user for the line that pdb of the first rank waits for; call ``interrupt()`` on an interrupt."""
     rank = channel.next_prompt()
     if rank is None:
-        return
-    if threading.current_thread() is not threading.main_thread():
-        _announce(runner, rank, channel.prompts[rank])
         return
     with _interruptible():
         try:
             channel.send_line(rank, _ask(rank, channel.prompts[rank]))
         except KeyboardInterrupt:
-            runner.requests.interrupt()
+            interrupt()
 
 
 def can_type() -> bool:

@@ -307,12 +307,7 @@ class LaunchSpec:
     @property
     def has_debugger(self) -> bool:
         """Return whether a debugger can look into the workers."""
-        return self.post_mortem or self.has_breakpoints
-
-    @property
-    def is_addressed(self) -> bool:
-        """Return whether each worker has a connection for commands."""
-        return self.takes_commands or self.has_debugger
+        return self.post_mortem or self.has_breakpoints or self.takes_commands
 
     def without_call(self) -> LaunchSpec:
         """Return a copy for a job that has ended, without references to the function and its arguments."""

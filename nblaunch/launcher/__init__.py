@@ -23,7 +23,7 @@ this code in it.
     job.py               Job: what the caller holds, a future
       requests.py        stop, interrupt, kill, show stacks: from any thread, read by the supervisor
       rank_values.py     values by rank
-    kept.py              workers of a failed job, kept for the debugger
+    kept.py              what is kept of a failure for the debugger
       debug_channel.py   the debugger's connections with the workers
       comparison.py      the variables of a function over all ranks
     peers.py             what a supervisor needs of the other nodes, where there are any

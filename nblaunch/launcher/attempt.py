@@ -105,6 +105,7 @@ class RunningAttempt:
         board: the progress of all ranks.
         receivers: rank -> where its events arrive.
         links: rank -> the connection for commands; empty where none are sent.
+        debug_links: rank -> the connection with the debugger; empty where there is none.
         tails: rank -> its log.
         store: the store that workers may ask for; None where another node hosts it.
         selector: to wait for all of these.
@@ -121,6 +122,7 @@ class RunningAttempt:
     board: Board
     receivers: Mapping[int, EventReceiver]
     links: Mapping[int, Link]
+    debug_links: Mapping[int, Link]
     tails: Mapping[int, LogTail]
     store: StoreHost | None
     selector: selectors.BaseSelector
@@ -177,7 +179,9 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     if store is not None:
         attempt = replace(attempt, topology=replace(attempt.topology, master_port=store.port))
     with ExitStack() as worker_ends:
-        assignments, receivers, links = assign(attempt, board, descendants.tag, stack, worker_ends)
+        assignments, receivers, links, debug_links = assign(
+            attempt, board, descendants.tag, stack, worker_ends
+        )
         call = (attempt.spec.function, attempt.spec.args)
         group = engine.start(call, assignments, board, attempt.saved)
     left_running: list[str] = []
@@ -190,8 +194,8 @@ def _start(attempt: Attempt, engine: Engine, leak_check: DeviceLeakCheck, stack:
     guardian = Guardian(group.process_groups(), descendants.tag)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
-        attempt, assignments, group, board, receivers, links, tails, store, _open_selector(stack), memory, monitor,
-        guardian, leak_check, left_running, stack.pop_all(),
+        attempt, assignments, group, board, receivers, links, debug_links, tails, store, _open_selector(stack),
+        memory, monitor, guardian, leak_check, left_running, stack.pop_all(),
     )  # fmt: skip
 
 
@@ -235,7 +239,7 @@ def _end_descendants(
 
 def assign(
     attempt: Attempt, board: Board, tag: int, stack: ExitStack, worker_ends: ExitStack
-) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, Link]]:
+) -> tuple[list[Assignment], dict[int, EventReceiver], dict[int, Link], dict[int, Link]]:
     """Make each worker's descriptors and assignment.
 
     Args:
@@ -246,7 +250,8 @@ def assign(
         worker_ends: closes what only the workers need, once they have it.
 
     Returns:
-        The assignments; rank -> where its events arrive; rank -> its connection for commands, if there is one.
+        The assignments; rank -> where its events arrive; rank -> its connection for commands, if there is one, and
+        that with its debugger.
 
     Raises:
         OSError: descriptors or memory ran out.
@@ -254,6 +259,7 @@ def assign(
     assignments: list[Assignment] = []
     receivers: dict[int, EventReceiver] = {}
     links: dict[int, Link] = {}
+    debug_links: dict[int, Link] = {}
     key = signing.new_key() if attempt.topology.num_nodes == 1 else b""
     for local_rank, rank in enumerate(attempt.ranks):
         topology = replace(attempt.topology, rank=rank, local_rank=local_rank)
@@ -262,10 +268,11 @@ def assign(
         receivers[rank] = EventReceiver(reading, f"rank {rank}")
         stack.callback(descriptors.close, reading)
         worker_ends.callback(os.close, writing)
-        command_fd = outbox_fd = -1
-        if attempt.spec.is_addressed:
-            links[rank], command_fd = connect()
-            worker_ends.callback(os.close, command_fd)
+        command_fd = debug_fd = outbox_fd = -1
+        if attempt.spec.takes_commands:
+            command_fd = _connect(rank, links, worker_ends)
+        if attempt.spec.has_debugger:
+            debug_fd = _connect(rank, debug_links, worker_ends)
         # Any rank may hold shards of weights, so each gets an outbox.
         if _returns_value(attempt, topology) or attempt.plan.modules or attempt.plan.optimizers:
             outbox_fd = create_memory_file(f"nblaunch-outbox-{rank}")
@@ -282,6 +289,7 @@ def assign(
                 event_fd=writing,
                 outbox_fd=outbox_fd,
                 command_fd=command_fd,
+                debug_fd=debug_fd,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=attempt.spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),
@@ -294,7 +302,14 @@ def assign(
                 descendant_tag=tag,
             )
         )
-    return assignments, receivers, links
+    return assignments, receivers, links, debug_links
+
+
+def _connect(rank: int, links: dict[int, Link], worker_ends: ExitStack) -> int:
+    """Make a connection with a rank; return the worker's end."""
+    links[rank], fd = connect()
+    worker_ends.callback(os.close, fd)
+    return fd
 
 
 def _returns_value(attempt: Attempt, topology: Topology) -> bool:

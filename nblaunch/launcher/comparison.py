@@ -76,6 +76,8 @@ def _grouped(values: Mapping[int, str]) -> list[tuple[str, list[int]]]:
 
 
 def _place(frame: FrameVariables) -> str:
+    if not frame.filename:
+        return "idle"
     return f"{frame.function[0]}, {cell_name(frame.filename)}, line {frame.line}"
 
 

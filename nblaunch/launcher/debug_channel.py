@@ -12,11 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from nblaunch.diagnosis.rebuilding import rebuild
+from nblaunch.launcher.comparison import Comparison
+from nblaunch.launcher.rank_values import RankValues
 from nblaunch.wire.link import Link
 from nblaunch.wire.messages import (
     Answer,
     Command,
     Debug,
+    FrameVariables,
     Inspect,
     Line,
     Prompted,
@@ -64,17 +68,49 @@ class DebugChannel:
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def inspect(self, expression: str, ranks: Sequence[int], timeout_s: float) -> dict[int, Answer]:
-        """Evaluate an expression on ranks; return the answers of those that have answered in time."""
-        number = next(self._numbers)
-        return self._ask(Inspect(expression=expression, number=number), number, ranks, timeout_s)
+    def checked_rank(self, rank: int | None, default: int) -> int:
+        """Return ``rank``, or ``default`` for None.
 
-    def read_variables(
-        self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
-    ) -> dict[int, Answer]:
-        """Read the variables of a function's frame; return the answers of those that have answered in time."""
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if rank is not None and rank not in self.links:
+            raise ValueError(
+                f"rank={rank} is not one of these ranks ({min(self.links)} to {max(self.links)})"
+            )
+        return default if rank is None else rank
+
+    def inspect(self, expression: str, timeout_s: float) -> RankValues:
+        """Evaluate an expression on the ranks; return rank -> value, or the exception, of those that have answered."""
         number = next(self._numbers)
-        return self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
+        answers = self._ask(
+            Inspect(expression=expression, number=number), number, list(self.links), timeout_s
+        )
+        return RankValues(
+            {
+                rank: rebuild(answer.reply.failed) if answer.reply.failed else answer.value_of(rank)
+                for rank, answer in answers.items()
+            }
+        )
+
+    def compare(self, first: int, timeout_s: float) -> Comparison:
+        """Compare the variables of the function in which rank ``first`` is."""
+        frames = self._read_variables(None, [first], timeout_s)
+        function = frames[first].function if first in frames else None
+        frames |= self._read_variables(function, [rank for rank in self.links if rank != first], timeout_s)
+        return Comparison(dict(sorted(frames.items())), [rank for rank in self.links if rank not in frames])
+
+    def _read_variables(
+        self, function: tuple[str, int] | None, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, FrameVariables]:
+        """Read the variables of a function's frame; return those of the ranks that have answered in time."""
+        number = next(self._numbers)
+        answers = self._ask(ReadVariables(function=function, number=number), number, ranks, timeout_s)
+        return {
+            rank: answer.reply.value
+            for rank, answer in answers.items()
+            if isinstance(answer.reply.value, FrameVariables)
+        }
 
     def open_debugger(self, rank: int) -> None:
         """Open pdb on a rank, unless it waits for a line already."""
@@ -96,6 +132,12 @@ class DebugChannel:
         self._send(rank, Line(text=text))
         if text.split()[:1] and text.split()[0] in _RESUMING:
             self._continue_others(self._stops.pop(rank, None))
+
+    def forget_stops(self) -> None:
+        """Begin anew, for another command of a session: what ranks wait with is not of it."""
+        for state in (self.prompts, self.printed, self._continued, self._stops):
+            state.clear()
+        self._debugged = None
 
     def release(self) -> None:
         """Let the workers end that are kept at a failure."""

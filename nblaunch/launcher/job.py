@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.diagnosis.rebuilding import rebuild
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.launcher.comparison import Comparison
 from nblaunch.launcher.debug_channel import DebugChannel
@@ -187,13 +186,7 @@ class Job:
         Raises:
             RuntimeError: no worker can be asked.
         """
-        answers = self._checked_channel().inspect(expression, list(self.ranks), timeout_s)
-        return RankValues(
-            {
-                rank: rebuild(answer.reply.failed) if answer.reply.failed else answer.value_of(rank)
-                for rank, answer in answers.items()
-            }
-        )
+        return self._checked_channel()[0].inspect(expression, timeout_s)
 
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function over all ranks; those that differ come first.
@@ -207,16 +200,8 @@ class Job:
         Raises:
             RuntimeError: no worker can be asked.
         """
-        channel, first = self._checked_channel(), self._debugged_rank()
-        ranks = list(self.ranks)
-        frames = channel.read_variables(None, [first], timeout_s)
-        function = frames[first].reply.value.function if first in frames else None
-        others = [rank for rank in ranks if rank != first]
-        answers = {**frames, **channel.read_variables(function, others, timeout_s)}
-        return Comparison(
-            {rank: answers[rank].reply.value for rank in sorted(answers)},
-            [rank for rank in ranks if rank not in answers],
-        )
+        channel, first = self._checked_channel()
+        return channel.compare(first, timeout_s)
 
     def release(self) -> None:
         """Give up the memory of an ended job: its result, and weights that did not fit the kernel's modules.
@@ -300,17 +285,15 @@ class Job:
             RuntimeError: no worker can be asked.
             ValueError: there is no such rank.
         """
-        channel = self._runner.debug_channel
-        if channel is None or not self.has_debugged_workers or not (self.spec.post_mortem or channel.prompts):
+        kept, channel = self._runner.kept, self._runner.debug_channel
+        if kept is not None and not kept.is_released:
+            return kept.debug_channel(rank)
+        if channel is None or not self.is_running or not (self.spec.post_mortem or channel.prompts):
             raise RuntimeError(
                 f"no worker of {self!r} waits for a debugger: launch with post_mortem=True, and its workers stay when "
                 "one of them raises, until the next launch, release(), or for 30 minutes; or call breakpoint() in it"
             )
-        if rank is not None and rank not in self.ranks:
-            raise ValueError(
-                f"rank={rank} is not one of this job's ranks ({self.ranks[0]} to {self.ranks[-1]})"
-            )
-        return channel, self._debugged_rank() if rank is None else rank
+        return channel, channel.checked_rank(rank, min(channel.prompts, default=self.ranks[0]))
 
     @property
     def has_debugged_workers(self) -> bool:
@@ -318,24 +301,18 @@ class Job:
         kept = self._runner.kept
         return self.is_running or (kept is not None and not kept.is_released)
 
-    def _debugged_rank(self) -> int:
-        kept, channel = self._runner.kept, self._runner.debug_channel
-        if kept is not None:
-            return kept.failed_rank
-        return min(channel.prompts, default=self.ranks[0]) if channel is not None else self.ranks[0]
-
-    def _checked_channel(self) -> DebugChannel:
-        """Return the connection with the debugger, where it runs on every rank.
+    def _checked_channel(self) -> tuple[DebugChannel, int]:
+        """Return what :meth:`debug_channel` does, where the debugger runs on every rank.
 
         Raises:
             RuntimeError: no worker can be asked.
         """
-        channel, _ = self.debug_channel()
+        found = self.debug_channel()
         if not self.spec.post_mortem:
             raise RuntimeError(
                 f"the ranks of {self!r} can be asked only if it is launched with post_mortem=True"
             )
-        return channel
+        return found
 
     @property
     def _outcome(self) -> JobOutcome:

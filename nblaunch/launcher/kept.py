@@ -1,12 +1,17 @@
-"""Workers that are kept where they were when one of them failed, for the debugger, until they are released.
+"""What is kept of a failure for the debugger, until it is released.
 
 a rank raises ──> the job has failed, its error is raised, its workers stay ── inspect, compare, pdb
                   the next launch, release(), 30 minutes, or the end of this process ──> they end
+
+A command of a session that has failed is kept likewise (``session/failed_command.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
+from abc import ABC, abstractmethod
 
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.supervisor import Supervisor
@@ -15,7 +20,58 @@ KEPT_S = 1800.0
 """How long workers are kept at most."""
 
 
-class KeptWorkers:
+class Kept(ABC):
+    """A failure that the debugger can look into.
+
+    Args:
+        channel: to the debugger in the workers.
+        failed_rank: with the root cause.
+    """
+
+    def __init__(self, channel: DebugChannel, failed_rank: int) -> None:
+        self.failed_rank = failed_rank
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        _all[next(_numbers)] = self
+
+    @property
+    def is_released(self) -> bool:
+        """Whether nothing is kept any more."""
+        return self._released.is_set()
+
+    @property
+    def has_debugged_workers(self) -> bool:
+        """Whether its ranks can be asked."""
+        return not self.is_released
+
+    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+        """Return the connection with the debugger, and the rank to be debugged: None = the one that failed.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self._channel, self._channel.checked_rank(rank, self.failed_rank)
+
+    def wait(self) -> None:
+        """Wait until it is released."""
+        self._released.wait()
+
+    def release(self) -> None:
+        """Give up what is kept."""
+        with self._lock:
+            if not self.is_released:
+                try:
+                    self._release()
+                finally:
+                    self._released.set()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Do what :meth:`release` does, once."""
+
+
+class KeptWorkers(Kept):
     """The workers of a failed job.
 
     Args:
@@ -25,43 +81,32 @@ class KeptWorkers:
     """
 
     def __init__(self, supervisor: Supervisor, channel: DebugChannel, failed_rank: int) -> None:
-        self.failed_rank = failed_rank
-        self._channel = channel
+        super().__init__(channel, failed_rank)
         self._supervisor = supervisor
-        self._lock = threading.Lock()
-        self._released = threading.Event()
         self._timer = threading.Timer(KEPT_S, self.release)
         self._timer.daemon = True
         self._timer.start()
-        _all.append(self)
 
-    @property
-    def is_released(self) -> bool:
-        """Whether the workers have been ended."""
-        return self._released.is_set()
-
-    def wait(self) -> None:
-        """Wait until they are released."""
-        self._released.wait()
-
-    def release(self) -> None:
+    def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
-        with self._lock:
-            if self.is_released:
-                return
-            _all.remove(self)
-            self._timer.cancel()
-            self._channel.release()
-            try:
-                self._supervisor.end_kept()
-            finally:
-                self._released.set()
+        self._timer.cancel()
+        self._channel.release()
+        self._supervisor.end_kept()
 
 
-_all: list[KeptWorkers] = []
+_all: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+"""In the order in which they came."""
+
+_numbers = itertools.count()
+
+
+def latest() -> Kept | None:
+    """Return what was kept last and has not been released."""
+    kept = [one for one in list(_all.values()) if not one.is_released]
+    return kept[-1] if kept else None
 
 
 def release_all() -> None:
-    """End the workers that jobs of this process keep."""
-    for kept in list(_all):
+    """Give up what jobs and sessions of this process keep."""
+    for kept in list(_all.values()):
         kept.release()

@@ -382,7 +382,7 @@ class JobRunner:
     def _start_attempt(self, peers: Peers | None = None, restart_count: int = 0) -> None:
         running = start_attempt(self._attempt(peers, restart_count))
         self.links = running.links
-        self.debug_channel = DebugChannel(running.links) if self.spec.has_debugger else None
+        self.debug_channel = DebugChannel(running.debug_links) if running.debug_links else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.update, self.debug_channel, on_prompts

@@ -11,12 +11,22 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 
+from nblaunch import debugging
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.output import SessionOutput
 from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.messages import Answer, Call, Close, Command, Execute, LeaveGroup, receive_answer
+from nblaunch.wire.messages import (
+    Answer,
+    Call,
+    Close,
+    Command,
+    Execute,
+    Forget,
+    LeaveGroup,
+    receive_answer,
+)
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
@@ -40,11 +50,14 @@ class SessionClient:
         busy: ranks that have not answered the present command.
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
+        channel: to the debugger in the ranks.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
         self._links = dict(runner.links)
+        assert runner.debug_channel is not None, "a session has a debugger"
+        self.channel = runner.debug_channel
         self._output = output
         self._lock = threading.Lock()
         self._group = 1
@@ -79,6 +92,18 @@ class SessionClient:
             self.busy = set()
             self._lock.release()
 
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Let ranks give up the frames of a command that has failed, if no other command runs."""
+        if not self._runner.is_running or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for rank in ranks:
+                with suppress(OSError, EOFError, KeyError):
+                    self._links[rank].send(Forget())
+                    receive_answer(self._links[rank])
+        finally:
+            self._lock.release()
+
     def interrupt(self) -> None:
         """Interrupt the ranks that are busy; the second time kill all. Safe in signal handlers and any thread."""
         self.num_interrupts += 1
@@ -107,8 +132,10 @@ class SessionClient:
         raise LaunchError(_ENDED)
 
     def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int]) -> Answers:
-        if len(ranks) == len(self._links) and isinstance(command, (Execute, Call)):
-            command = replace(command, group=self._group)
+        if isinstance(command, (Execute, Call)):
+            group = self._group if len(ranks) == len(self._links) else 0
+            command = replace(command, group=group, has_breakpoints=debugging.has_breakpoints(False))
+            self.channel.forget_stops()
         self.busy, self.busy_since_s = set(ranks), time.monotonic()
         for rank in ranks:
             self._send(rank, command, files)
@@ -124,9 +151,9 @@ class SessionClient:
         answers: Answers = {}
         failed_s: float | None = None
         while self.busy:
-            waiting = {self._links[rank].fileno(): rank for rank in self.busy}
-            for fd in wait(list(waiting), _TICK_S):
-                rank = waiting[fd]  # type: ignore[index]
+            prompting = [self.channel.links[rank].fileno() for rank in self.busy - self.channel.gone]
+            ready = wait([*(self._links[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
+            for rank in [rank for rank in self.busy if self._links[rank].fileno() in ready]:
                 answers[rank] = self._receive(rank)
                 self.busy.discard(rank)
                 if answers[rank].reply.failed is not None and failed_s is None:
@@ -134,18 +161,21 @@ class SessionClient:
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open
             self._output.pump()
+            self.channel.receive_available()
+            if self.channel.prompts and not self.num_interrupts:
+                debugging.answer_prompt(self.channel, self.interrupt)
             if self.num_interrupts:
                 self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
             patience_s = 0.0 if self.num_interrupts else _PATIENCE_S
             if failed_s is not None and self.busy and time.monotonic() - failed_s > patience_s:
                 failed_s = None
-                self._interrupt_waiting(failed_ranks(answers))
+                self._interrupt_waiting(answers)
         return {rank: answers[rank] for rank in sorted(answers)}
 
-    def _interrupt_waiting(self, failed: Iterable[int]) -> None:
-        """Interrupt the busy ranks. Those in a collective return once the failed ones have left the group."""
+    def _interrupt_waiting(self, done: Iterable[int]) -> None:
+        """Interrupt the busy ranks. Those in a collective return once all others have left the group."""
         self._signal(self.busy)
-        for rank in failed:
+        for rank in done:
             self._send(rank, LeaveGroup())
             self._receive(rank)
 

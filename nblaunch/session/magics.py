@@ -3,7 +3,7 @@
 %load_ext nblaunch
 %%ranks                  the cell runs on every rank; the first use starts a session on all devices
 %%ranks 0,2              on some
-%ranks start 4 | status | restart | stop
+%ranks start 4 | status | debug | restart | stop
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from nblaunch import formatting
+from nblaunch import debugging, formatting
 from nblaunch.session import cells
 from nblaunch.session.session import Session, displays_of
 from nblaunch.wire.messages import Execute
 
-_USAGE = "%ranks start [number of processes] | use VARIABLE | status | restart | stop"
+_USAGE = "%ranks start [number of processes] | use VARIABLE | status | debug [rank] | restart | stop"
 
 
 @magics_class
@@ -33,7 +33,7 @@ class RankMagics(Magics):
         """Run the cell on the ranks of a session: ``%%ranks``, or ``%%ranks 0,2`` for some of them.
 
         In a line of its own: ``%ranks start 4``, ``%ranks use session`` for one that a cell has made,
-        ``%ranks status``, ``%ranks restart``, ``%ranks stop``.
+        ``%ranks status``, ``%ranks debug`` for pdb where a cell has failed, ``%ranks restart``, ``%ranks stop``.
         """
         __tracebackhide__ = True
         if cell is None:
@@ -50,7 +50,7 @@ class RankMagics(Magics):
     def _control(self, words: Sequence[str]) -> Any:
         __tracebackhide__ = True
         if words[:1] == ["start"] and len(words) <= 2:
-            count = _parsed_count(words[1]) if words[1:] else None
+            count = _parsed_number("start", words[1]) if words[1:] else None
             self._stop()
             RankMagics.session = Session(count)
             return self.session
@@ -59,6 +59,9 @@ class RankMagics(Magics):
             return None
         if words == ["status"]:
             return None if self.session is None else self.session.status()
+        if words[:1] == ["debug"] and len(words) <= 2:
+            rank = _parsed_number("debug", words[1]) if words[1:] else None
+            return debugging.debug(rank, job=self._running())
         if words == ["restart"]:
             self._running().restart()
             return self.session
@@ -122,9 +125,9 @@ def _parsed_ranks(line: str, ranks: range) -> list[int] | None:
     return chosen
 
 
-def _parsed_count(word: str) -> int:
+def _parsed_number(command: str, word: str) -> int:
     if not word.isdecimal():
-        raise ValueError(f"%ranks start {word}: the number of processes is a whole number")
+        raise ValueError(f"%ranks {command} {word}: {word!r} is no whole number")
     return int(word)
 
 

@@ -24,12 +24,14 @@ from nblaunch.wire.messages import (
     Close,
     Command,
     Execute,
+    Forget,
     LeaveGroup,
     Reply,
     send_reply,
 )
 from nblaunch.wire.modules import modules_at
 from nblaunch.worker import output
+from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 
@@ -38,9 +40,12 @@ _USES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
 def serve() -> None:
     """Execute the commands of a session on this rank until it is closed, or its kernel has gone."""
-    link = context.current().link
-    assert link is not None, "the launch of a session gives its workers a connection"
-    _Server(link).run()
+    own = context.current()
+    assert own.link is not None, "the launch of a session gives its workers a connection"
+    assert own.debug_link is not None, "and one with the debugger"
+    debugger = Debugger(own.topology.rank, own.debug_link)
+    debugger.start()
+    _Server(own.link, debugger).run()
 
 
 class _Server:
@@ -48,10 +53,14 @@ class _Server:
 
     Args:
         link: to the session.
+        debugger: of this process.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, debugger: Debugger) -> None:
         self._link = link
+        self._debugger = debugger
+        self._pass_breakpoint = sys.breakpointhook
+        self._has_passed = False
         self._topology = context.current().topology
         self._is_interruptible = False
         self._group = 0
@@ -88,15 +97,22 @@ class _Server:
 
     def _reply(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
         failed, done = None, Reply()
+        is_code = isinstance(command, (Execute, Call))
+        if is_code or isinstance(command, Forget):
+            self._debugger.begin_command()
+        sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._note_breakpoint
         try:
             try:
                 self._is_interruptible = True
                 done = self._do(command, files, outbox_fd)
             finally:
                 self._is_interruptible = False
+            if is_code:
+                self._debugger.end_command(None)
         except BaseException as error:
             self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)
+            self._debugger.end_command(error)
         return replace(
             done,
             time_s=time.time(),
@@ -104,7 +120,17 @@ class _Server:
             has_output=self._has_printed(),
         )
 
+    def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
+        if os.getpid() == self._pid:  # a process that the code forked has no user
+            self._debugger.stop_at(sys._getframe(1))
+
+    def _note_breakpoint(self, *args: object, **kwargs: object) -> None:
+        self._has_passed = True
+        self._pass_breakpoint()
+
     def _do(self, command: Command, files: Sequence[int], outbox_fd: int) -> Reply:
+        if isinstance(command, Forget):
+            return Reply()
         if isinstance(command, LeaveGroup):
             process_group.leave()
             return Reply()
@@ -160,7 +186,8 @@ class _Server:
     def _has_printed(self) -> bool:
         output.flush()
         before, self._printed_bytes = self._printed_bytes, _size_of_output()
-        return before != self._printed_bytes
+        has_passed, self._has_passed = self._has_passed, False
+        return has_passed or before != self._printed_bytes
 
 
 def _size_of_output() -> int:

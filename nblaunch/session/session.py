@@ -16,22 +16,26 @@ from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.rendering import HiddenLauncherFrames
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.engines.saved_call import save_call
 from nblaunch.errors import PayloadError
 from nblaunch.events import Event, Exited, ExitStatus, JobEnded, Returned, Started
 from nblaunch.launcher import kept
 from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.comparison import Comparison
+from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.rank_values import RankValues
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import Answers, SessionClient, failed_ranks
+from nblaunch.session.failed_command import FailedCommand
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.server import serve
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
-from nblaunch.wire.messages import Assign, Call, Execute
+from nblaunch.wire.messages import Assign, Call, Command, Execute
 from nblaunch.wire.modules import modules_in
 from nblaunch.wire.pickle_errors import unpicklable_parts
 
@@ -83,6 +87,7 @@ class Session:
             "threads_per_process": threads_per_process,
             "log_dir": log_dir,
         }
+        self._failed: FailedCommand | None = None
         with HiddenLauncherFrames():
             self._start()
 
@@ -119,7 +124,7 @@ class Session:
         printer = dashboards.lines_printer()
         printer.on_event(self._attempt(self._runner.spec).start_event())
         with self._output.shown_by([printer]):
-            answers = self._client.request(chosen, command)
+            answers = self._request(chosen, command)
         self._raise_failures(answers)
         return answers
 
@@ -148,7 +153,7 @@ class Session:
         with HiddenLauncherFrames():
             chosen = self._checked_ranks(ranks)
             with _memory_file(values) as fd:
-                answers = self._client.request(chosen, Assign(), [fd])
+                answers = self._request(chosen, Assign(), [fd])
             self._raise_failures(answers)
 
     def run(
@@ -193,11 +198,67 @@ class Session:
             shown, [attempt.start_event(), *(Started(rank, now, pid=pid) for rank, pid in self.pids.items())]
         )
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
-            answers = self._client.request(self.ranks, command, [saved.fd])
+            answers = self._request(self.ranks, command, [saved.fd])
             results = {rank: answer.result for rank, answer in answers.items()}
+            self._keep_failures(answers)
             outcome, notes = conclude_job(attempt, self._report(answers), results, self.pids, [])
             _emit(shown, [*notes, *_end_events(answers, outcome)])
         return outcome
+
+    # --- the debugger ------------------------------------------------------------------------------------------------
+
+    def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
+        """Evaluate an expression on every rank, in the innermost frame of the user's code there.
+
+        On ranks on which the last command raised, or that were interrupted as they waited for one of these: in the
+        frame where that was. On ranks that run nothing: among their variables. While another thread's command runs:
+        where the rank is, in a collective, too.
+
+        Args:
+            expression: Python, as ``"batch.shape"``.
+            timeout_s: how long to wait for the answers.
+
+        Returns:
+            rank -> value; the exception, where the expression raised one. Ranks without an answer are missing.
+
+        Raises:
+            LaunchError: the session has ended.
+        """
+        __tracebackhide__ = True
+        with HiddenLauncherFrames():
+            return self._client.channel.inspect(expression, timeout_s)
+
+    def compare(self, timeout_s: float = 10.0) -> Comparison:
+        """Compare the local variables of the same function over all ranks, as :meth:`nblaunch.Job.compare` does.
+
+        The function is that in which the last command failed.
+
+        Args:
+            timeout_s: how long to wait for the answers.
+
+        Raises:
+            LaunchError: the session has ended.
+        """
+        __tracebackhide__ = True
+        with HiddenLauncherFrames():
+            failed = self._failed
+            return self._client.channel.compare(failed.failed_rank if failed else 0, timeout_s)
+
+    @property
+    def has_debugged_workers(self) -> bool:
+        """Whether the ranks can be asked."""
+        return self.is_running
+
+    def debug_channel(self, rank: int | None = None) -> tuple[DebugChannel, int]:
+        """Return what :func:`nblaunch.debug` needs.
+
+        Raises:
+            RuntimeError: the last command has not failed.
+            ValueError: it has not failed on this rank.
+        """
+        if self._failed is None or self._failed.is_released:
+            raise RuntimeError("the last command of the session has not failed: there is nothing to debug")
+        return self._failed.debug_channel(rank)
 
     # --- the workers -------------------------------------------------------------------------------------------------
 
@@ -246,6 +307,7 @@ class Session:
     def close(self) -> None:
         """End the workers. What runs on them is killed."""
         self._end.detach()
+        self._failed = None
         self._client.close()
         if not self._runner.wait(_END_S):
             self._runner.requests.cancel()
@@ -280,6 +342,21 @@ class Session:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
+    def _request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
+        """Send ranks a command as :meth:`SessionClient.request` does; the failure of the one before is given up."""
+        __tracebackhide__ = True
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.release()
+        return self._client.request(ranks, command, files)
+
+    def _keep_failures(self, answers: Answers) -> None:
+        """Keep the frames of ranks that have failed for the debugger."""
+        if ranks := failed_ranks(answers):
+            root = find_root_cause(self._report(answers))
+            rank = root.rank if root is not None else ranks[0]
+            self._failed = FailedCommand(self._client, rank, ranks)
+
     def _checked_ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """Return the ranks that were chosen.
 
@@ -296,6 +373,7 @@ class Session:
     def _raise_failures(self, answers: Answers) -> None:
         """Raise KeyboardInterrupt after an interrupt, or what a command raised on the first rank that failed."""
         __tracebackhide__ = True
+        self._keep_failures(answers)
         if self._client.num_interrupts:
             raise KeyboardInterrupt
         if failed_ranks(answers):

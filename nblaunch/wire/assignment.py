@@ -43,11 +43,12 @@ class Assignment:
         event_fd: writing end of its event pipe.
         outbox_fd: empty memory file for its result; -1 where none is wanted.
         command_fd: socket on which the kernel sends it commands (``wire/link.py``); -1 where it sends none.
+        debug_fd: socket to the debugger in it; -1 where there is none.
         log_path: file for everything it prints.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
         post_mortem: keep the worker where its function has failed, for a debugger.
-        has_breakpoints: ``breakpoint()`` opens pdb in the kernel, on the connection for commands.
+        has_breakpoints: ``breakpoint()`` opens pdb in the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether what the function returns here is wanted.
         sends_weights_of: argument paths of the modules whose weights are wanted back, as far as they are here.
@@ -71,6 +72,7 @@ class Assignment:
     stacks_path: str
     num_threads: int
     command_fd: int = -1
+    debug_fd: int = -1
     post_mortem: bool = False
     has_breakpoints: bool = False
     is_spmd: bool = False
@@ -91,7 +93,8 @@ class Assignment:
     @property
     def own_fds(self) -> tuple[int, ...]:
         """Return the descriptors that no other worker needs."""
-        return tuple(fd for fd in (self.event_fd, self.outbox_fd, self.command_fd) if fd >= 0)
+        fds = (self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
+        return tuple(fd for fd in fds if fd >= 0)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ class Command:
 
     Args:
         group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
+        has_breakpoints: ``breakpoint()`` opens pdb in the kernel; otherwise it is passed over.
     """
 
     group: int = 0
+    has_breakpoints: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Call(Command):
 @dataclass(frozen=True)
 class LeaveGroup(Command):
     """Request to leave the process group, in which another rank waits for this one in vain."""
+
+
+@dataclass(frozen=True)
+class Forget(Command):
+    """Request to give up the frames of a command that has failed."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ class _Worker:
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
                 link=Link(assignment.command_fd) if assignment.command_fd >= 0 else None,
+                debug_link=Link(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,
             )
@@ -206,7 +207,7 @@ class _Worker:
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger
 
-        link = context.current().link
+        link = context.current().debug_link
         assert link is not None, "a launch with a debugger gives its workers a connection"
         debugger = Debugger(self.assignment.rank, link)
         debugger.start()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pdb  # noqa: T100 the debugger is what this module is about
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -59,6 +60,8 @@ class Debugger:
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
+        self._is_idle = False
+        self._is_open = False
 
     def start(self) -> None:
         """Receive commands from now on, in a thread."""
@@ -70,9 +73,23 @@ class Debugger:
         Raises:
             KeyboardInterrupt: the job is ended.
         """
-        self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
+        self._stand_at(error)
         while not self._released.wait(3600.0):
             continue
+
+    def begin_command(self) -> None:
+        """Give up the frames of the last command of a session, and what pdb has of them."""
+        self._traceback, self._is_idle = None, False
+        self._stops.clear()
+        if self._is_open:
+            self._lines.put("q")
+
+    def end_command(self, error: BaseException | None) -> None:
+        """Keep the frames in which a command of a session has failed, until the next begins."""
+        sys.settrace(None)  # pdb may have been stepping still
+        self._is_idle = True
+        if error is not None:
+            self._stand_at(error)
 
     def stop_at(self, frame: FrameType) -> None:
         """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""
@@ -80,6 +97,9 @@ class Debugger:
         self._stops[at] += 1
         terminal = _Terminal(self._send, self._lines, Prompted("", (*at, self._stops[at]), at))
         _Pdb(terminal).set_trace(frame)
+
+    def _stand_at(self, error: BaseException) -> None:
+        self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -97,6 +117,7 @@ class Debugger:
             elif isinstance(command, Line):
                 self._lines.put(command.text)
             elif isinstance(command, Debug):
+                self._is_open = True
                 threading.Thread(target=self._debug, name="nblaunch-pdb", daemon=True).start()
             else:
                 self._reply(command)
@@ -104,12 +125,17 @@ class Debugger:
     def _debug(self) -> None:
         """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on."""
         terminal = _Terminal(self._send, self._lines, Prompted(""))
-        frame = None if self._traceback is not None else self._innermost()
-        post_mortem = _Pdb(terminal)
-        post_mortem.reset()
         try:
-            post_mortem.interaction(frame, self._traceback)
+            traceback = self._traceback
+            frame = None if traceback is not None else frames.innermost_user_frame(self._stack())
+            if frame is None and traceback is None:
+                terminal.write("this rank is idle\n")
+                return
+            post_mortem = _Pdb(terminal)
+            post_mortem.reset()
+            post_mortem.interaction(frame, traceback)
         finally:
+            self._is_open = False
             terminal.end()
 
     def _reply(self, command: Inspect | ReadVariables) -> None:
@@ -126,23 +152,19 @@ class Debugger:
 
     def _answer(self, command: Inspect | ReadVariables, outbox_fd: int) -> Reply:
         if isinstance(command, Inspect):
-            value = frames.evaluate(command.expression, self._innermost())
+            value = frames.evaluate(command.expression, frames.innermost_user_frame(self._stack()))
             return replace(Reply.of_value(self._rank, value, outbox_fd), number=command.number)
         stack = self._stack()
         frame = frames.frame_of_function(stack, command.function)
-        assert frame is not None, "a thread has a frame"
-        value = frames.variables_of(frame, self._line_of(frame))
+        value = (
+            frames.variables_of_main() if frame is None else frames.variables_of(frame, self._line_of(frame))
+        )
         return Reply(time_s=time.time(), value=value, number=command.number)
 
     def _stack(self) -> list[FrameType]:
         if self._traceback is not None:
             return frames.frames_of_traceback(self._traceback)
-        return frames.frames_of_main_thread()
-
-    def _innermost(self) -> FrameType:
-        frame = frames.innermost_user_frame(self._stack())
-        assert frame is not None, "a thread has a frame"
-        return frame
+        return [] if self._is_idle else frames.frames_of_main_thread()
 
     def _line_of(self, frame: FrameType) -> int:
         tb = self._traceback
@@ -225,6 +247,10 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         super().set_quit()
         if self._is_stepping:
             self._terminal.end()
+
+    def _cmdloop(self) -> None:
+        """Let an interrupt end the command that stands here, where pdb would go on with its next line."""
+        self.cmdloop()
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
         result = super().setup(frame, tb)

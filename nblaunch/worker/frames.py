@@ -56,24 +56,37 @@ def _function_of(frame: FrameType) -> tuple[str, int]:
     return frame.f_code.co_name, frame.f_code.co_firstlineno
 
 
-def evaluate(expression: str, frame: FrameType) -> Any:
-    """Return the value of an expression in a frame.
+def evaluate(expression: str, frame: FrameType | None) -> Any:
+    """Return the value of an expression in a frame; None = among the variables of ``__main__``.
 
     Raises:
         BaseException: what it raises.
     """
     # One mapping: the scopes of comprehensions in the expression see the names of the globals alone.
-    return eval(compile(expression, "<inspect>", "eval"), {**frame.f_globals, **frame.f_locals})
+    names = vars(sys.modules["__main__"]) if frame is None else {**frame.f_globals, **frame.f_locals}
+    return eval(compile(expression, "<inspect>", "eval"), names)
 
 
 def variables_of(frame: FrameType, line: int) -> FrameVariables:
     """Describe the local variables of a frame that stands at ``line``."""
-    aspects: dict[str, str] = {}
     is_module = frame.f_locals is frame.f_globals
-    for name, value in dict(frame.f_locals).items():
-        if not (name.startswith("__") or (is_module and callable(value))):
-            aspects |= _aspects(name, value)
+    aspects = _all_aspects(frame.f_locals, is_module)
     return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects)
+
+
+def variables_of_main() -> FrameVariables:
+    """Describe the variables of ``__main__``, of a rank that runs nothing."""
+    return FrameVariables(("<module>", 1), "", 0, _all_aspects(vars(sys.modules["__main__"]), is_module=True))
+
+
+def _all_aspects(variables: Mapping[str, Any], is_module: bool) -> dict[str, str]:
+    """Describe variables; of a module, not those of IPython, nor functions."""
+    aspects: dict[str, str] = {}
+    for name, value in dict(variables).items():
+        is_own = is_module and (callable(value) or name.startswith("_") or name in ("In", "Out"))
+        if not (name.startswith("__") or is_own):
+            aspects |= _aspects(name, value)
+    return aspects
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:

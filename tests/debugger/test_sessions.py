@@ -1,0 +1,136 @@
+"""The debugger in a session: after a command that failed, and at ``breakpoint()``; in a real kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import os, torch, nblaunch
+session = nblaunch.Session(3, threads_per_process=1)
+%load_ext nblaunch
+%ranks use session
+"""
+
+FAILS = """%%ranks
+rank = int(os.environ["RANK"])
+def step(batch, number):
+    if rank == 1:
+        raise ValueError("boom")
+    if rank == 2:
+        torch.distributed.all_reduce(batch)
+for number in range(2, 4):
+    step(torch.ones(8 - (rank == 1), 16), number)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """A kernel with a session of three ranks, which the magics use."""
+    with Kernel.start() as kernel:
+        kernel.submit(
+            PREAMBLE, is_typed_into=True
+        ).wait()  # connects the stdin, which no test leaves behind then
+        yield kernel
+        kernel.run("session.close()")
+        assert kernel.processes() == []
+
+
+@pytest.fixture
+def failed(shared: Kernel) -> Kernel:
+    """A cell has failed on rank 1, while rank 2 waited in a collective, and rank 0 has ended it."""
+    shared.run(FAILS, raises="ValueError")
+    return shared
+
+
+def test_pdb_opens_where_a_cell_has_failed_and_where_a_rank_waited_for_it(failed: Kernel) -> None:
+    cell = failed.submit("nblaunch.debug()", is_typed_into=True)
+    for line in ("p number, tuple(batch.shape)", "u", "p number + 40", "q"):
+        cell.type(line)
+    cell.wait()
+    for text in ('-> raise ValueError("boom")', "(2, (7, 16))", "42"):
+        assert text in cell.stdout, cell.describe()
+    cell = failed.submit("%ranks debug 2", is_typed_into=True)
+    for line in ("p tuple(batch.shape)", "q"):
+        cell.type(line)
+    cell.wait()
+    assert "-> torch.distributed.all_reduce(batch)" in cell.stdout, cell.describe()
+    assert "(8, 16)" in cell.stdout
+
+
+def test_every_rank_is_asked_where_it_failed_or_among_its_variables(failed: Kernel) -> None:
+    shapes = "{rank: tuple(shape) for rank, shape in session.inspect('batch.shape').items() if rank}"
+    assert failed.run(shapes).value == {1: (7, 16), 2: (8, 16)}
+    assert failed.run("dict(session.inspect('rank * 10'))").value == {0: 0, 1: 10, 2: 20}
+    text = failed.run("session.compare()").result or ""
+    assert "batch.shape is" in text
+    assert "(7, 16) on rank 1" in text
+    assert "(8, 16) on rank 2" in text
+    assert "rank 0: idle" in text
+
+
+def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
+    failed.run(
+        "%%ranks\nimport weakref\ndef hold(self_destructing):\n    global seen\n    seen = weakref.ref("
+        "self_destructing)\n    raise ValueError\nhold(torch.nn.Linear(1, 1))",
+        raises="ValueError",
+    )
+    assert failed.run("set(session.inspect('seen() is None').values())").value == {False}
+    failed.run("session.execute('1', ranks=[0])")
+    assert failed.run("set(session.inspect('seen() is None').values())").value == {True}
+    for call in ("session.debug_channel()", "nblaunch.debug(job=session)"):
+        assert failed.run(call, raises="RuntimeError").error is not None
+
+
+def test_pdb_that_was_left_open_does_not_outlive_the_next_command(failed: Kernel) -> None:
+    cell = failed.submit("nblaunch.debug()", is_typed_into=True)
+    cell.wait_for_input()
+    failed.interrupt()
+    assert cell.wait().error is not None
+    assert failed.run("session.execute('2')").result == "[0-2] 2"
+    threads = (
+        'session.execute(\'[t.name for t in __import__("threading").enumerate()].count("nblaunch-pdb")\')'
+    )
+    failed.run(f"while set({threads}.values()) != {{0}}: pass")
+
+
+def test_a_rank_that_ended_the_command_is_no_place_for_pdb(failed: Kernel) -> None:
+    cell = failed.submit("nblaunch.debug(0)", is_typed_into=True)
+    cell.wait()
+    assert cell.error is not None
+    assert cell.error.name == "ValueError"
+
+
+def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kernel) -> None:
+    source = (
+        "%%ranks\nx = 1\nbreakpoint()\nx += 1\ntorch.distributed.barrier()\nint(os.environ['RANK']) * 0 + x"
+    )
+    for _ in range(2):  # stepping to the end of a cell leaves nothing behind for the next
+        cell = shared.submit(source, is_typed_into=True)
+        for line in ("p x", "x = 40", "n", "n", "n"):
+            cell.type(line)
+        cell.wait_for_input()
+        cell.type("c")
+        cell.wait()
+        assert cell.status == "ok", cell.describe()
+        assert cell.stdout.count("at breakpoint()") == 1, cell.describe()
+        assert sorted(re.findall(r"^\[[-0-2, ]+\] (\d+)$", cell.stdout, re.MULTILINE)) == ["2", "41"]
+
+
+def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
+    shared.run("session.execute('kept = 5')")
+    cell = shared.submit("session.execute('breakpoint()\\nkept = 6')", is_typed_into=True)
+    cell.wait_for_input()
+    shared.interrupt()
+    assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    assert shared.run("session.execute('kept')").result == "[0-2] 5"
+
+
+def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
+    assert failed.run("nblaunch.debug()", raises="RuntimeError").error is not None
+    cell = failed.run("_ = session.execute('breakpoint()', ranks=[0])")
+    assert "passed over" in cell.stdout
