@@ -34,6 +34,7 @@ LINE_COLOUR = "#3b82d6"
 _WIDTH, _HEIGHT = 256, 118  # three of them side by side in the cell of a laptop
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 250, 6, 100  # edges of the curves, in pixels
 _GAP = 14
+_THIN_OPACITY = ".5"  # of thin lines and axes
 _MAX_LINES = 8  # raw lines of ranks
 _MAX_CHARTS = 6
 _MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
@@ -106,8 +107,8 @@ def chart(
     caption = _caption(main, main[0][0] if first_step is None else first_step)
     drawn = [
         axes.drawn(),
-        *(_polyline(axes, line, 0, 'stroke="currentColor" opacity=".35"') for line in behind),
-        _polyline(axes, front, 1, f'stroke="{LINE_COLOUR}" stroke-width="1.7"'),
+        _group([_polyline(axes, line, 0) for line in behind]),
+        _polyline(axes, front, 1, f' stroke="{LINE_COLOUR}" stroke-width="1.7"'),
         _values(axes, thinned(main, _MAX_VALUES)) if has_values else "",
     ]
     legend = _legend(name_of_main, raw_name if behind else "", is_smoothed=is_smoothed)
@@ -239,7 +240,7 @@ class _Axes:
         return (
             f'<path d="{across}" stroke="currentColor" opacity=".15"></path>'
             f'<path d="M{_LEFT} {_TOP - 4}V{_BOTTOM}H{_RIGHT}{notches}" fill="none" stroke="currentColor" '
-            f'opacity=".45"></path>'
+            f'opacity="{_THIN_OPACITY}"></path>'
             f'<g font-size="10" fill="currentColor" opacity=".75" text-anchor="end">{"".join(numbers)}</g>'
         )
 
@@ -256,9 +257,14 @@ def _under(x: float, text: str) -> str:
     return f'<text x="{x:.0f}" y="{_HEIGHT - 4}" text-anchor="middle">{text}</text>'
 
 
-def _polyline(axes: _Axes, line: Sequence[Point], digits: int, style: str) -> str:
+def _group(lines: Sequence[str]) -> str:
+    """Return thin lines; all together are faint, since faint lines that lie on each other would add up."""
+    return f'<g stroke="currentColor" opacity="{_THIN_OPACITY}">{"".join(lines)}</g>' if lines else ""
+
+
+def _polyline(axes: _Axes, line: Sequence[Point], digits: int, style: str = "") -> str:
     drawn = " ".join(f"{axes.x(x):.0f},{axes.y(y):.{digits}f}" for x, y in line)
-    return f'<polyline points="{drawn}" fill="none" stroke-linejoin="round" {style}></polyline>'
+    return f'<polyline points="{drawn}" fill="none" stroke-linejoin="round"{style}></polyline>'
 
 
 def _values(axes: _Axes, line: Sequence[Point]) -> str:
@@ -278,8 +284,8 @@ def _legend(main: str, raw: str, *, is_smoothed: bool) -> str:
         return ""
     named = " ".join(part for part in ("smoothed" if is_smoothed else "", main) if part)
     return (
-        f'<span style="padding-left:.7em;opacity:.9"><span style="color:{LINE_COLOUR}">━</span> {escape(named)} '
-        f'<span style="opacity:.5">─</span> {escape(raw)}</span>'
+        f'<span style="padding-left:.7em"><span style="color:{LINE_COLOUR}">━</span> {escape(named)} '
+        f'<span style="opacity:{_THIN_OPACITY}">─</span> {escape(raw)}</span>'
     )
 
 

@@ -28,7 +28,7 @@ _STYLES = {
     "right": f"{_CELL};text-align:right",
     "muted": MUTED,
     "detail": f"{MONO};{MUTED};max-width:36em;overflow:hidden;text-overflow:ellipsis;white-space:pre",
-    "track": "width:96px;background:rgba(128,128,128,.25)",
+    "track": "width:80px;background:rgba(128,128,128,.25)",
     "tiles": f"{MONO};font-size:13px;letter-spacing:3px;line-height:17px;white-space:pre;text-align:left;padding:0;"
     "border:0",
     "ranks": "font-weight:normal;text-align:right;line-height:17px;padding:0 14px 0 0;border:0",
@@ -78,7 +78,7 @@ STYLE_SHEET = (
 
 # Columns are as wide as their usual texts from the first, in widths of a digit, so that numbers do not move others.
 _WIDTHS = {
-    "state": 14, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
+    "state": 18, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip
 
 

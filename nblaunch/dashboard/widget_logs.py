@@ -35,6 +35,14 @@ _PRE = (
     f"font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;line-height:{_LOG_LINE_PX}px"
 )
 
+_TABS = "nbl-tabs"
+TAB_SHEET = (
+    # Of Lumino, and of Phosphor in front ends with ipywidgets 7.
+    f'<style>.{_TABS} [class*="-TabBar-content"]{{flex-wrap:wrap}}'
+    f'.{_TABS} [class*="-TabBar-tab"]{{flex:0 0 auto!important;min-width:0!important}}</style>'
+)
+"""Style sheet of the tabs: a cell that is too narrow for all has several lines of them."""
+
 
 class LogPane:
     """Widgets with the last lines of all ranks and of each rank.
@@ -95,7 +103,8 @@ class LogPane:
         return ["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]
 
     def _tabs(self) -> Any:
-        tab = widgets.Tab(children=self._panes, layout=widgets.Layout(margin="4px 0 0 0", width="100%"))
+        layout = widgets.Layout(margin="4px 0 0 0", width="100%")
+        tab = widgets.Tab(children=self._panes, layout=layout, _dom_classes=(_TABS,))
         for index, title in enumerate(self._titles()):
             tab.set_title(index, title)
         tab.selected_index = 0

@@ -27,12 +27,13 @@ from IPython import get_ipython
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Controls
 from nblaunch.dashboard.charts import charts
+from nblaunch.dashboard.html_rows import STYLE_SHEET
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.notebook import Bundle, CellWatch
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.view import JobView
-from nblaunch.dashboard.widget_logs import LogPane
-from nblaunch.dashboard.widget_rows import RankRows
+from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
+from nblaunch.dashboard.widget_rows import FOLD_SHEET, RankRows
 from nblaunch.dashboard.widget_throttle import Throttle
 
 _SURE_S = 5.0
@@ -199,7 +200,16 @@ class Panel:
         top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        self._blocks = [top, self._rows.widget, self._remarks, self._charts, self._epochs, self._footer]
+        sheet = widgets.HTML(STYLE_SHEET + FOLD_SHEET + TAB_SHEET, layout=self._hidden)
+        self._blocks = [
+            sheet,
+            top,
+            self._rows.widget,
+            self._remarks,
+            self._charts,
+            self._epochs,
+            self._footer,
+        ]
         self.root = Root(self._blocks, layout=widgets.Layout(width="100%", overflow="hidden"))
         self._num_remarks = 0
         self._num_state_requests = self.root.num_state_requests

@@ -18,7 +18,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from nblaunch.dashboard.html_rows import STYLE_SHEET, Markup, row_key, rows_html, tiles_html
+from nblaunch.dashboard.html_rows import Markup, row_key, rows_html, tiles_html
 from nblaunch.dashboard.rows import Row
 from nblaunch.dashboard.table import Table
 from nblaunch.dashboard.widget_throttle import Throttle
@@ -28,14 +28,17 @@ ROWS_S = 0.3
 
 _UNFOLDED_S, _TILES_S, _FOLDED_S = 1.0, 1.5, 0.6
 _TEXT = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums"
-_RANKS, _LINE, _TOGGLE, _UNFOLDED = "nbl-ranks", "nbl-line", "nbl-toggle", "nbl-unfolded"
-_FOLD_SHEET = (
-    f"<style>.{_LINE}{{position:relative}}"
+# Other names than those of the styles in ``html_rows.py``.
+_JOB, _FOLD, _TOGGLE, _UNFOLDED = "nbl-job", "nbl-fold", "nbl-toggle", "nbl-unfolded"
+FOLD_SHEET = (
+    "<style>"
+    f".{_FOLD}{{position:relative}}"
     f".{_TOGGLE}{{position:absolute!important;inset:0;z-index:1;margin:0!important;overflow:visible}}"
     f".{_TOGGLE} summary{{position:absolute;inset:0;cursor:pointer;line-height:24px;font-size:13px}}"
     "@supports selector(:has(a)){"
-    f".{_RANKS}:not(:has(.{_TOGGLE} details[open])) .{_UNFOLDED}{{display:none!important}}}}</style>"
+    f".{_JOB}:not(:has(.{_TOGGLE} details[open])) .{_UNFOLDED}{{display:none!important}}}}</style>"
 )
+"""Style sheet of the line of the ranks in lockstep."""
 
 
 class RankRows:
@@ -51,16 +54,15 @@ class RankRows:
         self._shown = widgets.Layout(margin="0", min_width="0", overflow="auto hidden")
         self._hidden = widgets.Layout(display="none")
         self._line_shown = widgets.Layout(margin="0", height="24px", width="100%")
-        sheet = widgets.HTML(STYLE_SHEET + _FOLD_SHEET, layout=self._hidden)
         self._rows = widgets.HTML("", layout=self._shown)
         self._folded = widgets.HTML("", layout=self._shown)
         self._toggle = widgets.HTML("", layout=self._shown, _dom_classes=(_TOGGLE,))
         self._unfolded = widgets.HTML("", layout=self._shown, _dom_classes=(_UNFOLDED,))
-        self._line = widgets.HBox([self._toggle, self._folded], layout=self._hidden, _dom_classes=(_LINE,))
+        self._line = widgets.HBox([self._toggle, self._folded], layout=self._hidden, _dom_classes=(_FOLD,))
         self.widget = widgets.VBox(
-            [sheet, self._rows, self._line, self._unfolded],
+            [self._rows, self._line, self._unfolded],
             layout=widgets.Layout(margin="4px 0", width="100%"),
-            _dom_classes=(_RANKS,),
+            _dom_classes=(_JOB,),
         )
         self._states: list[tuple[str, str]] = []
         self._built = ""
@@ -79,7 +81,7 @@ class RankRows:
         self._states = states
         if has_news or self._throttle.is_due(self._rows, ROWS_S):
             self._show_rows(table, is_urgent=has_news)
-        self._show_folded(table)
+        self._show_folded(table, is_urgent=has_news)
 
     def _show_rows(self, table: Table, *, is_urgent: bool) -> None:
         if self._rows.value == self._built:  # what was built last has been sent
@@ -88,7 +90,7 @@ class RankRows:
         self._built_fractions = _fractions(table.rows)
         self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=is_urgent, value=self._built)
 
-    def _show_folded(self, table: Table) -> None:
+    def _show_folded(self, table: Table, *, is_urgent: bool) -> None:
         if not table.folded:
             return
         is_open = "" if table.unfolded else " open"
@@ -96,7 +98,7 @@ class RankRows:
         self._throttle.update(self._toggle, is_urgent=True, value=toggle)
         self._throttle.update(self._line, is_urgent=True, layout=self._line_shown)
         text = _text(f'<div style="padding-left:1.4em;line-height:24px">{escape(table.folded)}</div>')
-        self._throttle.update(self._folded, every_s=_FOLDED_S, value=text)
+        self._throttle.update(self._folded, every_s=_FOLDED_S, is_urgent=is_urgent, value=text)
         every_s = _UNFOLDED_S if table.unfolded else _TILES_S
         if self._throttle.is_due(self._unfolded, every_s):
             self._throttle.update(self._unfolded, every_s=every_s, value=_text(_all_ranks(table)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from nblaunch.dashboard.charts import LINE_COLOUR, charts
 from nblaunch.dashboard.fold import fold_readings
 from nblaunch.dashboard.html import render_html
 from nblaunch.dashboard.html_rows import STYLE_SHEET, Markup, rows_html
@@ -288,12 +289,19 @@ def test_text_has_a_contrast_of_4_5_to_1(theme: str) -> None:
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_bars_have_a_contrast_of_3_to_1(theme: str) -> None:
-    """Source: WCAG 2.2, 1.4.11."""
-    _, _, paper = THEMES[theme]
+def test_bars_and_lines_have_a_contrast_of_3_to_1(theme: str) -> None:
+    """Source: WCAG 2.2, 1.4.11, and 1.4.3 for the text of charts."""
+    text, alpha, paper = THEMES[theme]
+    assert LINE_COLOUR in COLOURS
     assert all(
         _contrast(tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)), paper) >= 3 for colour in COLOURS
     )
+    drawn = charts(trained(4))
+    grid, axes, numbers, thin = map(float, re.findall(r' opacity="([\d.]+)"', drawn))
+    legend, caption = map(float, re.findall(r"[;\"]opacity:([\d.]+)", drawn))
+    assert grid < axes
+    for least, faint in ((3, axes), (3, thin), (3, legend), (4.5, numbers), (4.5, caption)):
+        assert _contrast(_over(text, alpha * faint, paper), paper) >= least, faint
 
 
 @pytest.mark.parametrize("num_ranks", [3, 8, 64])

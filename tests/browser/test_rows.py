@@ -1,0 +1,232 @@
+"""Rows in JupyterLab: what opens on a click, what keeps its place, and whether text is legible in both themes.
+
+Jobs are made up: a cell feeds the dashboard with readings, so that no worker is started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.browser.lab import Browser, Lab, Page, write_notebook
+from tests.dashboard.feed import FEED
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+# Files in the notebook's folder end a job, and make the last rank of one slow.
+DRIVE = (
+    FEED
+    + """
+import os
+
+def drive(cell, num_ranks, kind="auto", prints=False):
+    board, tick, start_s = dashboard.choose(kind), threading.Event(), time.monotonic()
+    emit(board, begin(num_ranks))
+    step, own = 0, 0.0
+    while not os.path.exists(f"seen_{cell}") and time.monotonic() - start_s < 120:
+        step, own = step + 1, own + (0.25 if os.path.exists("slow") else 1)
+        curve = LossCurve(min(step, 60), 1, tuple(1 / (i + 1) for i in range(min(step, 60))))
+        steps = [step] * (num_ranks - 1) + [int(own)]
+        look(board, [SlotReading(rank, WorkerState.TRAINING, done, 2000, epoch=1, num_epochs=3, samples=done * 32,
+                                 loss=1 / step, losses=curve, step_time_s=time.monotonic(), loop=1)
+                     for rank, done in enumerate(steps)])
+        if step % 10 == 0:
+            emit(board, [HostMemory(rank, time.time(), 800_000_000) for rank in range(num_ranks)])
+        if prints:
+            emit(board, [LogLines(rank, time.time(), (f"rank {rank} at step {step}",)) for rank in range(num_ranks)])
+        tick.wait(0.1)
+    emit(board, end(num_ranks))
+    close(board)
+"""
+)
+EIGHT, TWO, SLOW, HTML, TWENTY = range(1, 6)
+CELLS = (
+    DRIVE,
+    f"drive({EIGHT}, 8)",
+    f"drive({TWO}, 2)",
+    f"drive({SLOW}, 8, prints=True)",
+    f"drive({HTML}, 3, 'html', True)",
+    f"drive({TWENTY}, 20)",
+)
+
+# All at once: rows are replaced several times a second. Heads with their places in pixels, and whether each text of a
+# cell is within sight.
+HEADS = """
+output => [...output.querySelector(":is(.nbl-job, .jp-RenderedHTMLCommon) table")
+    .querySelectorAll("[role=columnheader]")]
+    .map(head => [head.innerText, Math.round(head.getBoundingClientRect().left)])
+"""
+FITS = """
+output => [...output.querySelectorAll("[role=columnheader]")]
+    .filter(head => head.checkVisibility())
+    .every(head => head.getBoundingClientRect().right <= output.getBoundingClientRect().right + 1)
+"""
+# Whether the part of the page that has the table can be moved sideways, and nothing else.
+SCROLLS = """
+output => {
+    const table = output.querySelector(".nbl-job table");
+    let part = table;
+    while (part !== output && part.scrollWidth <= part.clientWidth) part = part.parentElement;
+    return part !== output && ["auto", "scroll"].includes(getComputedStyle(part).overflowX);
+}
+"""
+
+# Of each element with text of its own: the contrast with the page, with all opacities of elements around it. A canvas
+# turns any CSS colour into numbers.
+CONTRASTS = """
+output => {
+    const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const numbers = (colour) => {
+        context.clearRect(0, 0, 1, 1); context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+        const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+    };
+    const luminance = (rgb) => {
+        const [r, g, b] = rgb.map(c => c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    let page = output, paper = [0, 0, 0, 0];
+    while (page && paper[3] < 1) { paper = numbers(getComputedStyle(page).backgroundColor); page = page.parentElement; }
+    const found = [];
+    for (const element of output.querySelectorAll(".nbl-job *")) {
+        const text = [...element.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join("");
+        if (!text || ["STYLE", "TITLE"].includes(element.tagName)) continue;
+        let opacity = 1;
+        for (let e = element; e && e !== output; e = e.parentElement) opacity *= getComputedStyle(e).opacity;
+        const [r, g, b, a] = numbers(getComputedStyle(element).color);
+        const seen = [r, g, b].map((c, i) => a * opacity * c + (1 - a * opacity) * paper[i]);
+        const [dark, light] = [luminance(seen), luminance(paper.slice(0, 3))].sort((x, y) => x - y);
+        found.push([text, (light + 0.05) / (dark + 0.05)]);
+    }
+    return found;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def page(lab: Lab, browser: Browser) -> Iterator[Page]:
+    write_notebook(lab.folder / "rows.ipynb", CELLS)
+    page = lab.open(browser, "rows.ipynb")
+    page.run(0)
+    page.wait_until_idle(0)
+    yield page
+    page.shut_down()
+
+
+@contextmanager
+def driven(lab: Lab, page: Page, cell: int) -> Iterator[None]:
+    """A made-up job runs in ``cell``, and ends with the block."""
+    page.run(cell)
+    try:
+        page.wait_for_text(cell, "training")
+        yield
+    finally:
+        (lab.folder / f"seen_{cell}").touch()
+        page.wait_until_idle(cell)
+
+
+def test_ranks_in_lockstep_open_on_a_click_and_stay_open(lab: Lab, page: Page) -> None:
+    is_row = page.page.locator("[role=rowheader]")
+    with driven(lab, page, EIGHT):
+        page.wait_for_text(EIGHT, "ranks 0-7 training")
+        row = page.output(EIGHT).locator(".nbl-unfolded tr", has=is_row)
+        page.wait_until(lambda: row.count() == 8, "rows of all ranks")
+        assert not row.first.is_visible()
+        toggle = page.output(EIGHT).locator(".nbl-toggle summary")
+        # The triangle stands before the text.
+        assert toggle.evaluate("summary => getComputedStyle(summary).textAlign") in ("left", "start")
+        toggle.click()
+        page.wait_until(row.first.is_visible, "open rows")
+        before = row.first.inner_text()
+        page.wait_until(lambda: row.first.inner_text() != before, "newer numbers")
+        assert row.first.is_visible()
+        page.screenshot("rows_opened.png", page.output(EIGHT))
+        toggle.click()
+        page.wait_until(lambda: not row.first.is_visible(), "closed rows")
+    row = page.output(EIGHT).locator("details tr", has=is_row)
+    page.wait_until(lambda: row.count() == 8, "rows of the finished job")
+    assert not row.first.is_visible()
+    page.output(EIGHT).locator("summary").click()
+    page.wait_until(row.first.is_visible, "open rows of the finished job")
+
+
+def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> None:
+    output = page.output(TWO)
+    with driven(lab, page, TWO):
+        page.wait_until(lambda: output.locator("svg").count(), "the charts")
+        page.wait_for_text(TWO, "800 MB")
+        places = [output.evaluate(HEADS)]
+        heights = {output.bounding_box()["height"]}  # type: ignore[index]
+        seen = set()
+
+        def look() -> bool:
+            places.append(output.evaluate(HEADS))
+            heights.add(output.bounding_box()["height"])  # type: ignore[index]
+            seen.update(re.findall(r"running for (\d+) s", page.text(TWO)))
+            return len(seen) >= 5
+
+        page.wait_until(look, "five seconds of the job")
+        assert len(heights) == 1
+        assert all(place == places[0] for place in places)
+        assert [name for name, _ in places[0]] == [
+            "rank", "state", "progress", "epoch", "step", "steps/s", "samples/s", "ETA", "loss", "peak memory"
+        ]  # fmt: skip
+        assert "nothing printed" not in page.text(TWO)  # a silent job has no empty pane
+        assert output.evaluate(FITS)
+    page.wait_for_text(TWO, "done in")
+    assert output.evaluate(HEADS) == places[0]
+
+
+def test_a_rank_that_begins_to_differ_moves_no_column_and_narrow_cells_scroll(lab: Lab, page: Page) -> None:
+    output = page.output(SLOW)
+    with driven(lab, page, SLOW):
+        page.wait_for_text(SLOW, "ranks 0-7 training")
+        before = output.evaluate(HEADS)
+        (lab.folder / "slow").touch()
+        page.wait_for_text(SLOW, "1 differs")
+        assert output.evaluate(HEADS) == before
+        page.page.set_viewport_size({"width": 560, "height": 900})
+        page.wait_until(lambda: not output.evaluate(FITS), "the table to be wider than the cell")
+        assert output.evaluate(SCROLLS)
+        cut = "tabs => tabs.filter(tab => tab.firstChild.scrollWidth > tab.firstChild.clientWidth + 1).length"
+        tabs = output.locator("[role=tab]")
+        assert (tabs.count(), tabs.evaluate_all(cut)) == (9, 0)
+        page.screenshot("rows_narrow.png", output)
+        page.page.set_viewport_size({"width": 1000, "height": 900})
+    (lab.folder / "slow").unlink()
+
+
+def test_an_html_table_stays_in_sight_while_ranks_print(lab: Lab, page: Page) -> None:
+    output = page.output(HTML)
+
+    def last_step() -> int:
+        return max(map(int, re.findall(r"rank \d at step (\d+)", page.text(HTML))), default=0)
+
+    with driven(lab, page, HTML):
+        page.wait_until(lambda: last_step() >= 20, "a full pane")
+        page.wait_for_text(HTML, "800 MB")
+        height, first = output.bounding_box()["height"], last_step()  # type: ignore[index]
+        page.wait_until(lambda: last_step() >= first + 10, "more lines")
+        assert output.bounding_box()["height"] == height  # type: ignore[index]
+        page.screenshot("rows_html.png", output)
+    page.wait_for_text(HTML, "done in")
+    page.wait_for_text(HTML, "[1] rank 1 at step 2\n")  # all lines follow
+
+
+def test_text_is_legible_in_both_themes(lab: Lab, page: Page) -> None:
+    """Source: WCAG 2.2, 1.4.3."""
+    with driven(lab, page, TWENTY):
+        page.wait_for_text(TWENTY, "20 training")
+        for theme in ("Dark", "Light"):
+            command = "apputils:change-theme"
+            page.page.evaluate(
+                f"() => window.jupyterapp.commands.execute('{command}', {{theme: 'JupyterLab {theme}'}})"
+            )
+            is_light = str(theme == "Light").lower()
+            page.page.locator(f"body[data-jp-theme-light={is_light}]").wait_for(state="attached")
+            contrasts = page.output(TWENTY).evaluate(CONTRASTS)
+            assert len(contrasts) > 20
+            assert [(text, contrast) for text, contrast in contrasts if contrast < 4.5] == []
+            page.screenshot(f"rows_{theme.lower()}.png", page.output(TWENTY))
