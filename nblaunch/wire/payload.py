@@ -26,6 +26,8 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Mapping
+from multiprocessing import context as multiprocessing_context
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
@@ -116,6 +118,30 @@ def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -
     set_state, own = state
     set_state(obj, own)
     setattr(sys.modules["__main__"], obj.__name__, obj)
+
+
+def send_cells_by_value() -> None:
+    """Let the processes that ``multiprocessing`` starts afresh get what a cell defined: loaders' ``Dataset`` classes.
+
+    It names functions and classes, and a fresh interpreter (``spawn``; ``forkserver``, the default of Python 3.14) has
+    no cells in its ``__main__``; that of a script it runs again.
+    """
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
+        pickler: Any = ForkingPickler
+        pickler.reducer_override = _reduce_for_fresh_process
+
+
+def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
+    # Tasks of processes that are there already, which may be forked ones with the same cells, go by name.
+    is_starting = multiprocessing_context.get_spawning_popen() is not None
+    if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
+        return NotImplemented
+    return _from_bytes, (to_bytes(obj, main_by_reference=False),)
+
+
+def _from_bytes(pickled: bytes) -> Any:
+    return pickle.loads(pickled)
 
 
 def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = None) -> bytes:

@@ -35,6 +35,7 @@ from nblaunch.backends import process_group
 from nblaunch.context import WorkerContext
 from nblaunch.events import Fact, Note, Started, WorkerState
 from nblaunch.host import descendants
+from nblaunch.wire import payload
 from nblaunch.wire.assignment import Assignment, Call
 from nblaunch.wire.board import Board, Slot
 from nblaunch.wire.channel import EventSender
@@ -164,6 +165,7 @@ class _Worker:
         process_control.prefer_for_oom_kill()
         process_control.watch_faults(assignment.stacks_path)
         inherited.reset_after_fork(kernel_streams)
+        payload.send_cells_by_value()
         progress.watch(self.slot)
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

@@ -16,7 +16,7 @@ READERS = {
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",
     "nblaunch.wire.link": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
-    "nblaunch.wire.payload": "memory files of our own processes, inherited",
+    "nblaunch.wire.payload": "memory files of our own processes, inherited; what multiprocessing gives to its own",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
 }
 """Modules that read pickles, each with the reason why no other process can have written them."""

@@ -316,3 +316,36 @@ def train(config):
         "type(notebook_launcher(Config, (4,), num_processes=1, backend='cpu', start_method='spawn')) is Config"
     )
     assert own.value is True
+
+
+# "forkserver" is what Python 3.14 takes where a program does not choose.
+@pytest.mark.parametrize("of_the_loader", ["fork", "forkserver", "spawn"])
+def test_a_dataset_of_a_cell_is_read_by_processes_of_a_loader(shared: Kernel, of_the_loader: str) -> None:
+    cell = shared.run(
+        f"""
+import multiprocessing
+from torch.utils.data import DataLoader, Dataset
+class Scaled(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return apply_scale(index)
+def apply_scale(index):
+    return scale * index
+def as_list(rows):
+    return type(rows).__name__, rows
+scale = 3
+def read():
+    multiprocessing.set_start_method({of_the_loader!r}, force=True)
+    return list(DataLoader(Scaled(), batch_size=2, num_workers=2, collate_fn=lambda rows: as_list(rows)))
+before = multiprocessing.get_start_method()
+multiprocessing.set_start_method({of_the_loader!r}, force=True)
+try:
+    read_by = [notebook_launcher(read, num_processes=1, start_method=method) for method in {START_METHODS!r}]
+finally:
+    multiprocessing.set_start_method(before, force=True)
+read_by
+""",
+        timeout_s=110,
+    )
+    assert cell.value == [[("list", [0, 3]), ("list", [6, 9])]] * 3
