@@ -98,6 +98,10 @@ TABLE = {
         Variable("TPU_WORKER_HOSTNAMES", _TEXT, "", "hosts of the TPU slice of this machine"),
         Variable("NBLAUNCH_XLA_CACHE", _TEXT, "", "folder for compiled graphs; default on TPU: ~/.cache/nblaunch/xla"),
         Variable("ACCELERATE_MIXED_PRECISION", _PRECISION, "", "mixed precision if script and launcher set none"),
+        *(
+            Variable(f"ACCELERATE_FP8_{name}", _FLAG, True, "as in AORecipeKwargs")
+            for name in ("PAD_INNER_DIM", "ENABLE_FSDP_FLOAT8_ALL_GATHER")
+        ),
         Variable("ACCELERATE_USE_CPU", _FLAG, False, "use the CPU, in processes that nblaunch did not launch"),
         Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
         Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare the shapes of collectives over ranks"),

@@ -84,7 +84,7 @@ def notebook_launcher(
             dataclasses. Keyword arguments: pass ``functools.partial(function, name=value)`` as the function.
         num_processes: number of workers; None = ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a
             CPU-only machine).
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` in the function.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; default of an ``Accelerator()`` in the function.
         use_port: TCP port of the rendezvous; None = a free one, so that two notebooks never collide; with several
             machines 29500.
         master_addr: address on which the rendezvous listens: of machine 0, as the others reach it.

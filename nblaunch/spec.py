@@ -195,7 +195,7 @@ def _check_runs_when_called(function: Any) -> None:
         )
 
 
-MIXED_PRECISIONS = ("no", "fp16", "bf16")
+MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 ENGINES = ("auto", "local", "inline", "elastic")
 START_METHODS = ("auto", "fork", "forkserver", "spawn")
 ON_HANG = ("report", "stop")
@@ -211,7 +211,7 @@ class LaunchSpec:
         function: called as ``function(*args)`` in every worker.
         args: positional arguments; modules among them are shared with the workers, not copied.
         num_processes: number of workers; None = one per device (GPUs; usable cores on a CPU-only machine).
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; default of ``Accelerator()`` in workers.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; default of ``Accelerator()`` in workers.
         backend: device family, ``"auto"`` = the best one of this machine.
         engine: what runs the function: ``"local"`` = processes of this machine, ``"inline"`` = this process (one
             worker, for pdb), ``"elastic"`` = local processes that join those of other machines; ``"auto"`` = by the

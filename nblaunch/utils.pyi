@@ -68,6 +68,9 @@ from nblaunch.training.collectives.rng import (
     synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
+from nblaunch.training.float8 import (
+    AORecipeKwargs as AORecipeKwargs,
+)
 from nblaunch.training.models import (
     is_compiled_module as is_compiled_module,
 )

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     import torch
 
 
+NO_FP8 = "fp8 needs an NVIDIA GPU of compute capability 8.9 or more (L4, H100); use mixed_precision='bf16'"
+"""Why a device can't compute in fp8."""
+
+
 def tensors(data: Any) -> Iterator[Any]:
     """Yield the tensors in nested lists, tuples and mappings."""
     if hasattr(data, "shape") and hasattr(data, "dtype"):
@@ -202,7 +206,7 @@ class Backend(ABC):
 
     @abstractmethod
     def precision_refusal(self, precision: str) -> str | None:
-        """Return None where ``"no"``, ``"fp16"`` or ``"bf16"`` can be used on this device, otherwise why not."""
+        """Return None where ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         """Join the default process group of the job, unless that was done. A process on its own joins none."""

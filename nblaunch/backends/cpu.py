@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nblaunch.backends import process_group
-from nblaunch.backends.base import Backend
+from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.host import cgroup, proc
 from nblaunch.topology import Topology
 
@@ -62,6 +62,8 @@ class CpuBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
             return "fp16 needs a GPU's gradient scaling; on the CPU use mixed_precision='bf16'"
+        if precision == "fp8":
+            return NO_FP8
         return None
 
 

@@ -15,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
 from nblaunch.backends import cuda_errors, first_use, process_group
-from nblaunch.backends.base import Backend
+from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.host import gpus
 from nblaunch.host.meter import DeviceMeter
+from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
     import torch
+
+_FP8_CAPABILITY = (8, 9)
+"""Least compute capability of a GPU that multiplies matrices of 8-bit floating-point numbers; Ada Lovelace."""
 
 
 class CudaBackend(Backend):
@@ -134,9 +138,14 @@ class CudaBackend(Backend):
 
     def precision_refusal(self, precision: str) -> str | None:
         torch: Any = sys.modules.get("torch")
+        if precision == "fp8" and not is_installed("torchao"):
+            return "fp8 needs torchao, which is not installed: pip install torchao"
         # The launcher asks too, before it forks; torch would make a context to answer. Workers find out by themselves.
-        if precision != "bf16" or torch is None or not torch.cuda.is_initialized():
+        if precision not in ("bf16", "fp8") or torch is None or not torch.cuda.is_initialized():
             return None
+        if precision == "fp8":
+            has_fp8 = torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+            return None if has_fp8 else f"{torch.cuda.get_device_name()} has no fp8; {NO_FP8}"
         if not torch.cuda.is_bf16_supported():
             return f"{torch.cuda.get_device_name()} has no bf16; use mixed_precision='fp16'"
         if not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
-from nblaunch.backends.base import Backend
+from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.cpu import LOOPBACK
 from nblaunch.host import tpu, tpu_slice
 from nblaunch.packages import is_installed, torch_mismatch
@@ -200,6 +200,8 @@ class TorchTpuBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
             return "gradient scaling for fp16 is not tried with torch_tpu; use mixed_precision='bf16'"
+        if precision == "fp8":
+            return NO_FP8
         return None
 
     def rng_state(self) -> Mapping[str, Any]:

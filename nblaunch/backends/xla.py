@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import env, packages
 from nblaunch.backends import first_use, process_group, xla_runtime, xla_world
-from nblaunch.backends.base import Backend
+from nblaunch.backends.base import NO_FP8, Backend
 from nblaunch.backends.compile_watch import COLLECTIVE, CompileWatch, OptimizerStep
 from nblaunch.backends.cpu import LOOPBACK, usable_cores
 from nblaunch.backends.xla_spmd import SpmdDevices
@@ -303,6 +303,8 @@ class XlaBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
             return "fp16 is not supported: on a TPU, torch_xla's autocast is for bf16 only; use mixed_precision='bf16'"
+        if precision == "fp8":
+            return NO_FP8
         return None
 
     def downcast_to_bf16(self) -> None:

@@ -53,7 +53,7 @@ REFUSED = {
     "megatron_lm_": "Megatron-LM is not available in nblaunch",
     "use_parallelism_config": _IN_SCRIPT,
     "parallelism_config_": _IN_SCRIPT,
-    "fp8_": "training in fp8 is not available in nblaunch",
+    "fp8_": "set it in the script: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs(...)])",
     "mpirun_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
     "tpu_cluster": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",
     "deepspeed_hostfile": "run `nblaunch launch` on every machine instead, with --num_machines and --machine_rank",

@@ -1,8 +1,9 @@
-"""Names that an installed Hugging Face Accelerate serves: device maps, offloading, and their hooks.
+"""Names that an installed Hugging Face Accelerate serves: device maps, offloading and their hooks, small helpers.
 
-nblaunch trains models; it does not cut one into pieces for inference. Programs that do both import these names beside
-those of training, and libraries import them without any use of them. So each of them is Accelerate's own object,
-imported at its first use. Without Accelerate the names can be imported all the same, and raise where they are used.
+nblaunch trains models; it does not cut one into pieces for inference, nor has it every helper and constant that
+Accelerate exports beside. Programs that do both import these names beside those of training, and libraries import them
+without any use of them. So each of them is Accelerate's own object, imported at its first use. Without Accelerate the
+names can be imported all the same, and raise where they are used.
 """
 
 from __future__ import annotations
@@ -24,8 +25,23 @@ _NAMES: Mapping[str, str] = {
         "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules"
     ),
     "inference": "prepare_pippy",
+    "utils": (
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
+        "TORCH_LAUNCH_PARAMS XPU_PROFILING_AVAILABLE_PYTORCH_VERSION are_libraries_initialized "
+        "check_cuda_fp8_capability check_cuda_p2p_ib_support compile_regions compile_regions_deepspeed "
+        "convert_dict_to_env_variables copy_tensor_to_devices deepspeed_required "
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
+        "get_cpu_distributed_information get_current_device_type get_gpu_info get_grad_scaler get_model_tp_size "
+        "has_4bit_bnb_layers has_compiled_regions ignorant_find_batch_size install_xla "
+        "is_bitsandbytes_multi_backend_available is_habana_gaudi1 prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+        "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity torchao_required"
+    ),
+    "utils.ao": "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers",
     "utils.bnb": "load_and_quantize_model",
-    "utils.dataclasses": ("BnbQuantizationConfig CustomDtype DeepSpeedSequenceParallelConfig"),
+    "utils.dataclasses": (
+        "BnbQuantizationConfig ComputeEnvironment CustomDtype DeepSpeedSequenceParallelConfig SageMakerDistributedType"
+    ),
+    "utils.deepspeed": "map_pytorch_optim_to_deepspeed",
     "utils.modeling": (
         "align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config "
         "check_tied_parameters_on_same_device clean_device_map get_balanced_memory get_max_layer_size "
@@ -49,14 +65,13 @@ DISPATCHING = "load_checkpoint_and_dispatch"
 LOADING = "load_checkpoint_in_model"
 """nblaunch's functions of these names pass on the calls that cut a model into pieces."""
 
-MODULES = ("hooks", "inference", "utils.bnb", "utils.offload")
+MODULES = ("hooks", "inference", "utils.ao", "utils.bnb", "utils.offload")
 """Modules that have no other names."""
 
 _INSTALL = (
-    "is Hugging Face Accelerate's own, which nblaunch passes on: device maps, offloading and their hooks are for "
-    "inference. Accelerate is not installed here; install it: pip install accelerate. To train a model that does not "
-    "fit on one device, nblaunch has Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) and Accelerator("
-    "deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))"
+    "is Hugging Face Accelerate's own, which nblaunch passes on. Accelerate is not installed here; install it: "
+    "pip install accelerate. To train a model that does not fit on one device, nblaunch has Accelerator(fsdp_plugin="
+    "FullyShardedDataParallelPlugin()) and Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))"
 )
 
 
@@ -71,7 +86,7 @@ class _Announcer:
 
             self.is_done = True
             _log.warning(
-                "nblaunch: %s comes from the installed Accelerate %s, as all names of device maps and offloading do",
+                "nblaunch: %s comes from the installed Accelerate %s, as all names that nblaunch does not have itself",
                 name,
                 metadata.version("accelerate"),
             )
@@ -90,7 +105,7 @@ def find(name: str) -> Any:
         value = getattr(importlib.import_module(HOMES.get(name, "accelerate.big_modeling")), name)
     except (ImportError, AttributeError, RecursionError) as error:
         return _stand_in(name, error)
-    if not str(getattr(value, "__module__", "")).startswith("accelerate."):
+    if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants have none
         # Another package is imported under the name of Accelerate: nblaunch itself, maybe.
         return _stand_in(name, None)
     _announcer.announce(name)

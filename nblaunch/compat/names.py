@@ -75,6 +75,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
             "pad_across_processes reduce"
         ),
         "training.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states",
+        "training.float8": "AORecipeKwargs",
         "training.models": "is_compiled_module",
         "training.options": (
             "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "

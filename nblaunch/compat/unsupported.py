@@ -7,7 +7,14 @@ _PARALLELISM = (
     "FullyShardedDataParallelPlugin())) and with DeepSpeed (Accelerator(deepspeed_plugin=DeepSpeedPlugin())). For "
     "other forms of parallelism use accelerate itself inside the function that notebook_launcher starts"
 )
-_FP8 = "nblaunch computes in full precision, fp16 or bf16: Accelerator(mixed_precision='bf16')"
+_FP8 = (
+    "nblaunch passes fp8 on to torchao: Accelerator(mixed_precision='fp8', kwargs_handlers=[AORecipeKwargs()]). For "
+    "Transformer Engine and MS-AMP use accelerate itself inside the function that notebook_launcher starts"
+)
+_MIXED = "with Accelerator(mixed_precision='bf16'), accelerator.autocast() is the context manager"
+_SHARDING = (
+    "accelerator.prepare(model) does that with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
+)
 _TRACKER = (
     "nblaunch has trackers for tensorboard, wandb, mlflow and jsonl. Any other is a subclass of "
     "nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
@@ -15,11 +22,20 @@ _TRACKER = (
 
 _INSTEAD = {
     _PARALLELISM: (
-        "GatheredParameters", "MegatronLMPlugin", "megatron_lm",
+        "AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "MegatronLMDummyDataLoader",
+        "MegatronLMDummyScheduler", "MegatronLMPlugin", "T5TrainStep", "add_model_config_to_megatron_parser",
+        "avg_losses_across_data_parallel_group", "megatron_lm",
+    ),
+    "with DeepSpeed's stage 3, use deepspeed.zero.GatheredParameters(parameters) itself": ("GatheredParameters",),
+    "accelerator.prepare(model, optimizer) makes DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
+    _MIXED: ("get_mixed_precision_context_manager",),
+    _SHARDING: (
+        "compile_regions_fsdp2", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
+        "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "get_fsdp2_grad_scaler",
     ),
     _FP8: (
-        "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs", "ao", "apply_fp8_autowrap",
-        "convert_model", "convert_model_to_fp8_ao", "transformer_engine",
+        "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs", "apply_fp8_autowrap", "contextual_fp8_autocast",
+        "convert_model", "has_transformer_engine_layers", "transformer_engine",
     ),
     _TRACKER: (
         "AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker", "SwanLabTracker", "TrackioTracker",

@@ -46,7 +46,7 @@ _UNUSED = {
 """Keys of ``accelerate config`` that have no effect -> why."""
 
 _REFUSED = {
-    "fp8_config": "training in fp8",
+    "fp8_config": "a recipe of fp8 in a file, not by Accelerator(kwargs_handlers=[AORecipeKwargs(...)]),",
     "megatron_lm_config": "Megatron-LM",
     "mpirun_config": "launching through mpirun",
     "parallelism_config": "combined parallelism by a file, not by Accelerator(parallelism_config=...),",

@@ -86,7 +86,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` is that of all ranks together. None: as ``dataloader_config`` says.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. None: that of the Accelerator before; for the first one,
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: that of the Accelerator before; at first,
             what ``notebook_launcher`` was given, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
         cpu: compute on the CPU even where there are other devices.
@@ -101,7 +101,7 @@ class Accelerator(PreparationProperties, PerProcessParts):
         step_scheduler_with_optimizer: schedulers step where their optimizer does, and once per process, because
             schedules are written for a single one. False: exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
-            ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
+            ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``.
         dynamo_backend: compile models with this backend of :func:`torch.compile`, as ``"inductor"``. None: the variable
             ``ACCELERATE_DYNAMO_BACKEND``, else models are not compiled.
         dynamo_plugin: compilation in full, instead of ``dynamo_backend``.

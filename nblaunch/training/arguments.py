@@ -14,6 +14,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.spec import wants_spmd
 from nblaunch.training import precision
 from nblaunch.training.context_parallelism import check_context_parallel
+from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import (
     RNG_TYPES,
@@ -42,6 +43,7 @@ HANDLERS = (
     InitProcessGroupKwargs,
     ProfileKwargs,
     TorchDynamoPlugin,
+    AORecipeKwargs,
 )
 
 _SPREAD = f"models are spread with DistributedDataParallel, or by one of the arguments {', '.join(PLUGINS)}, strategy"
@@ -264,14 +266,17 @@ def resolve_precision(
         asked: its name, by argument or plugin; None: that of the existing one, or as launched or in the environment.
         existing: that of the Accelerator before; None: this is the first one.
         backend: the device family.
-        handlers: may have settings of the gradient scaler and of autocast.
+        handlers: may have settings of the gradient scaler, of autocast and of fp8.
 
     Raises:
-        ValueError: the name is unknown, or the device can't compute in it.
+        ValueError: the name is unknown, or the device can't compute in it; or there is a recipe for another one.
     """
     default = context.current().accelerator_defaults.get("mixed_precision")
     before = None if existing is None else existing.name
+    recipe = handlers.get(AORecipeKwargs)
     name = precision.resolve(
-        asked or before or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend
+        asked or before or default or env.read("ACCELERATE_MIXED_PRECISION") or "no", backend, recipe
     )
-    return precision.make(name, backend, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs))
+    if recipe is not None and name != "fp8":
+        raise ValueError(f"AORecipeKwargs is for mixed_precision='fp8', but mixed_precision={name!r}")
+    return precision.make(name, backend, handlers)

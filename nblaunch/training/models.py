@@ -108,9 +108,13 @@ class Replacements:
         self._new[id(old)] = (weakref.ref(old), new)
 
     def get(self, parameter: Any) -> Any:
-        """Return the parameter that has replaced ``parameter``; itself where none has."""
-        reference, new = self._new.get(id(parameter), (None, parameter))
-        return new if reference is not None and reference() is parameter else parameter
+        """Return the parameter that has replaced ``parameter``, the last of several; itself where none has."""
+        for _ in range(len(self._new)):
+            reference, new = self._new.get(id(parameter), (None, parameter))
+            if reference is None or reference() is not parameter:
+                break
+            parameter = new
+        return parameter
 
     @contextmanager
     def noted(self, model: torch.nn.Module) -> Iterator[None]:

@@ -19,6 +19,7 @@ import torch
 from nblaunch.backends.base import Backend
 from nblaunch.spec import MIXED_PRECISIONS
 from nblaunch.training.collectives import nested
+from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.loss_scaling import LossScaling
 from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, check_choice
 
@@ -54,6 +55,14 @@ class Precision:
             self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
+    def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
+        """Replace layers by those that compute in this precision, before :meth:`prepare_forward`.
+
+        Args:
+            model: the user's own module.
+            is_sharded: its weights will be sharded over ranks.
+        """
+
     def prepare_forward(self, model: torch.nn.Module) -> None:
         """Make ``model.forward`` compute in this precision. An earlier preparation is undone first."""
         restore_forward(model)
@@ -86,6 +95,21 @@ class Bf16Precision(Precision):
 
     name = "bf16"
     dtype = torch.bfloat16
+
+
+class Fp8Precision(Bf16Precision):
+    """Linear layers compute in 8 bits, by torchao; all else as in bf16."""
+
+    name = "fp8"
+
+    def __init__(
+        self, backend: Backend, recipe: AORecipeKwargs, autocast: AutocastKwargs | None = None
+    ) -> None:
+        super().__init__(backend, autocast)
+        self.recipe = recipe
+
+    def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
+        self.recipe.convert(model, is_sharded)
 
 
 class DeviceBf16Precision(Precision):
@@ -167,29 +191,39 @@ def restore_forward(model: torch.nn.Module) -> None:
     model.__dict__.pop("_original_forward", None)
 
 
-def resolve(name: Any, backend: Backend) -> str:
+def resolve(name: Any, backend: Backend, recipe: AORecipeKwargs | None = None) -> str:
     """Return ``name``, checked: it exists, and the device can do it.
+
+    Args:
+        name: of a precision.
+        backend: the device family.
+        recipe: of fp8, which may be one for any device.
 
     Raises:
         ValueError: unknown, or impossible on this device, with the reason.
     """
     name = str(getattr(name, "value", name)).lower()
     check_choice("mixed_precision", name, MIXED_PRECISIONS)
-    reason = backend.precision_refusal(name)
+    is_emulated = name == "fp8" and recipe is not None and recipe.is_emulated
+    reason = None if is_emulated else backend.precision_refusal(name)
     if reason is not None:
         raise ValueError(f"mixed_precision={name!r} can't be used on {backend.name}: {reason}")
     return name
 
 
-def make(
-    name: str,
-    backend: Backend,
-    autocast: AutocastKwargs | None = None,
-    scaling: GradScalerKwargs | None = None,
-) -> Precision:
-    """Return the precision called ``name``, which :func:`resolve` has checked."""
+def make(name: str, backend: Backend, handlers: Mapping[type, Any]) -> Precision:
+    """Return the precision called ``name``, which :func:`resolve` has checked.
+
+    Args:
+        name: of the precision.
+        backend: the device family.
+        handlers: may have settings of the gradient scaler, of autocast and of fp8, by type.
+    """
+    autocast = handlers.get(AutocastKwargs)
     if name == "fp16":
-        return Fp16Precision(backend, autocast, scaling)
+        return Fp16Precision(backend, autocast, handlers.get(GradScalerKwargs))
+    if name == "fp8":
+        return Fp8Precision(backend, handlers.get(AORecipeKwargs) or AORecipeKwargs(), autocast)
     if name == "bf16":
         return (DeviceBf16Precision if backend.represents_in_bf16() else Bf16Precision)(backend, autocast)
     return Precision(backend, autocast)

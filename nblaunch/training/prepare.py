@@ -118,6 +118,8 @@ class Preparer:
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
         moves = self._is_moved(placement) and not stays_in_place(inner, self.shared.process)
+        with self._replacements.noted(inner):
+            self.precision.convert_layers(inner, self.strategy.holds_shards)
         self.precision.prepare_forward(inner)
         if not evaluation_mode:
             self.strategy.before_move(inner)

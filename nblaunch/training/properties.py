@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch.training import arguments
 from nblaunch.training.data.loader import PreparedLoader
+from nblaunch.training.float8 import AORecipeKwargs
 from nblaunch.training.gradients import Gradients
 from nblaunch.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, is_lomo
 from nblaunch.training.options import (
@@ -117,7 +118,7 @@ class PreparationProperties(ProcessMethods):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         return self._preparer.precision.name
 
     @property
@@ -273,14 +274,31 @@ class PreparationProperties(ProcessMethods):
         """The plugin that DeepSpeed trains by; None where it does not."""
         return AcceleratorState().deepspeed_plugin
 
-    fp8_backend = None
-    """There is none."""
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe by which torchao trains in fp8; None in other precisions."""
+        return getattr(self._preparer.precision, "recipe", None)
 
-    fp8_recipe_handler = ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    """Recipes of training in fp8: none, as where Accelerate is given none."""
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models train in fp8."""
+        return self._preparer.precision.name == "fp8"
 
-    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
-    """Training in fp8 is not in use."""
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether there is a recipe for fp8."""
+        return self.ao_recipe_handler is not None
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """``"AO"`` where models train in fp8, by torchao; None otherwise."""
+        return "AO" if self.fp8_enabled else None
+
+    fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
+    """Recipes of other libraries: none, as where Accelerate is given none."""
+
+    delayed_fp8_autocast = False
+    """Of another library."""
 
     @property
     def has_lomo_optimizer(self) -> bool:

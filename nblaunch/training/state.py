@@ -281,7 +281,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"`` or ``"bf16"``."""
+        """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         precision = self._live_state.precision
         if precision is None:
             raise AttributeError(reset_message(AcceleratorState))

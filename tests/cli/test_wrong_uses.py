@@ -36,7 +36,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("--num_processes 0 train.py", ["--num_processes", "at least 1"]),
         ("--num_processes", ["--num_processes", "expected one argument"]),
         ("--num_processes 99999999999999999999 train.py", ["num_processes", "at most 4096 on one machine"]),
-        ("--mixed_precision fp8 train.py", ["no, fp16, bf16"]),
+        ("--mixed_precision fp4 train.py", ["no, fp16, bf16, fp8"]),
         ("--cpu --mixed_precision fp16 train.py", ["fp16", "bf16"]),
         ("--cpu --multi_gpu train.py", ["--cpu", "--multi_gpu", "contradict"]),
         ("--backend cuda --cpu train.py", ["--backend cuda", "--cpu", "contradict"]),

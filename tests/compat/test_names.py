@@ -161,7 +161,7 @@ def test_a_module_that_is_left_out_is_reported_with_what_to_do() -> None:
 
 
 def test_the_reason_is_reported_for_an_attribute_too() -> None:
-    with pytest.raises(AttributeError, match=r"no FP8RecipeKwargs: .*bf16"):
+    with pytest.raises(AttributeError, match=r"no FP8RecipeKwargs: .*torchao"):
         nblaunch.utils.FP8RecipeKwargs  # noqa: B018
     assert not hasattr(nblaunch, "FP8RecipeKwargs")
 
@@ -171,6 +171,12 @@ def test_unknown_names_are_pythons_own_errors() -> None:
         exec("from nblaunch.utils.operations import gahter")
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'nblaunch\.utils\.operatoins'"):
         importlib.import_module("nblaunch.utils.operatoins")
+
+
+def test_every_name_of_utils_is_there_or_explained() -> None:
+    names = {*snapshot()["utils"], *snapshot()[""]} - {"is_rich_available"}
+    lost = [name for name in names if not hasattr(nblaunch.utils, name) and not hasattr(nblaunch, name)]
+    assert [name for name in lost if name not in INSTEAD] == []
 
 
 def test_what_is_explained_exists_there_and_not_here() -> None:

@@ -60,7 +60,7 @@ def test_values_are_read_from_text_and_from_yaml(name: str, given: Any, value: A
         ("num_processes", True, "whole number"),
         ("num_processes", 2.5, "whole number"),
         ("main_process_port", 70000, "at most 65535"),
-        ("mixed_precision", "fp8", "one of no, fp16, bf16"),
+        ("mixed_precision", "fp4", "one of no, fp16, bf16, fp8"),
         ("debug", "perhaps", "true or false"),
         ("stop_grace_s", -1, "at least 0"),
         ("stop_grace_s", "nan", "number"),

@@ -11,8 +11,7 @@ FORMS_OF_PARALLELISM = (
 LARGE_MODELS = (
     "of models cut by a device map, an installed Accelerate serves the names that programs use; these are not"
 )
-FP8 = "fp8 needs kernels of other libraries and is not offered"
-OTHER_DEVICES = "there is no backend for this device family"
+FP8 = "fp8 is trained by torchao; recipes of other libraries are not passed on"
 INTERNAL = "an inner part of Accelerate that scripts don't call"
 CONSTRUCTED_BY_PREPARE = "the Accelerator makes it; its other arguments are the parts that it is made of"
 KEYWORD_ONLY = "keyword-only behind the first arguments, because Accelerate inserts new ones in the middle"
@@ -25,47 +24,35 @@ DEVIATIONS: dict[str, list[str]] = {
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "*(torch_device_mesh)",
         "*fsdp*", "utils.*TrainStep",
         "utils.GatheredParameters", "utils.avg_losses_across_data_parallel_group",
-        "utils.get_model_tp_size", "inference.*", "utils.dataclasses.parse_*_config",
+        "inference.*", "utils.dataclasses.parse_*_config",
         "*(full_state_dict)", "*(broadcast_from_rank0)",
     ],
     LARGE_MODELS: [
         "*offload*",
         "*load_checkpoint_in_model(*)",
-        "utils.ensure_weights_retied",
         "utils.*quantize*", "utils.*bnb_*",
-        "utils.is_bitsandbytes_multi_backend_available",
         "load_checkpoint_and_dispatch(*)",
         "*SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "utils.bnb.get_*",
         "utils.modeling.*",
     ],
-    FP8: ["*fp8*", "*FP8*", "utils.*RecipeKwargs", "utils.*transformer_engine*", "utils.*ao_layers", "utils.*torchao*",
-          "utils.convert_model", "utils.filter_first_and_last_linear_layers",
+    FP8: ["*fp8*", "*FP8*", "utils.*RecipeKwargs", "utils.*transformer_engine*",
+          "utils.convert_model",
           "utils.ao.*"],
-    OTHER_DEVICES: [
-        "utils.is_habana_gaudi1",
-        "utils.install_xla",
-    ],
     CONFIGURATION_FILES: ["utils.write_basic_config(save_location)"],
     "only SageMaker, or only Accelerate's own command line, needs it": [
-        "*SageMaker*", "utils.ComputeEnvironment", "utils.PrepareForLaunch", "utils.prepare_*_env",
-        "utils.prepare_sagemager_args_inputs",
-        "utils.prepare_tpu", "utils.convert_dict_to_env_variables", "launchers.test_launch",
-        "utils.get_cpu_distributed_information", "utils.set_numa_affinity",
-        "utils.check_cuda_p2p_ib_support",
-        "utils.are_libraries_initialized",
-        "utils.get_gpu_info", "*SAGEMAKER*", "*TORCH_LAUNCH_PARAMS", "*DEEPSPEED_MULTINODE_LAUNCHERS",
+        "launchers.test_launch",
+        "*SAGEMAKER*", "*DEEPSPEED_MULTINODE_LAUNCHERS",
         "utils.launch.env_var_path_add", "utils.launch.prepare_*", "utils.environment.*",
     ],
     "a constant that only Accelerate's own checks and questions read": [
         "*_AVAILABLE_*_VERSION", "*ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "*FSDP*_PYTORCH_VERSION",
         "*DTENSOR_PYTORCH_VERSION",
-        "*CUDA_DISTRIBUTED_TYPES", "*TORCH_DISTRIBUTED_OPERATION_TYPES",
+        "*CUDA_DISTRIBUTED_TYPES",
         "*STR_OPERATION_TO_FUNC", "*TORCH_DYNAMO_MODES", "tracking.LOGGER_TYPE_TO_CLASS",
         "utils.imports.USE_TORCH_XLA", "utils.operations.TENSOR_*", "utils.other.TORCH_SAFE_GLOBALS",
     ],
     "DeepSpeed's engine is made, and called, by the strategy": [
         "Accelerator.deepspeed_*", "*DeepSpeed*Wrapper*",
-        "utils.map_pytorch_optim_to_deepspeed",
     ],
     "what a part is made of is its own affair": ["data_loader.DataLoaderShard.dl_state_dict"],
     "the Accelerator saves and loads: `save_state`, `load_state`": ["checkpointing.*"],
@@ -84,12 +71,9 @@ DEVIATIONS: dict[str, list[str]] = {
         "state.ThreadLocalSharedDict",
         "tracking.filter_trackers", "tracking.get_available_trackers", "tracking.on_main_process", "is_rich_available",
         "*DistributedDataParallelKwargs.register_comm_hook", "*DistributedDataParallelKwargs.to_dict(ignore_keys)",
-        "utils.compile_regions*", "utils.has_compiled_regions",
-        "utils.deepspeed_required",
+        "utils.compile_regions*",
         "utils.contextual_*",
-        "utils.copy_tensor_to_devices", "utils.get_current_device_type", "utils.get_grad_scaler",
         "utils.get_mixed_precision_context_manager",
-        "utils.ignorant_find_batch_size",
         "state.AcceleratorState.downcast_bfloat", "utils.dataclasses.BaseEnum",
         "utils.dataclasses.EnumWithContains",
         "utils.operations.ConvertOutputsToFp32", "utils.operations.chained_operation",

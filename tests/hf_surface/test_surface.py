@@ -45,6 +45,6 @@ def test_the_snapshot_has_what_is_in_use() -> None:
 def test_every_module_of_the_surface_is_there_or_explained() -> None:
     missing = {path for path in snapshot() if path and our_module(path) is None}
     assert missing == {
-        "utils.ao", "utils.megatron_lm", "utils.transformer_engine",
+        "utils.megatron_lm", "utils.transformer_engine",
     }  # fmt: skip
     assert all(explanation(path.rpartition(".")[2]) for path in missing)

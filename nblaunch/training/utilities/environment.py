@@ -190,12 +190,12 @@ def is_xccl_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Return whether models can be trained in fp8: no, see ``Accelerator(mixed_precision=...)``."""
-    return False
+    """Return whether the library for training in fp8 is installed: torchao."""
+    return is_torchao_available()
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Return whether models can be trained in fp8 with scales by block: no, as :func:`is_fp8_available`."""
+    """Return whether Transformer Engine trains models in fp8 with scales by block: no, see ``AORecipeKwargs``."""
     return False
 
 

@@ -162,6 +162,10 @@ class DeepSpeedPlugin(StrategyPlugin):
             if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
                 raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
             return name
+        if str(getattr(asked, "value", asked)).lower() == "fp8":
+            raise ValueError(
+                "mixed_precision='fp8' can't be used with DeepSpeed; torchao converts models of DDP and FSDP2"
+            )
         return asked
 
     def accumulation(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
