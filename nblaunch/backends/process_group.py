@@ -21,7 +21,9 @@ ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
 
 _SETTLE_S = 0.005
 _TIMEOUT = timedelta(minutes=5)
+_DEBUGGED_TIMEOUT = timedelta(days=1)
 _name = ""
+_waits_for_debugger = False
 
 _abandoned: list[Any] = []
 
@@ -33,6 +35,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     """
     import torch.distributed as dist
 
+    _raise_time_limits()
     if topology.master_port == 0 or dist.is_initialized():
         return
     rank, size = topology.rank, topology.world_size
@@ -43,6 +46,23 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
         common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
         store = dist.PrefixStore(_name, common)
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
+
+
+def wait_for_debugger() -> None:
+    """Let collectives of groups that are formed without a time limit wait for a day: a rank may be in a debugger.
+
+    That of a collective which waits already can't change.
+    """
+    global _waits_for_debugger
+    _waits_for_debugger = True
+    _raise_time_limits()
+
+
+def _raise_time_limits() -> None:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if _waits_for_debugger and c10d is not None:
+        # What groups take that are given none; torch has no public way to set it.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
 
 
 def name_next_group(name: str) -> None:

@@ -34,6 +34,7 @@ from nblaunch.events import (
     Stalled,
     Started,
     WeightsSent,
+    WorkerState,
 )
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
@@ -409,12 +410,17 @@ class Supervisor:
 
     def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send weights."""
-        running = (self._alive & self._started) - self._report.delivered - self._report.failed.keys()
+        running = (self._alive & self._started) - self._done() - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
+
+    def _done(self) -> set[int]:
+        """Return the ranks that have sent all they have, and those of a session that run no command."""
+        done = {one.rank for one in self._board.read() if one.state is WorkerState.DONE}
+        return self._report.delivered | done
 
     def _describe(self, positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
         steps = {reading.rank: reading.step for reading in self._board.read()}
-        lines = describe_hang(positions, steps, gone=sorted(self._report.delivered), busy=busy)
+        lines = describe_hang(positions, steps, gone=sorted(self._done()), busy=busy)
         if self._attempt.plan.start_method == "fork":
             lines += fork_safety.explain_hang(list(positions.values()))
         return lines

@@ -30,7 +30,7 @@ from nblaunch.wire.messages import (
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""From the first failure until the other ranks, which may wait for the failed one, are interrupted."""
+"""From an interrupt or the first failure until ranks that still run are freed: they may wait for those that do not."""
 
 _ENDED = "the session has ended, and what its ranks had is gone; session.restart() starts new ones"
 
@@ -149,15 +149,14 @@ class SessionClient:
     def _collect(self) -> Answers:
         """Wait for the answers of the busy ranks; interrupt those that wait for a rank that has failed."""
         answers: Answers = {}
-        failed_s: float | None = None
+        left: set[int] = set()
+        troubled_s: float | None = None
         while self.busy:
             prompting = [self.channel.links[rank].fileno() for rank in self.busy - self.channel.gone]
             ready = wait([*(self._links[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
             for rank in [rank for rank in self.busy if self._links[rank].fileno() in ready]:
                 answers[rank] = self._receive(rank)
                 self.busy.discard(rank)
-                if answers[rank].reply.failed is not None and failed_s is None:
-                    failed_s = time.monotonic()
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open
             self._output.pump()
@@ -166,10 +165,11 @@ class SessionClient:
                 debugging.answer_prompt(self.channel, self.interrupt)
             if self.num_interrupts:
                 self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
-            patience_s = 0.0 if self.num_interrupts else _PATIENCE_S
-            if failed_s is not None and self.busy and time.monotonic() - failed_s > patience_s:
-                failed_s = None
-                self._interrupt_waiting(answers)
+            if troubled_s is None and (self.num_interrupts or failed_ranks(answers)):
+                troubled_s = time.monotonic()
+            if troubled_s is not None and self.busy and time.monotonic() - troubled_s > _PATIENCE_S:
+                self._interrupt_waiting(answers.keys() - left)
+                left |= answers.keys()
         return {rank: answers[rank] for rank in sorted(answers)}
 
     def _interrupt_waiting(self, done: Iterable[int]) -> None:

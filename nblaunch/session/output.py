@@ -8,16 +8,20 @@ may print. What arrives while no command runs is kept for the next one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from nblaunch.dashboard import Dashboard
-from nblaunch.events import Displayed, Event, LogLines, Note
+from nblaunch.events import AttemptStarted, Displayed, Event, Exited, JobEnded, LogLines, Note, Started
 from nblaunch.wire.board import SlotReading
 
 _MAX_KEPT = 10_000
 """Events between two commands; threads of a rank may print at any time."""
+
+_LONG_S = 2.0
+"""After that a command is shown with the rows of its ranks."""
 
 
 class SessionOutput:
@@ -27,10 +31,16 @@ class SessionOutput:
         self._events: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._readings: Sequence[SlotReading] = ()
         self._dashboards: Sequence[Dashboard] = ()
+        self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
+        self._due_s = 0.0
 
     def on_event(self, event: Event) -> None:
-        """Keep what ranks print and display, and notes."""
-        if isinstance(event, (LogLines, Displayed, Note)):
+        """Keep what ranks print and display, and notes; while a command runs, all that is not of the session's job."""
+        is_output = isinstance(event, (LogLines, Displayed, Note))
+        is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
+        if isinstance(event, Note) and event.kind == "hang":
+            self._due_s = 0.0  # the rows show it
+        if is_output or (self._dashboards and not is_of_job):
             self._events.append(event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
@@ -41,19 +51,30 @@ class SessionOutput:
         """Do nothing: the cell takes what is left."""
 
     @contextmanager
-    def shown_by(self, dashboards: Sequence[Dashboard]) -> Iterator[None]:
-        """Show by ``dashboards`` what :meth:`pump` takes while the block runs, and all of it at its end."""
-        self._dashboards = dashboards
+    def shown_by(
+        self, dashboards: Sequence[Dashboard], open_rows: Callable[[], Sequence[Dashboard]] | None = None
+    ) -> Iterator[None]:
+        """Show by ``dashboards`` what :meth:`pump` takes while the block runs, and all of it at its end.
+
+        Args:
+            dashboards: from the start.
+            open_rows: returns those that are added where the block takes long.
+        """
+        self._dashboards, self._open_rows = dashboards, open_rows
+        self._due_s = time.monotonic() + _LONG_S
         try:
             yield
             self.pump()
         finally:
-            self._dashboards = ()
+            dashboards, self._dashboards = self._dashboards, ()
             for dashboard in dashboards:
                 dashboard.close()
 
     def pump(self) -> None:
         """Show what has arrived."""
+        if self._open_rows is not None and time.monotonic() >= self._due_s:
+            self._dashboards = [*self._open_rows(), *self._dashboards]
+            self._open_rows = None
         while self._events:
             event = self._events.popleft()
             for dashboard in self._dashboards:

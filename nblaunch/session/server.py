@@ -13,7 +13,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import Event, Returned, WeightsSent
+from nblaunch.events import Event, Returned, WeightsSent, WorkerState
 from nblaunch.session import cells
 from nblaunch.wire import payload
 from nblaunch.wire.board import create_memory_file
@@ -45,6 +45,8 @@ def serve() -> None:
     assert own.debug_link is not None, "and one with the debugger"
     debugger = Debugger(own.topology.rank, own.debug_link)
     debugger.start()
+    process_group.wait_for_debugger()
+    own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
     _Server(own.link, debugger).run()
 
 
@@ -62,6 +64,7 @@ class _Server:
         self._pass_breakpoint = sys.breakpointhook
         self._has_passed = False
         self._topology = context.current().topology
+        self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
         self._printed_bytes = _size_of_output()
@@ -100,6 +103,9 @@ class _Server:
         is_code = isinstance(command, (Execute, Call))
         if is_code or isinstance(command, Forget):
             self._debugger.begin_command()
+        if is_code:
+            self._slot.set_state(WorkerState.RUNNING)
+            self._slot.note_progress()
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._note_breakpoint
         try:
             try:
@@ -113,6 +119,7 @@ class _Server:
             self._is_interruptible = False
             failed = describe_failure(self._topology.rank, error)
             self._debugger.end_command(error)
+        self._slot.set_state(WorkerState.DONE)
         return replace(
             done,
             time_s=time.time(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from types import TracebackType
@@ -61,6 +61,8 @@ class Session:
         backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"xla"`` or ``"torch_tpu"``.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork the ranks begin with no
             variables; calls travel with the functions and values that they name.
+        hang_timeout_s: seconds without progress in a command after which the position of every rank is shown; None =
+            never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
 
@@ -77,6 +79,7 @@ class Session:
         backend: str = "auto",
         start_method: str = "auto",
         threads_per_process: int | None = None,
+        hang_timeout_s: float | None = 300.0,
         log_dir: str | None = None,
     ) -> None:
         self._settings: dict[str, Any] = {
@@ -85,6 +88,7 @@ class Session:
             "backend": backend,
             "start_method": start_method,
             "threads_per_process": threads_per_process,
+            "hang_timeout_s": hang_timeout_s,
             "log_dir": log_dir,
         }
         self._failed: FailedCommand | None = None
@@ -121,11 +125,22 @@ class Session:
         """Execute code on ranks and show what they print meanwhile; return their answers, none of which has failed."""
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
-        printer = dashboards.lines_printer()
-        printer.on_event(self._attempt(self._runner.spec).start_event())
-        with self._output.shown_by([printer]):
+        in_notebook = dashboards.kernel_shell() is not None
+        announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
+        printer = dashboards.lines_printer(omits_hangs=in_notebook)
+        _emit([printer], announced)
+        rows: list[Dashboard] = []
+
+        def open_rows() -> list[Dashboard]:
+            rows.extend(dashboards.choose()[:1] if in_notebook else ())
+            _emit(rows, [*announced, *self._started()])
+            return rows
+
+        with self._output.shown_by([printer], open_rows):
             answers = self._request(chosen, command)
-        self._raise_failures(answers)
+            outcome = self._outcome(answers)
+            _emit(rows, _end_events(answers, outcome))
+        outcome.with_traceback().raise_error()
         return answers
 
     def __getitem__(self, name: str) -> RankValues:
@@ -154,7 +169,7 @@ class Session:
             chosen = self._checked_ranks(ranks)
             with _memory_file(values) as fd:
                 answers = self._request(chosen, Assign(), [fd])
-            self._raise_failures(answers)
+            self._outcome(answers).with_traceback().raise_error()
 
     def run(
         self,
@@ -193,10 +208,7 @@ class Session:
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
         command = Call(sends_weights_of=tuple(attempt.plan.modules))
-        now = time.time()
-        _emit(
-            shown, [attempt.start_event(), *(Started(rank, now, pid=pid) for rank, pid in self.pids.items())]
-        )
+        _emit(shown, [attempt.start_event(), *self._started()])
         with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
             answers = self._request(self.ranks, command, [saved.fd])
             results = {rank: answer.result for rank, answer in answers.items()}
@@ -330,9 +342,7 @@ class Session:
     def _start(self) -> None:
         self._count = 0
         self._output = SessionOutput()
-        spec = LaunchSpec(
-            function=serve, takes_commands=True, sync_weights=False, hang_timeout_s=None, **self._settings
-        )
+        spec = LaunchSpec(function=serve, takes_commands=True, sync_weights=False, **self._settings)
         kept.release_all()
         self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
         self._runner.run_in_background()
@@ -370,15 +380,19 @@ class Session:
             )
         return chosen
 
-    def _raise_failures(self, answers: Answers) -> None:
-        """Raise KeyboardInterrupt after an interrupt, or what a command raised on the first rank that failed."""
-        __tracebackhide__ = True
+    def _outcome(self, answers: Answers) -> JobOutcome:
+        """Return how a command has ended; keep the frames of the ranks that have failed."""
         self._keep_failures(answers)
         if self._client.num_interrupts:
-            raise KeyboardInterrupt
-        if failed_ranks(answers):
-            failure = failure_of(self._report(answers), self.pids, self._runner.log, 0)
-            JobOutcome("failed", failure.error).with_traceback().raise_error()
+            return JobOutcome("interrupted", KeyboardInterrupt())
+        if not failed_ranks(answers):
+            return JobOutcome("done")
+        failure = failure_of(self._report(answers), self.pids, self._runner.log, 0)
+        return JobOutcome("failed", failure.error, failure.rank, failure.headline)
+
+    def _started(self) -> list[Event]:
+        now = time.time()
+        return [Started(rank, now, pid=pid) for rank, pid in self.pids.items()]
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
         """Return a call of ``spec`` as an attempt of a job that has this session's workers."""
@@ -468,7 +482,7 @@ _START_SETTINGS = {
 _REMEDY = "or launch without session="
 
 
-def _emit(shown: Sequence[Dashboard], events: Sequence[Event]) -> None:
+def _emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
     for event in events:
         for dashboard in shown:
             dashboard.on_event(event)

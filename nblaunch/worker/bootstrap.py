@@ -125,6 +125,8 @@ class _Worker:
         delivery = Delivery(
             own.topology, own.outbox_fd, own.returns_value, modules, originals, self.sender.send, optimizers
         )
+        if own.post_mortem:
+            process_group.wait_for_debugger()
         with self.interrupts.raised():
             value, exit_code = _call(function, args)
         if self._is_subprocess:

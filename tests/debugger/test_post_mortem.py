@@ -44,6 +44,21 @@ def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> No
     assert failed.run("sum(nblaunch.last_job().inspect('sum(n for n in range(step))').values())").value == 9
 
 
+def test_collectives_wait_for_the_debugger_unless_their_group_has_a_limit(kernel: Kernel) -> None:
+    kernel.run(PREAMBLE)
+    kernel.run("""
+def days(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.days
+def groups():
+    import datetime, torch.distributed as dist
+    dist.init_process_group("gloo")
+    limit = datetime.timedelta(days=3)
+    return days(dist.group.WORLD), days(dist.new_group()), days(dist.new_group(timeout=limit))
+""")
+    assert kernel.run("notebook_launcher(groups, num_processes=2, post_mortem=True)").value == (1, 1, 3)
+    assert kernel.run("notebook_launcher(groups, num_processes=2)").value == (0, 0, 3)
+
+
 def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None:
     failed.run("comparison = nblaunch.last_job().compare()")
     assert failed.run("next(iter(comparison.differing.items()))").value == (

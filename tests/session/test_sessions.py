@@ -94,9 +94,28 @@ def test_what_can_not_be_pickled_is_named(shared: Kernel) -> None:
 def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
     cell.wait_for_text("begun")
+    cell.wait_for(lambda cell: cell.displays, what="the rows of a long command")
     shared.interrupt()
     assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    assert "interrupted" in str(cell.displays[0].data)
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
+
+
+def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kernel) -> None:
+    kernel.run("import os\nfrom nblaunch import Session\nsession = Session(3, hang_timeout_s=1.0)")
+    kernel.run("session.execute('import torch; torch.distributed.barrier()')")
+    waits = "kept = 1\nif torch.distributed.get_rank() > 0:\n    torch.distributed.all_reduce(torch.ones(1))"
+    cell = kernel.submit(f"session.execute({waits!r})")
+    cell.wait_for(lambda cell: any("no progress for 1 s" in str(one.data) for one in cell.displays))
+    shown = str(cell.displays[0].data)
+    assert "all_reduce" in shown
+    assert "rank 0 returned already" in shown
+    kernel.interrupt()
+    assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
+    after = kernel.run("session.execute('kept')")
+    assert after.result == "[0-2] 1"
+    assert len(after.displays) == 1  # that of the result
+    kernel.run("session.close()")
 
 
 def test_a_call_trains_the_model_of_the_notebook(shared: Kernel) -> None:
