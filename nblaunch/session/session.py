@@ -40,6 +40,8 @@ from nblaunch.wire.modules import modules_in
 from nblaunch.wire.pickle_errors import unpicklable_parts
 
 _END_S = 10.0
+_FIRST_LINES_S = 0.3
+"""What ranks of a short command print is shown at its end, equal lines of all ranks once, whenever each arrives."""
 
 
 class Session:
@@ -127,7 +129,7 @@ class Session:
         chosen = self._checked_ranks(ranks)
         in_notebook = dashboards.kernel_shell() is not None
         announced = [replace(self._attempt(self._runner.spec).start_event(), function_name="commands")]
-        printer = dashboards.lines_printer(omits_hangs=in_notebook)
+        printer = dashboards.lines_printer(first_s=_FIRST_LINES_S, omits_hangs=in_notebook)
         _emit([printer], announced)
         rows: list[Dashboard] = []
 
