@@ -51,6 +51,7 @@ class SessionClient:
         busy_since_s: when it was sent, by ``monotonic()``.
         num_interrupts: interrupts of the present or last command.
         channel: to the debugger in the ranks.
+        names: of variables that commands have set on the first rank.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
@@ -64,6 +65,7 @@ class SessionClient:
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
+        self.names: set[str] = set()
 
     def request(self, ranks: Sequence[int], command: Command, files: Sequence[int] = ()) -> Answers:
         """Send a command to ranks, and wait for their answers.
@@ -156,6 +158,7 @@ class SessionClient:
             ready = wait([*(self._links[rank].fileno() for rank in self.busy), *prompting], _TICK_S)
             for rank in [rank for rank in self.busy if self._links[rank].fileno() in ready]:
                 answers[rank] = self._receive(rank)
+                self.names.update(answers[rank].reply.new_names)
                 self.busy.discard(rank)
             if not self._runner.is_running:
                 self.raise_end()  # a process that a rank has left behind may keep its connection open

@@ -67,6 +67,7 @@ class _Server:
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
+        self._names = set(vars(sys.modules["__main__"]))
         self._printed_bytes = _size_of_output()
         self._pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
@@ -125,6 +126,7 @@ class _Server:
             time_s=time.time(),
             failed=failed,
             has_output=self._has_printed(),
+            new_names=self._new_names(),
         )
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
@@ -189,6 +191,13 @@ class _Server:
             backend = context.current().backend
             backend.join(self._topology, backend.device(self._topology))
         self._group = command.group
+
+    def _new_names(self) -> tuple[str, ...]:
+        if self._topology.rank != 0:
+            return ()
+        new = vars(sys.modules["__main__"]).keys() - self._names
+        self._names |= new
+        return tuple(new)
 
     def _has_printed(self) -> bool:
         output.flush()

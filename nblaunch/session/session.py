@@ -449,6 +449,11 @@ def run_spec(session: Session, spec: LaunchSpec, *, background: bool = False, da
     return [outcome.values.get(rank) for rank in session.ranks] if spec.return_all else outcome.values.get(0)
 
 
+def names_on_ranks(session: Session) -> set[str]:
+    """Return the names of variables that commands have set on the first rank, without asking it."""
+    return session._client.names
+
+
 def displays_of(
     session: Session, command: Execute, ranks: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:

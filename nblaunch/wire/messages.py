@@ -183,6 +183,7 @@ class Reply:
         shown: a display of the value, by MIME type, where that was asked for.
         has_output: something was printed since the last reply.
         number: of the command, where it has one.
+        new_names: of variables that commands have set since the last reply; of the first rank alone.
     """
 
     time_s: float = 0.0
@@ -193,6 +194,7 @@ class Reply:
     shown: Mapping[str, Any] = field(default_factory=dict)
     has_output: bool = False
     number: int = 0
+    new_names: Sequence[str] = ()
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
