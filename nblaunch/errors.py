@@ -8,6 +8,7 @@
     │   └── WorkerDied        it ended without an exception: a signal, os._exit, or a return while others needed it
     │       └── NodeLost      it was on another machine, which has left or sends no heartbeats
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
+    ├── JobLost               the process that watched a detached job was killed
     ├── ResultError           the return value can't be pickled; ``partial`` is what can
     ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
@@ -81,6 +82,10 @@ class NodeLost(WorkerDied):
 
 class JobHung(NblaunchError, RuntimeError):
     """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has all positions."""
+
+
+class JobLost(NblaunchError, RuntimeError):
+    """The process that watched a job with ``detach=True`` was killed, and its workers with it; the logs are kept."""
 
 
 class ResultError(NblaunchError, TypeError):

@@ -277,6 +277,7 @@ class AttemptStarted(Event):
         mixed_precision: default of accelerators in the workers.
         first_rank: lowest rank of this machine.
         hang_timeout_s: seconds without progress that are a hang; None = never.
+        ago_s: seconds since it started, for listeners that came later.
     """
 
     function_name: str = ""
@@ -292,6 +293,7 @@ class AttemptStarted(Event):
     mixed_precision: str = ""
     first_rank: int = 0
     hang_timeout_s: float | None = None
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from nblaunch.host import descriptors
 from nblaunch.launcher import kept
 from nblaunch.launcher.job import Job, remember
 from nblaunch.launcher.plan import LaunchPlan, plan_launch
-from nblaunch.launcher.runner import JobRunner, Listener
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.launcher.state import Listener
 from nblaunch.spec import LaunchSpec, check_flag, parse_port, wants_spmd
 
 if TYPE_CHECKING:
+    from nblaunch.dashboard.base import Dashboard
     from nblaunch.session.session import Session
 
 
@@ -49,6 +51,7 @@ def notebook_launcher(
     sync_weights: bool = True,
     sync_optimizers: bool = False,
     background: bool = False,
+    detach: bool = False,
     dashboard: str = "auto",
     threads_per_process: int | None = None,
     interrupt_grace_s: float = 5.0,
@@ -120,6 +123,10 @@ def notebook_launcher(
             sharded states are saved by ``accelerator.save_state``.
         background: return a :class:`Job` at once and leave the kernel free; the job's ``result()`` waits. An interrupt
             before the workers run ends the job.
+        detach: with ``background=True``, let the job outlive this process: its supervisor and workers run apart from
+            it, and :func:`nblaunch.attach` gives the :class:`Job` again in any kernel, script or shell
+            (:func:`nblaunch.jobs` lists all). The call is pickled for that. Trained weights are kept for
+            :meth:`Job.load_weights`, and loaded into no module by themselves.
         dashboard: ``"widgets"``: live controls in a notebook, which a table replaces at the end; ``"html"``: a table
             that is updated; ``"text"``: lines; ``"none"``: nothing, and what workers print is in the logs only.
             ``"auto"``: widgets where a user can see them, else HTML in a notebook, else text.
@@ -167,7 +174,8 @@ def notebook_launcher(
             sync_optimizers=sync_optimizers,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             threads_per_process=threads_per_process, log_dir=log_dir,
-            post_mortem=env.read("NBLAUNCH_POST_MORTEM") if post_mortem is None else post_mortem,
+            post_mortem=env.read("NBLAUNCH_POST_MORTEM") and not detach if post_mortem is None else post_mortem,
+            is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
         # IPython keeps tracebacks and so this frame: it must not refer to the function, its arguments or the spec.
         del function, args
@@ -176,6 +184,19 @@ def notebook_launcher(
 
             return run_spec(session, specs.pop(), background=background, dashboard=dashboard)
         return run(specs.pop(), background=background, dashboard=dashboard)
+
+
+def _checked_detach(detach: bool, background: bool, session: object) -> bool:
+    check_flag("detach", detach)
+    if detach and session is not None:
+        raise ValueError(
+            "detach=True can't be combined with session=: the workers of a session end with this kernel"
+        )
+    if detach and not background:
+        raise ValueError(
+            "detach=True is for jobs in the background: pass background=True as well; job.result() waits for the end"
+        )
+    return bool(detach)
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
@@ -263,10 +284,13 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
     __tracebackhide__ = True
     check_flag("background", background)
     descriptors.occupy_standard_ones()
-    spec = replace(spec, has_breakpoints=not spec.is_elastic and debugging.has_breakpoints(background))
+    can_break = not (spec.is_elastic or spec.is_detached)
+    spec = replace(spec, has_breakpoints=can_break and debugging.has_breakpoints(background))
     kept.release_all()
     plan = plan_launch(spec, background=background)
     listeners = dashboards.choose(dashboard, background=background)
+    if spec.is_detached:
+        return _run_detached(spec, plan, listeners)
     runner = make_runner(spec, plan, listeners)
     del spec, plan  # or a traceback, which IPython keeps, would keep the arguments by this frame
     job = Job(runner)
@@ -278,6 +302,19 @@ def run(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") 
         return job
     runner.run()
     return job.result()
+
+
+def _run_detached(spec: LaunchSpec, plan: LaunchPlan, listeners: "list[Dashboard]") -> Job:
+    __tracebackhide__ = True
+    from nblaunch.detached.start import start
+
+    runner = start(spec, plan, listeners)
+    del spec, plan
+    job = Job(runner)
+    job.show_with(dashboards.attach(listeners, job))
+    remember(job)
+    runner.raise_if_not_started()
+    return job
 
 
 def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:

@@ -236,6 +236,7 @@ class LaunchSpec:
         post_mortem: keep the workers where they are when one of them raises, for a debugger.
         has_breakpoints: ``breakpoint()`` in the function opens pdb in this process.
         takes_commands: this process sends the workers commands while they run, as a session does.
+        is_detached: the job outlives this process; trained weights are kept for those that attach to it.
         is_spmd: one process drives all devices (XLA).
         threads_per_process: CPU threads of each worker; None = usable cores / workers on this machine.
         log_dir: folder for logs; None = see ``NBLAUNCH_LOG_DIR``.
@@ -279,6 +280,7 @@ class LaunchSpec:
     post_mortem: bool = False
     has_breakpoints: bool = False
     takes_commands: bool = False
+    is_detached: bool = False
     is_spmd: bool = False
     accelerator: Mapping[str, Any] = field(default_factory=dict)
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
@@ -294,6 +296,7 @@ class LaunchSpec:
         for name in ("return_all", "sync_weights", "sync_optimizers", "post_mortem"):
             check_flag(name, getattr(self, name))
         _check_nodes(self)
+        _check_detached(self)
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(
             self, "accelerator_defaults", {**self.accelerator, "mixed_precision": self.mixed_precision}
@@ -493,6 +496,27 @@ def _check_nodes(spec: LaunchSpec) -> None:
             f"rdzv_backend={spec.rdzv_backend!r}"
         )
     check_rdzv_conf(spec.rdzv_conf)
+
+
+_BESIDE_DETACHED = (
+    (
+        "is_elastic",
+        "several machines: their launchers would have to stay; start it by `nblaunch launch` under nohup",
+    ),
+    ("post_mortem", "post_mortem=True: the debugger is in this kernel, and the job is to outlive it"),
+    (
+        "sync_optimizers",
+        "sync_optimizers=True: save their state inside the function, by accelerator.save_state()",
+    ),
+    ("log_dir", "log_dir: nblaunch.jobs() looks for jobs in one folder; NBLAUNCH_LOG_DIR chooses it"),
+)
+"""What a detached job can't have, and why or what to do."""
+
+
+def _check_detached(spec: LaunchSpec) -> None:
+    for name, why in _BESIDE_DETACHED if spec.is_detached else ():
+        if getattr(spec, name):
+            raise ValueError(f"detach=True can't be combined with {why}")
 
 
 def _listed(valid: Sequence[str]) -> str:

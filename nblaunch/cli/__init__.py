@@ -14,6 +14,7 @@ remedy, and exit code 2.
       prompts.py         how it asks, in a terminal or through a pipe
     launch.py            ``nblaunch launch``
       script_job.py      its job in a terminal: output, signals, exit code
+    jobs.py, attach.py, logs.py, stop.py   ``nblaunch jobs`` and so on: jobs launched with ``detach=True``
     run_notebook.py      ``nblaunch run-notebook``
       notebook_client.py the notebook in its own kernel
       screen.py          the output of its cells on a terminal
@@ -54,6 +55,10 @@ class Parser(argparse.ArgumentParser):
 COMMANDS = {
     "config": ("nblaunch.cli.config", "answer a few questions and write the defaults of `nblaunch launch`"),
     "launch": ("nblaunch.cli.launch", "run a script on every device"),
+    "jobs": ("nblaunch.cli.jobs", "list the jobs that outlive their notebook"),
+    "attach": ("nblaunch.cli.attach", "follow a job that outlives its notebook"),
+    "logs": ("nblaunch.cli.logs", "print the log of a job that outlives its notebook"),
+    "stop": ("nblaunch.cli.stop", "end a job that outlives its notebook"),
     "env": ("nblaunch.cli.environment", "report versions, devices and problems of this machine"),
     "test": ("nblaunch.cli.selfcheck", "check that training works on this machine's devices"),
     "estimate-memory": ("nblaunch.cli.estimate", "estimate how much memory a model takes, by strategy"),

@@ -104,7 +104,11 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     store = _StorePreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
     try:
-        runner = make_runner(spec, plan, [*_dashboards(resolved), failures, *([store] if store else [])])
+        runner = make_runner(
+            spec,
+            plan,
+            [*text_dashboards(resolved["dashboard"] != "none"), failures, *([store] if store else [])],
+        )
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
     # An interrupt that came when all was done changes nothing.
@@ -114,7 +118,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     error = runner.outcome.error if runner.outcome is not None else None
     if isinstance(error, LaunchError) and not failures.has_started:
         raise UsageError(_in_one_line(error))
-    code = _exit_code(error, received)
+    code = exit_code(error, received)
     if error is not None:
         failures.report(error)
     if store is not None and store.is_loading:
@@ -122,9 +126,9 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     return code
 
 
-def _dashboards(resolved: Resolved) -> list[Dashboard]:
+def text_dashboards(has_table: bool = True) -> list[Dashboard]:
     """Return dashboards that print all lines of all ranks, since programs may read them."""
-    if resolved["dashboard"] == "none":
+    if not has_table:
         return [GuardedDashboard(LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED))]
     live = open_live()
     lines = LinesPrinter(num_head=_UNLIMITED, line_length=_UNLIMITED, live=live)
@@ -193,7 +197,13 @@ class _Failures(Dashboard):
         print("\n".join([text, *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
-def _exit_code(error: BaseException | None, received: Sequence[int]) -> int:
+def exit_code(error: BaseException | None, received: Sequence[int]) -> int:
+    """Return the exit code of a command whose job has ended.
+
+    Args:
+        error: what has ended it; None if it succeeded.
+        received: signals that have ended it.
+    """
     if received:
         return 128 + received[0]
     if error is None:

@@ -180,9 +180,9 @@ class Pace:
         """Return seconds since the start."""
         return self._clock() - self._started_s
 
-    def restart(self) -> None:
-        """Set the start to now, when the job starts."""
-        self._started_s = self._clock()
+    def restart(self, ago_s: float = 0.0) -> None:
+        """Set the start to when the job started, ``ago_s`` seconds before now."""
+        self._started_s = self._clock() - ago_s
         self._next_s = self._started_s + self._first_s
 
     def is_due(self) -> bool:
@@ -222,7 +222,7 @@ class ViewingDashboard(Dashboard):
             self._log_lines.append(event)
             return
         if isinstance(event, AttemptStarted) and not self._view.is_started:
-            self._pace.restart()
+            self._pace.restart(event.ago_s)
         if not isinstance(event, _INDEPENDENT):
             self._catch_up()
         self._view = fold(self._view, event)

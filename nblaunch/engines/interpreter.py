@@ -32,7 +32,7 @@ def start_interpreter(
     Raises:
         LaunchError: the system refused the process.
     """
-    parent_pid, backend = os.getpid(), _registered_backend(assignments[0].backend)
+    parent_pid, backend = os.getpid(), registered_backend(assignments[0].backend)
     boot = Boot(
         assignments=tuple(
             replace(one, parent_pid=parent_pid, registered_backend=backend) for one in assignments
@@ -64,7 +64,7 @@ def start_interpreter(
         ) from error
 
 
-def _registered_backend(name: str) -> bytes:
+def registered_backend(name: str) -> bytes:
     """Pickle a backend that is known to this process alone; b"" for those that are part of nblaunch."""
     backend = backends.registered(name)
     return b"" if backend is None else payload.to_bytes(backend, main_by_reference=False)

@@ -15,7 +15,8 @@ from nblaunch.launcher.metrics import frame_of
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.rank_values import RankValues
-from nblaunch.launcher.runner import JobRunner
+from nblaunch.launcher.state import JobState
+from nblaunch.launcher.weights import load_whole
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.modules import ArgPath
 
@@ -27,18 +28,23 @@ class Job:
     """One launch, running or ended.
 
     A job is made by ``notebook_launcher(..., background=True)``; :func:`last_job` gives the last one that this
-    process started, however it ended.
+    process started, however it ended, and :func:`nblaunch.attach` one that was launched with ``detach=True``.
 
     When it has ended, it keeps neither the function nor its arguments. It keeps what :meth:`result`, :meth:`weights`
     and the other methods give: for as long as it is the last job or referred to, or until :meth:`release`.
 
     Args:
-        runner: runs it, and keeps its state.
+        runner: runs it, or follows one that another process runs, and keeps its state.
     """
 
-    def __init__(self, runner: JobRunner) -> None:
+    def __init__(self, runner: JobState) -> None:
         self._runner = runner
         self._show_again: Callable[[], bool] | None = None
+
+    @property
+    def id(self) -> str:
+        """Short name of a job that was launched with ``detach=True``; empty of any other."""
+        return self._runner.id
 
     @property
     def spec(self) -> LaunchSpec:
@@ -98,7 +104,10 @@ class Job:
 
     @property
     def status(self) -> str:
-        """``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``."""
+        """``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+
+        ``"lost"`` if the process that watched a detached job was killed.
+        """
         return self._runner.status
 
     @property
@@ -156,11 +165,14 @@ class Job:
         return frame_of(list(self.metrics))
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
-        """Return trained weights that could not be loaded into the kernel's modules; usually there are none.
+        """Return the trained weights that are not in the modules of this process.
+
+        Of a job that was launched with ``detach=True`` all of them; of any other those that did not fit the kernel's
+        modules, usually none.
 
         Returns:
             position in ``args`` -> state dict. The position of a module inside an argument is a path:
-            ``"args[0]['generator']"``. Empty while the job runs.
+            ``"args[0]['generator']"``. Empty while the job runs, and if it failed.
 
         Raises:
             RuntimeError: they were released.
@@ -169,6 +181,28 @@ class Job:
             return {}
         self._check_kept()
         return dict(self._outcome.unfit_weights)
+
+    def load_weights(self, module: Any, position: ArgPath | None = None) -> None:
+        """Load trained weights that :meth:`weights` returns into a module.
+
+        Args:
+            module: a ``torch.nn.Module`` of the same structure.
+            position: that of the module in the job's ``args``; None = of the only one.
+
+        Raises:
+            RuntimeError: the job still runs, or has no such weights.
+            ValueError: several modules were trained, none has this position, or the weights do not fit the module.
+        """
+        if self.is_running:
+            raise RuntimeError(f"{self!r} has no trained weights yet: wait for its end, as by result()")
+        found = self.weights()
+        if not found:
+            raise RuntimeError(f"{self!r} has no trained weights that are not in the modules of its args")
+        if position is None and len(found) == 1:
+            (position,) = found
+        if position not in found:
+            raise ValueError(f"position={position!r} must be one of {', '.join(map(repr, found))}")
+        load_whole(module, position, found[position])
 
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.

@@ -47,21 +47,58 @@ _in_use: set[Path] = set()
 """Folders of this process's jobs that still run."""
 
 
-class JobLog:
-    """The log folder of one job.
+class LogFolder:
+    """The log files of a job, to be read.
+
+    Args:
+        path: of its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def attempt_path(self, attempt: int) -> Path:
+        """Return the folder of an attempt."""
+        return self.path / f"attempt_{attempt}"
+
+    def attempts(self) -> list[int]:
+        """Return the numbers of the attempts that there were by now."""
+        numbers = (path.name.rpartition("_")[2] for path in self.path.glob("attempt_*"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def log_path(self, rank: int, attempt: int = 0) -> Path:
+        """Return the file of what a rank prints."""
+        return self.attempt_path(attempt) / f"rank_{rank}.log"
+
+    def stacks_path(self, rank: int, attempt: int = 0) -> Path:
+        """Return the file of a rank's stacks."""
+        return self.attempt_path(attempt) / f"rank_{rank}.stacks"
+
+    def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
+        """Return what a rank has printed in an attempt, or its last ``max_bytes``."""
+        return read_log(self.log_path(rank, attempt), max_bytes)
+
+    def read_stacks(self, rank: int, attempt: int) -> str:
+        """Return what faulthandler has written for a rank in an attempt."""
+        return read_log(self.stacks_path(rank, attempt))
+
+
+class JobLog(LogFolder):
+    """The log folder of one job, made anew.
 
     Args:
         folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
+        name: of the job's own folder; None = by the time and this process.
 
     Raises:
         LaunchError: the folder can't be made, or belongs to another user.
     """
 
-    def __init__(self, folder: str | None = None) -> None:
-        self._root = _root(folder)
+    def __init__(self, folder: str | None = None, name: str | None = None) -> None:
+        self._root = log_root(folder)
         self._keep: int = env.read("NBLAUNCH_KEEP_JOBS")
         number = next(_job_numbers)
-        self.path = self._root / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"
+        super().__init__(self._root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}"))
         stamp = _FolderStamp(self.path.name, socket.gethostname(), os.getpid(), number, made_s=time.time())
         try:
             self.path.mkdir(mode=0o700)
@@ -115,28 +152,16 @@ class JobLog:
             raise _refusal(f"the log {path} can't be made", path, error) from error
         return path
 
-    def attempt_path(self, attempt: int) -> Path:
-        """Return the folder of an attempt."""
-        return self.path / f"attempt_{attempt}"
 
-    def log_path(self, rank: int, attempt: int = 0) -> Path:
-        """Return the file of what a rank prints."""
-        return self.attempt_path(attempt) / f"rank_{rank}.log"
+def log_root(folder: str | None = None) -> Path:
+    """Return the folder in which jobs' folders are, which is made if it is not there.
 
-    def stacks_path(self, rank: int, attempt: int = 0) -> Path:
-        """Return the file of a rank's stacks."""
-        return self.attempt_path(attempt) / f"rank_{rank}.stacks"
+    Args:
+        folder: which; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
 
-    def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
-        """Return what a rank has printed in an attempt, or its last ``max_bytes``."""
-        return read_log(self.log_path(rank, attempt), max_bytes)
-
-    def read_stacks(self, rank: int, attempt: int) -> str:
-        """Return what faulthandler has written for a rank in an attempt."""
-        return read_log(self.stacks_path(rank, attempt))
-
-
-def _root(folder: str | None) -> Path:
+    Raises:
+        LaunchError: it can't be made, or belongs to another user.
+    """
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
     root = Path(chosen).expanduser().absolute() if chosen else _temporary_root()
     try:

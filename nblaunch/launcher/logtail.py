@@ -73,7 +73,15 @@ class LogTail:
 
     def _take(self, max_bytes: int) -> bytes:
         """Return bytes that were not read yet; none at the end of the file."""
-        return os.read(self._fd, min(_READ_BYTES, max_bytes)) if self._is_open() else b""
+        if not self._is_open():
+            return b""
+        max_bytes = min(_READ_BYTES, max_bytes)
+        if self._limit is None:  # another process keeps the file within its limit
+            at, size = os.lseek(self._fd, 0, os.SEEK_CUR), os.fstat(self._fd).st_size
+            start, stop = next(kept_parts(self._fd, at, size), (size, size))
+            os.lseek(self._fd, start, os.SEEK_SET)
+            max_bytes = min(max_bytes, stop - start)
+        return os.read(self._fd, max_bytes)
 
     def _is_open(self) -> bool:
         if self._fd < 0:

@@ -32,7 +32,8 @@ class JobOutcome:
         headline: one line about the failure; empty = the error's own text.
         is_early: it was done before its time, because that was requested.
         values: rank -> what its function returned, of a job that is done.
-        unfit_weights: argument path -> trained state dict that did not fit the kernel's module any more.
+        unfit_weights: argument path -> trained state dict that did not fit the kernel's module any more; of a detached
+            job of every module.
         is_released: the values and weights that there were have been given up.
     """
 
@@ -149,6 +150,10 @@ def _load_weights(
     sent = [rank_results[rank].weights for rank in attempt.ranks if rank in rank_results]
     back = weights.join([{path: one[path] for path in one.keys() & modules.keys()} for one in sent])
     back = {path: state for path, state in back.items() if path not in unsent}  # all shards, or none
+    if attempt.spec.is_detached:
+        whole = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
+        lost = {**rank_results[first_rank].weights_errors, **unsent}
+        return whole, weights.kept_notes(modules, whole, lost)
     loaded = weights.load_back(modules, back, rank_results[first_rank].weights_errors)
     notes = [Note.of_job(line) for line in loaded.lines]
     notes += [

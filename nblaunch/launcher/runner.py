@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 from nblaunch import formatting
 from nblaunch.diagnosis.failure import failure_of
@@ -25,21 +25,20 @@ from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.engines.inline import run_inline
 from nblaunch.engines.saved_call import SavedCall, save_call
 from nblaunch.errors import JobHung, LaunchError
-from nblaunch.events import Event, JobEnded, Metric, Note, Started
+from nblaunch.events import JobEnded, Note
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.debug_channel import DebugChannel
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.kept import KeptWorkers
-from nblaunch.launcher.metrics import row_of
 from nblaunch.launcher.outcome import JobOutcome, conclude_job
 from nblaunch.launcher.peers import Peers
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
+from nblaunch.launcher.state import JobState, Listener
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.supervisor import Supervisor
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.board import SlotReading
 from nblaunch.wire.link import Link
 from nblaunch.wire.outbox import RankResult
 
@@ -61,24 +60,11 @@ _NO_THREAD = (
 )
 
 
-class Listener(Protocol):
-    """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
-
-    def on_event(self, event: Event) -> None:
-        """Handle an event; those of a rank arrive in the order in which they happened."""
-
-    def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Handle the state of every rank, several times a second."""
-
-    def close(self) -> None:
-        """Handle the end of the job: nothing follows."""
-
-
 AttemptsRunner: TypeAlias = "Callable[[JobRunner], tuple[AttemptReport, dict[int, RankResult]]]"
 """Runs attempts through :meth:`JobRunner.run_in_world`; returns the report and the results of its ranks."""
 
 
-class JobRunner:
+class JobRunner(JobState):
     """Runs one job, once.
 
     Args:
@@ -87,21 +73,15 @@ class JobRunner:
         listeners: receive its events.
         run_attempts: runs the attempts of a launch on several machines, which needs it.
         on_prompts: called with the runner while ranks wait for a line for pdb.
+        log: the job's log folder; None = a new one.
+        requests: to the job, where there may be some before it starts.
 
     Attributes:
         spec: as given; of a job that has ended, without the function and its arguments.
         plan: how its workers start now; of a job that has ended, without the modules in the arguments.
-        topology: of the first rank of this machine.
-        attempt: number of the present attempt, from 0.
-        pids: rank -> process of the ranks of this machine that have started in it.
         links: rank -> connection for commands, of the ranks of the present attempt, where commands are sent.
-        debug_channel: to the debugger in these ranks; None where there is none.
         announced_stops: breakpoints that were reported.
-        kept: workers of a failed job that still run, for the debugger.
         past_failures: one line for each attempt that failed.
-        status: ``"starting"``, ``"running"``, or that of the outcome.
-        outcome: how the job ended; None before that.
-        metrics: what the ranks have logged.
 
     Raises:
         LaunchError: the system refused a pipe or the log folder.
@@ -114,33 +94,19 @@ class JobRunner:
         listeners: Sequence[Listener] = (),
         run_attempts: AttemptsRunner | None = None,
         on_prompts: Callable[[JobRunner], None] | None = None,
+        log: JobLog | None = None,
+        requests: JobRequests | None = None,
     ) -> None:
-        self.spec = spec
-        self.plan = plan
-        self.topology = Topology(
-            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
-        )
-        self.log = JobLog(spec.log_dir)
-        self.requests = JobRequests()
-        self.attempt = 0
-        self.pids: dict[int, int] = {}
+        self.log: JobLog
+        self.requests: JobRequests
+        super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
         self.links: Mapping[int, Link] = {}
-        self.debug_channel: DebugChannel | None = None
         self.announced_stops: set[tuple[str, int, int]] = set()
-        self.kept: KeptWorkers | None = None
         self.past_failures: list[str] = []
-        self.metrics: list[dict[str, Any]] = []
-        self.status = "starting"
-        self.outcome: JobOutcome | None = None
-        self._listeners = list(listeners)
         self._run_attempts = run_attempts
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
         self._supervisor: Supervisor | None = None
-        self._may_return = threading.Event()
-        self._ended = threading.Event()
-        self._end_lock = threading.Lock()
-        self._at_end: list[Callable[[], None]] = []
 
     # --- from the start to the end -------------------------------------------------------------------------------
 
@@ -174,39 +140,6 @@ class JobRunner:
             self._may_return.wait()
             if self.requests.interrupts:
                 self._ended.wait()
-
-    def raise_if_not_started(self) -> None:
-        """Raise what kept the workers of a job in the background from starting, if anything did.
-
-        Raises:
-            KeyboardInterrupt: the job was interrupted, and has ended.
-            BaseException: why they did not start.
-        """
-        __tracebackhide__ = True
-        is_interrupted = self.requests.interrupts > 0
-        if self.is_running or (self.pids and not is_interrupted):
-            return
-        assert self.outcome is not None, "the job still runs"
-        self.outcome.raise_error()
-        if is_interrupted:
-            raise KeyboardInterrupt  # it was done before the interrupt had any effect
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the job has not ended, whichever way."""
-        return not self._ended.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
-        return self._ended.wait(timeout)
-
-    def call_at_end(self, call: Callable[[], None]) -> None:
-        """Call ``call()`` when the job has ended, in the thread that ended it; at once if it has."""
-        with self._end_lock:
-            if self.is_running:
-                self._at_end.append(call)
-                return
-        call()
 
     def _start(self) -> None:
         """Announce the job, prepare later starts, start the first workers.
@@ -267,9 +200,7 @@ class JobRunner:
                 has_hung=isinstance(outcome.error, JobHung),
             )
         )
-        for listener in self._listeners:
-            listener.close()
-        self._listeners = []
+        self._close_listeners()
 
     def _release(self) -> None:
         """Give up the call and what was prepared for further starts, and end workers that are not watched yet."""
@@ -285,17 +216,9 @@ class JobRunner:
         self.requests.close()
         self.links = {}
         self.log.end()
-        with self._end_lock:
-            self._ended.set()
-        for call in self._at_end:
-            call()
+        self._set_ended()
 
     # --- attempts ------------------------------------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> range:
-        """Those that run on this machine."""
-        return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
 
     def run_in_world(
         self, topology: Topology, peers: Peers, restart_count: int
@@ -420,24 +343,6 @@ class JobRunner:
         finally:
             store.close()
         return JobOutcome("done", values={0: value})
-
-    # --- to the listeners ----------------------------------------------------------------------------------------
-
-    def emit(self, event: Event) -> None:
-        """Send an event to the listeners."""
-        if isinstance(event, Started):
-            self.pids[event.rank] = event.pid
-            self.status = "running"
-            self._may_return.set()
-        elif isinstance(event, Metric):
-            self.metrics.append(row_of(event, self.attempt))
-        for listener in self._listeners:
-            listener.on_event(event)
-
-    def update(self, readings: Sequence[SlotReading]) -> None:
-        """Send the state of every rank to the listeners."""
-        for listener in self._listeners:
-            listener.on_readings(readings)
 
     def _announce(self) -> None:
         self.emit(self._attempt().start_event())

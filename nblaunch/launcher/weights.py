@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch import formatting
+from nblaunch.events import Note
 from nblaunch.wire import quantised
 from nblaunch.wire.modules import ArgPath, ShardedTensor, TensorShard, path_name
 from nblaunch.wire.originals import Unchanged
@@ -91,6 +92,50 @@ def load_back(
     if unchanged:
         lines.append(f"the weights of {_listed(modules, unchanged)} were not changed by the workers")
     return LoadedBack(tuple(lines), tuple(warnings), frozenset(loaded))
+
+
+def kept_notes(
+    modules: Mapping[ArgPath, Any], whole: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
+) -> list[Note]:
+    """Return notes about the weights of a detached job, which are kept for those that attach to it.
+
+    Args:
+        modules: that were trained, by their argument paths.
+        whole: argument path -> state dict.
+        lost: argument path -> why weights, or parts of them, are missing.
+    """
+    notes = (
+        [
+            Note.of_job(
+                f"kept the trained weights of {_listed(modules, list(whole))}: job.load_weights(model) loads them"
+            )
+        ]
+        if whole
+        else []
+    )
+    for path, reason in lost.items():
+        notes.append(
+            Note.of_job(f"trained weights of {_name(modules[path], path)} are missing: {reason}", "warning")
+        )
+    return notes
+
+
+def load_whole(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
+    """Load a state dict into ``module``.
+
+    Raises:
+        ValueError: it does not fit, and nothing of it was loaded.
+    """
+    import torch  # the process may have only followed the job
+
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(f"{type(module).__name__} is no torch.nn.Module, into which weights could be loaded")
+    misfit = _misfit(module, state, is_whole=True)
+    if misfit:
+        raise ValueError(
+            f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit[:300]}"
+        )
+    _load(module, state, is_whole=True)
 
 
 def unsent_lines(modules: Mapping[ArgPath, Any], reasons: Mapping[ArgPath, str]) -> list[str]:

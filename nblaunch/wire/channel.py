@@ -6,6 +6,8 @@
 Workers only send; the launcher answers them with signals alone. With the agent of its node it talks both ways, through
 a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one silent worker can't hold up the others.
 
+The events of a detached job are kept in a file in the same form (``detached/``).
+
 Processes that a worker forks share its pipe, and each is a sender of its own: a packet names its sender and is small
 enough for the system to write it in one piece, whichever processes write at the same time (source: pipe(7), PIPE_BUF).
 A sender that is killed in the middle of an event leaves an event that is never complete, and cuts no other sender's.
@@ -73,7 +75,10 @@ class EventSender:
                 raise RuntimeError(_CLOSED)
             try:
                 for packet in self._packets(body):
-                    os.write(self.fd, packet)
+                    while packet:
+                        packet = packet[
+                            os.write(self.fd, packet) :
+                        ]  # a pipe takes it whole, a file on a full disk may not
             except BrokenPipeError:
                 return
 

@@ -8,15 +8,17 @@ from tests.architecture.source import Module, modules
 
 READERS = {
     "nblaunch.backends": "part of a worker's assignment, see nblaunch.engines.interpreter_main",
+    "nblaunch.detached.folder": "files in a folder of this user alone, which is checked before",
+    "nblaunch.detached.supervisor": "its launch in a memory file that it inherited from the launching process",
     "nblaunch.nodes.agent": "its AgentConfig in a memory file that its launcher made and that it inherited",
     "nblaunch.nodes.rendezvous": "what torch has pickled in the same process a moment before",
     "nblaunch.engines.fork": "the state of random, which the same process has pickled a moment before",
     "nblaunch.engines.interpreter_main": "assignments in a memory file that its launcher made and that it inherited",
     "nblaunch.training.data.dispatcher": "part of an object that came under the signature of the job",
-    "nblaunch.wire.channel": "a pipe between two of our processes, inherited, without a name",
+    "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
     "nblaunch.wire.link": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
-    "nblaunch.wire.payload": "memory files of our own processes, inherited; what multiprocessing gives to its own",
+    "nblaunch.wire.payload": "files of our own processes: inherited, multiprocessing's, or see nblaunch.detached.folder",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
 }
 """Modules that read pickles, each with the reason why no other process can have written them."""

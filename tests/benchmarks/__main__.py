@@ -28,6 +28,7 @@ TITLES = {
     "displays": "Displays",
     "sessions": "Sessions",
     "debugging": "Debugger",
+    "detached": "Detached jobs",
 }
 
 

@@ -174,3 +174,13 @@ def test_a_log_reads_as_it_was_seen(path: Path) -> None:
     assert read_log(path) == "start\n100%\nbad � byte\nno end"
     assert read_log(path.with_name("none")) == ""
     assert read_log(path, max_bytes=9) == "te\nno end"
+
+
+def test_a_part_that_another_process_has_dropped_is_skipped(tail: LogTail, path: Path) -> None:
+    block = 1 << 16
+    path.write_bytes(b"first\n".ljust(block, b"\n"))
+    with path.open("r+b") as file:
+        file.seek(3 * block)
+        file.write(b"last\n")
+    shown = [line for line in lines(tail.read()) if line]
+    assert shown == ["first", "last"]

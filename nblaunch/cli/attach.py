@@ -1,0 +1,46 @@
+"""``nblaunch attach``: output and progress of a detached job in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from nblaunch.cli import UsageError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "attach",
+        help="follow a job that outlives its notebook",
+        description="Show all output of a job that was launched with detach=True, from the first line, and its "
+        "progress, to its end. Ctrl-C leaves; the job goes on. The exit code is that of the rank that failed first.",
+    )
+    parser.add_argument(
+        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Follow the job, and return the exit code."""
+    from nblaunch.cli.script_job import exit_code, text_dashboards
+    from nblaunch.detached.attached import AttachedRunner
+    from nblaunch.detached.folder import find
+
+    try:
+        runner = AttachedRunner(find(arguments.job), text_dashboards())
+    except (LookupError, PermissionError) as error:
+        raise UsageError(str(error.args[0])) from None
+    runner.follow()
+    try:
+        runner.wait()
+    except KeyboardInterrupt:
+        print(f"\n{runner.id} goes on; `nblaunch stop {runner.id}` ends it", file=sys.stderr)
+        raise
+    assert runner.outcome is not None, "the job has ended"
+    failure = runner.outcome.error
+    if failure is not None:
+        notes = getattr(failure, "__notes__", ())
+        print(f"{type(failure).__name__}: {failure}", *notes, sep="\n", file=sys.stderr)
+    return exit_code(failure, ())

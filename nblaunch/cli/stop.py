@@ -1,0 +1,48 @@
+"""``nblaunch stop``: an early end of a detached job."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from nblaunch.cli import UsageError
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "stop",
+        help="end a job that outlives its notebook",
+        description="Let the training loops of a job end early and well: accelerator.should_stop turns true at the "
+        "same step on every rank. A function that never looks at it goes on; see the options.",
+    )
+    parser.add_argument(
+        "job", nargs="?", help="as listed by `nblaunch jobs`, or its beginning; default: the newest"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--interrupt", action="store_true", help="interrupt every rank, as the notebook's button does"
+    )
+    how.add_argument("--kill", action="store_true", help="kill every rank at once")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Send the request, and return the exit code."""
+    from nblaunch.detached.folder import find
+    from nblaunch.detached.requests import RemoteRequests
+
+    try:
+        folder = find(arguments.job)
+    except (LookupError, PermissionError) as error:
+        raise UsageError(str(error.args[0])) from None
+    if not folder.is_watched:
+        raise UsageError(f"{folder.id} does not run any more")
+    requests = RemoteRequests(folder.path)
+    if arguments.kill:
+        requests.cancel()
+    elif arguments.interrupt:
+        requests.interrupt()
+    else:
+        requests.stop()
+    print(f"requested of {folder.id}; `nblaunch jobs` shows its status")
+    return 0

@@ -1,0 +1,67 @@
+"""Jobs that outlive the process that launched them, each with a supervisor in a process of its own.
+
+    kernel ── start ── call, by cloudpickle ──> supervisor (session of its own) ── fork ──> workers
+                                                    │ appends, replaces          ^
+                                                    v                            │ stop, stacks, ...
+                                              folder of the job              Unix socket
+                                                    │ read, followed             │
+                        any kernel, script, shell ──┴── AttachedRunner ── Job ───┘
+
+start.py        starts the supervisor, from the launching process
+supervisor.py   what the supervisor's process does: runs the job with the ordinary ``JobRunner``
+recorder.py     its listener, which writes the folder
+folder.py       what is in the folder; private to the user
+requests.py     requests to a running job, on its Unix socket
+attached.py     follows the folder, so that a ``Job`` and its dashboards are those of a job of this process
+
+All that is needed to look at a job is in files: the supervisor has to run for requests alone. If it is killed, its
+workers end with it, and the job is listed as lost.
+"""
+
+from __future__ import annotations
+
+from nblaunch import dashboard as dashboards
+from nblaunch.detached.attached import AttachedRunner
+from nblaunch.detached.folder import JobSummary, find, list_jobs
+from nblaunch.launcher.job import Job
+
+__all__ = ["JobSummary", "attach", "jobs"]
+
+
+def jobs() -> list[JobSummary]:
+    """Return the jobs of this user on this machine that were launched with ``detach=True``, the newest last.
+
+    The files of ended jobs are kept as logs are, up to ``NBLAUNCH_KEEP_JOBS``.
+
+    Raises:
+        PermissionError: the folder of the jobs can be changed by other users.
+    """
+    return list_jobs()
+
+
+def attach(job_id: str | None = None, *, dashboard: str = "auto") -> Job:
+    """Return a :class:`Job` for one that was launched with ``detach=True``, and show it in this cell.
+
+    Several processes may be attached to a job; that one of them ends changes nothing.
+
+    Example::
+
+        job = nblaunch.attach("train-3f9a2c")
+        job.result()
+        job.load_weights(model)
+
+    Args:
+        job_id: as listed by :func:`jobs`, or the beginning of it; None = the newest job.
+        dashboard: as for :func:`notebook_launcher`.
+
+    Raises:
+        LookupError: there is no such job.
+        PermissionError: the folder of the job can be changed by other users.
+    """
+    folder = find(job_id)
+    listeners = dashboards.choose(dashboard, background=True)
+    runner = AttachedRunner(folder, listeners)
+    job = Job(runner)
+    job.show_with(dashboards.attach(listeners, job))
+    runner.follow()
+    return job

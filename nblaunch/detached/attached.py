@@ -1,0 +1,277 @@
+"""AttachedRunner: follows a detached job by the files in its folder, for a ``Job`` and dashboards of this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nblaunch import backends
+from nblaunch.detached.folder import End, JobFolder, Progress
+from nblaunch.detached.requests import RemoteRequests
+from nblaunch.diagnosis.rebuilding import rebuild
+from nblaunch.diagnosis.rendering import annotate
+from nblaunch.errors import JobLost, ResultError
+from nblaunch.events import AttemptStarted, Event, Exited, JobEnded
+from nblaunch.launcher.logtail import LogTail
+from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.state import JobState, Listener
+from nblaunch.wire import exceptions, payload
+from nblaunch.wire.assignment import restore_sources
+from nblaunch.wire.channel import EventReceiver
+from nblaunch.wire.modules import ArgPath
+
+_POLL_S = 0.1
+_POLLS_PER_CHECK = 10
+"""Looks at the files for each look at whether the supervisor runs."""
+
+
+class AttachedRunner(JobState):
+    """Keeps the state of a job that a supervisor of another process runs.
+
+    Args:
+        folder: of the job.
+        listeners: receive its events, all from the first.
+
+    Raises:
+        LookupError: it is no job's folder.
+    """
+
+    def __init__(self, folder: JobFolder, listeners: Sequence[Listener] = ()) -> None:
+        record = folder.read_record()
+        if record is None:
+            raise LookupError(f"{folder.path} is not the folder of a detached job")
+        restore_sources(record.sources)
+        plan = LaunchPlan(
+            backend=backends.find(record.backend, record.registered_backend),
+            num_processes=record.num_processes,
+            start_method="",
+            reason="",
+            num_threads=record.num_threads,
+            modules={},
+        )
+        super().__init__(record.spec, plan, folder, RemoteRequests(folder.path), listeners)
+        self.id = folder.id
+        self._folder = folder
+        self._supervisor_pid = record.pid
+        self._tails: dict[int, LogTail] = {}
+        self._receiver = EventReceiver(
+            os.open(folder.events_path, os.O_RDONLY | os.O_CLOEXEC), f"job {folder.id}"
+        )
+        self._progress: Progress | None = None
+
+    def follow(self) -> None:
+        """Follow the job to its end in a thread."""
+        threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True).start()
+
+    def wait_for_start(self, interrupted: Sequence[None]) -> None:
+        """Wait until the workers run, or the job has ended; once it was interrupted, for its end.
+
+        Args:
+            interrupted: an item for each interrupt, which ends the job.
+        """
+        while not self._may_return.wait(_POLL_S) or (interrupted and not self.wait(_POLL_S)):
+            while self.requests.interrupts < len(interrupted):
+                self.requests.interrupt()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        try:
+            self._follow_to_end()
+        except BaseException as error:  # of a listener, or of the files
+            self._conclude(
+                JobOutcome.of_error(error), JobEnded(-1, time.time(), "failed", message=str(error))
+            )
+        finally:
+            for tail in self._tails.values():
+                tail.close()
+            self._receiver.close()
+
+    def _follow_to_end(self) -> None:
+        for num_polls in itertools.count():
+            is_watched = num_polls % _POLLS_PER_CHECK > 0 or self._folder.is_watched
+            events, _ = self._receiver.receive()  # after that look: of one that has gone, these are all
+            if num_polls == 0:
+                events = self._dated(events, is_watched)
+            for event in events:
+                if isinstance(event, JobEnded):
+                    self._end(event)
+                    return
+                self._handle(event)
+            self._read_logs()
+            self._read_progress()
+            if not is_watched:
+                self._end(None)
+                return
+            time.sleep(_POLL_S)
+
+    def _dated(self, events: Sequence[Event], is_watched: bool) -> list[Event]:
+        """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
+        progress = self._folder.read_progress()
+        now_s = time.time()
+        if events and isinstance(events[-1], JobEnded):
+            now_s = events[-1].time_s
+        elif not is_watched and progress is not None:
+            now_s = progress.time_s
+        return [
+            replace(event, ago_s=max(0.0, now_s - event.time_s))
+            if isinstance(event, AttemptStarted)
+            else event
+            for event in events
+        ]
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, AttemptStarted):
+            self._read_logs_to_end()
+            self.attempt, self.pids = event.attempt, {}
+            self.plan = replace(self.plan, start_method=event.start_method, reason=event.reason)
+            self._tails = {rank: LogTail(rank, self.log.log_path(rank, event.attempt)) for rank in self.ranks}
+        elif isinstance(event, Exited):
+            self._read_logs()  # what follows is about the end
+        self.emit(event)
+
+    def _read_logs(self) -> None:
+        for tail in self._tails.values():
+            for event in tail.read():
+                self.emit(event)
+
+    def _read_logs_to_end(self) -> None:
+        for tail in self._tails.values():
+            for event in tail.read_rest():
+                self.emit(event)
+            tail.close()
+        self._tails = {}
+
+    def _read_progress(self) -> None:
+        progress = self._folder.read_progress()
+        if progress is None or progress == self._progress:
+            return
+        known = self._progress.samples if self._progress is not None else ()
+        self._progress = progress
+        for event in progress.samples:
+            if event not in known:
+                self.emit(event)
+        self.update(progress.readings)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _end(self, ended: JobEnded | None) -> None:
+        """Conclude with what the supervisor has left.
+
+        Args:
+            ended: its last event; None where it was killed before.
+        """
+        self._read_logs_to_end()
+        self._read_progress()
+        end = self._folder.read_end()
+        if end is not None:
+            outcome = _outcome_of(self._folder, end)
+            ended = ended or JobEnded(
+                -1, end.time_s, end.status, end.failed_rank, outcome.message, end.is_early
+            )
+        else:
+            text = (
+                f"the supervisor of {self.id} (pid {self._supervisor_pid}) was killed, or this machine was restarted: "
+                f"its workers ended with it, and there is no result. Logs: {self._folder.path}"
+            )
+            outcome = JobOutcome("lost", JobLost(text), headline="its supervisor was killed")
+            time_s = self._progress.time_s if self._progress is not None else time.time()
+            ended = JobEnded(-1, time_s, "failed", message=outcome.message)
+        self._conclude(outcome, ended)
+
+    def _conclude(self, outcome: JobOutcome, ended: JobEnded) -> None:
+        self.status, self.outcome = outcome.status, outcome.with_traceback()
+        try:
+            self.emit(ended)
+            self._close_listeners()
+        finally:
+            self._set_ended()
+            self._may_return.set()
+
+
+def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
+    error = _error_of(end)
+    if error is None and end.unsaved:
+        error = ResultError(end.unsaved)
+    return JobOutcome(
+        status=end.status,
+        error=error,
+        failed_rank=end.failed_rank,
+        headline=end.headline,
+        is_early=end.is_early,
+        values=_Stored(lambda: _load_values(folder)),
+        unfit_weights=_Stored(lambda: _load_weights(folder)),
+    )
+
+
+def _error_of(end: End) -> BaseException | None:
+    """Return the error that ended the job, with the frames and notes that the supervisor has found."""
+    if end.failed is None:
+        return None
+    failed = end.failed if end.shown is None else replace(end.failed, info=end.shown)
+    error = rebuild(failed)
+    if end.shown is not None:
+        exceptions.set_attribute(error, "__notes__", [])
+        annotate(error, failed.info, end.notes)
+    return error
+
+
+class _Stored(Mapping[Any, Any]):
+    """A mapping that is read from the job's folder when it is needed."""
+
+    def __init__(self, load: Callable[[], Mapping[Any, Any]]) -> None:
+        self._load = load
+        self._loaded: Mapping[Any, Any] | None = None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._contents[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    @property
+    def _contents(self) -> Mapping[Any, Any]:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+
+def _load_values(folder: JobFolder) -> Mapping[int, Any]:
+    try:
+        return _load(folder.result_path)
+    except Exception as error:  # of the user's classes, which this process may not have
+        raise ResultError(
+            f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. If "
+            "the class is defined in a cell, run that cell and ask again"
+        ) from error
+
+
+def _load_weights(folder: JobFolder) -> Mapping[ArgPath, Mapping[str, Any]]:
+    if not folder.weights_path.exists():
+        return {}
+    import torch
+
+    tensors = torch.load(folder.weights_path, map_location="cpu", weights_only=True, mmap=True)
+    others = _load(folder.others_path)
+    return {path: {**state, **others.get(path, {})} for path, state in tensors.items()}
+
+
+def _load(path: Path) -> Any:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return {}
+    try:
+        return payload.load(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,302 @@
+"""The folder of a detached job: all that is known of it, readable after any crash.
+
+    <log folder>/detached/          mode 0700, of this user; nothing in it is read otherwise
+      train-3f9a2c/                 a job's log folder, with what other jobs have (``launcher/joblog.py``), and
+        record                      what was launched
+        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``
+        progress                    the last readings of the board, replaced several times a second
+        result, weights, others     what the ranks returned, trained weights, and what else their state dicts hold
+        end                         how the job ended
+        socket                      for requests, while the supervisor runs
+        supervisor.log              what the supervisor printed
+
+Files that are replaced are so in one step, so that none is ever read half. ``events`` ends with
+:class:`~nblaunch.events.JobEnded`, behind all other files.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from nblaunch import formatting
+from nblaunch.detached.requests import is_served
+from nblaunch.events import Event, ExceptionInfo, Failed
+from nblaunch.launcher.joblog import LogFolder, log_root
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.board import SlotReading
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was launched.
+
+    Args:
+        spec: without the function and its arguments.
+        backend: name of the device family.
+        registered_backend: it, pickled, where it is not part of nblaunch.
+        num_processes: number of ranks.
+        num_threads: CPU threads of each.
+        sources: file name -> text of the notebook's cells, for tracebacks.
+        host: name of the machine.
+        pid: of the supervisor.
+        started_s: ``time.time()`` of the launch.
+    """
+
+    spec: LaunchSpec
+    backend: str
+    registered_backend: bytes
+    num_processes: int
+    num_threads: int
+    sources: Mapping[str, str]
+    host: str
+    pid: int
+    started_s: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The present state of all ranks.
+
+    Args:
+        time_s: ``time.time()``.
+        readings: of the board.
+        samples: the last event of each kind and rank that is sampled: memory, utilisation of devices.
+    """
+
+    time_s: float
+    readings: Sequence[SlotReading]
+    samples: Sequence[Event]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended.
+
+    Args:
+        status: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
+        time_s: ``time.time()``.
+        failed_rank: as in :class:`nblaunch.launcher.outcome.JobOutcome`.
+        headline: likewise.
+        is_early: likewise.
+        failed: the error; None if there is none.
+        shown: text and frames of the error as IPython shows it; None = as any error of the launcher.
+        notes: of the error.
+        unsaved: why result or weights could not be written; empty if they were.
+    """
+
+    status: str
+    time_s: float
+    failed_rank: int | None
+    headline: str
+    is_early: bool
+    failed: Failed | None
+    shown: ExceptionInfo | None
+    notes: Sequence[str]
+    unsaved: str
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """One line of the list of jobs.
+
+    Args:
+        id: short name, for :func:`nblaunch.attach`.
+        function_name: of the user's function.
+        status: as of :class:`nblaunch.Job`.
+        num_processes: number of ranks.
+        backend: device family.
+        started_s: ``time.time()`` of the launch.
+        duration_s: seconds that it ran, or has run by now.
+        log_dir: folder with its logs.
+    """
+
+    id: str
+    function_name: str
+    status: str
+    num_processes: int
+    backend: str
+    started_s: float
+    duration_s: float
+    log_dir: Path
+
+    def __repr__(self) -> str:
+        ranks = formatting.count(self.num_processes, f"{self.backend} worker")
+        return f"<{self.id}: {self.function_name} on {ranks}, {self.status}, {formatting.duration(self.duration_s)}>"
+
+
+class JobFolder(LogFolder):
+    """The folder of one detached job.
+
+    Args:
+        path: of a folder below :func:`root`.
+
+    Raises:
+        PermissionError: other users can change it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        check_private(path)
+
+    @property
+    def id(self) -> str:
+        """Short name of the job."""
+        return self.path.name
+
+    @property
+    def events_path(self) -> Path:
+        """The file of events."""
+        return self.path / "events"
+
+    @property
+    def result_path(self) -> Path:
+        """The file of what the ranks returned."""
+        return self.path / "result"
+
+    @property
+    def weights_path(self) -> Path:
+        """The file of trained weights."""
+        return self.path / "weights"
+
+    @property
+    def others_path(self) -> Path:
+        """The file of what is in state dicts besides tensors, if there is anything."""
+        return self.path / "others"
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the supervisor runs."""
+        return is_served(self.path)
+
+    def read_record(self) -> Record | None:
+        """Return what was launched; None where the supervisor has not come so far."""
+        record = self._load("record")
+        return record if isinstance(record, Record) else None
+
+    def read_progress(self) -> Progress | None:
+        """Return the last state of the ranks; None before the first."""
+        progress = self._load("progress")
+        return progress if isinstance(progress, Progress) else None
+
+    def read_end(self) -> End | None:
+        """Return how the job ended; None if it has not, or was lost."""
+        end = self._load("end")
+        return end if isinstance(end, End) else None
+
+    def write(self, value: Record | Progress | End) -> None:
+        """Replace the file of this kind of value."""
+        name = type(value).__name__.lower()
+        self.replace(self.path / name, lambda file: file.write(pickle.dumps(value)))
+
+    def replace(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        """Replace a file of the folder in one step.
+
+        Raises:
+            OSError: the disk is full, for example; the file is as it was.
+        """
+        new = path.with_name(f"{path.name}.new")
+        try:
+            with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w+b") as file:
+                write(file)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+    def summary(self) -> JobSummary | None:
+        """Return the line of the list of jobs; None of a folder without a job of this machine."""
+        is_watched = self.is_watched  # first: what it writes at its end is there when it has gone
+        record = self.read_record()
+        if record is None or record.host != socket.gethostname():
+            return None
+        end, progress = self.read_end(), self.read_progress()
+        running = "starting" if progress is None else "running"
+        until_s = end.time_s if end else time.time() if is_watched or progress is None else progress.time_s
+        return JobSummary(
+            id=self.id,
+            function_name=record.spec.function_name,
+            status=end.status if end else running if is_watched else "lost",
+            num_processes=record.num_processes,
+            backend=record.backend,
+            started_s=record.started_s,
+            duration_s=max(0.0, until_s - record.started_s),
+            log_dir=self.path,
+        )
+
+    def _load(self, name: str) -> Any:
+        try:
+            data = (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        return pickle.loads(data)
+
+
+def root() -> Path:
+    """Return the folder of the detached jobs of this user, which is made if it is not there.
+
+    Raises:
+        LaunchError: it can't be made.
+        PermissionError: other users can change it.
+    """
+    path = log_root() / "detached"
+    path.mkdir(mode=0o700, exist_ok=True)
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Check that only this user can have written what is in a folder: parts of it are pickles.
+
+    Raises:
+        PermissionError: others can, or could.
+        FileNotFoundError: it does not exist.
+    """
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        problem, remedy = "is no folder of this user", "Choose another place for jobs with NBLAUNCH_LOG_DIR."
+    elif status.st_mode & 0o077:
+        problem = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+        remedy = f"If only you have written to it: chmod 700 {path}"
+    else:
+        return
+    raise PermissionError(
+        f"{path} {problem}, and nothing in it was read: jobs are private to their user. {remedy}"
+    )
+
+
+def list_jobs() -> list[JobSummary]:
+    """Return all jobs of this user on this machine, the newest last."""
+    summaries = [JobFolder(path).summary() for path in root().iterdir() if path.is_dir()]
+    return sorted((one for one in summaries if one is not None), key=lambda one: one.started_s)
+
+
+def find(job_id: str | None) -> JobFolder:
+    """Return the folder of a job.
+
+    Args:
+        job_id: its name, or the beginning of it; None = the newest.
+
+    Raises:
+        LookupError: there is no such job, or several have names that begin so.
+        PermissionError: other users can change the folder.
+    """
+    known = list_jobs()
+    found = [one for one in known if job_id is None or one.id.startswith(job_id)]
+    exact = [one for one in found if one.id == job_id] or (found[-1:] if job_id is None else found)
+    if len(exact) == 1:
+        return JobFolder(exact[0].log_dir)
+    listed = ", ".join(one.id for one in found or known) or "none"
+    problem = (
+        f"{job_id!r} is the beginning of several jobs" if found else f"there is no job {job_id or 'at all'}"
+    )
+    raise LookupError(
+        f"{problem}; in {root()}: {listed}. Jobs are listed if they were launched with detach=True"
+    )

@@ -1,0 +1,174 @@
+"""Requests to a detached job: a line of text on the Unix socket in its folder, and a text in return.
+
+    kernel, script, shell ── "stop" ──> socket (folder of mode 0700, user of the other end checked) ── supervisor
+
+Nothing that comes through the socket is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nblaunch.host import descriptors
+from nblaunch.launcher.requests import JobRequests
+
+_SOCKET_NAME = "socket"
+_CREDENTIALS = struct.Struct("3i")
+"""Of the process at the other end: process, user, group. Source: unix(7), SO_PEERCRED."""
+
+_MAX_REQUEST_BYTES = 256
+_PATIENCE_S = 2.0
+_STACKS_S = 10.0
+
+
+class CommandServer:
+    """The supervisor's end: serves requests in a thread, from now on.
+
+    Args:
+        folder: of the job.
+        requests: receives them.
+
+    Raises:
+        OSError: the file system of the folder takes no sockets.
+    """
+
+    def __init__(self, folder: Path, requests: JobRequests) -> None:
+        self._requests = requests
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _address_in(folder) as address:
+            self._socket.bind(address)
+        self._socket.listen(16)
+        descriptors.keep_from_children(self._socket.fileno())
+        self._thread = threading.Thread(target=self._serve, name="nblaunch-requests", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Serve no more requests."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        descriptors.forget(self._socket.fileno())
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # it was closed
+            # A client that has gone, or sends nothing or nonsense, must not end the service.
+            with connection, suppress(OSError, ValueError, FutureTimeout):
+                connection.settimeout(_PATIENCE_S)
+                if _is_own_user(connection) and (request := connection.recv(_MAX_REQUEST_BYTES)):
+                    connection.sendall(self._handle(request.decode(errors="replace")).encode())
+
+    def _handle(self, request: str) -> str:
+        name, _, argument = request.strip().partition(" ")
+        if name == "stop":
+            self._requests.stop()
+        elif name == "interrupt":
+            self._requests.interrupt()
+        elif name == "cancel":
+            self._requests.cancel()
+        elif name == "terminate":
+            self._requests.terminate(float(argument))
+        elif name == "stacks":
+            return self._requests.ask_stacks().result(_STACKS_S)
+        else:
+            return f"unknown request: {name}"
+        return "ok"
+
+
+class RemoteRequests:
+    """Requests to a job of another process. Once it has ended, they have no effect.
+
+    Args:
+        folder: of the job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.interrupts = 0
+
+    def stop(self) -> None:
+        """Let the loops of all ranks end at the same step boundary."""
+        self._send("stop")
+
+    def interrupt(self) -> None:
+        """Ask workers to end, with grace; the second time kill them."""
+        self.interrupts += 1
+        self._send("interrupt")
+
+    def terminate(self, grace_s: float) -> None:
+        """Let the loops end, and interrupt them when ``grace_s`` is over."""
+        self._send(f"terminate {float(grace_s)}")
+
+    def cancel(self) -> None:
+        """Kill the workers at once."""
+        self._send("cancel")
+
+    def ask_stacks(self) -> Future[str]:
+        """Ask where every rank is."""
+        answer: Future[str] = Future()
+
+        def ask() -> None:
+            answer.set_result(self._send("stacks") or "no worker runs any more")
+
+        threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
+        return answer
+
+    def _send(self, request: str) -> str:
+        """Return the answer; empty where no supervisor runs."""
+        try:
+            with _connected(self._folder) as connection:
+                connection.settimeout(_STACKS_S + _PATIENCE_S)
+                connection.sendall(request.encode())
+                return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def is_served(folder: Path) -> bool:
+    """Return whether the supervisor of the job in ``folder`` runs."""
+    try:
+        with _connected(folder):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _connected(folder: Path) -> Iterator[socket.socket]:
+    """Connect with a supervisor.
+
+    Raises:
+        OSError: there is none, or it is not of this user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, _address_in(folder) as address:
+        connection.settimeout(_PATIENCE_S)
+        connection.connect(address)
+        if not _is_own_user(connection):
+            raise PermissionError(f"the process behind {folder / _SOCKET_NAME} is another user's")
+        yield connection
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.getuid())
+
+
+@contextmanager
+def _address_in(folder: Path) -> Iterator[str]:
+    """Yield the address of the socket: by descriptor, since an address has room for about 100 bytes."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{_SOCKET_NAME}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,121 @@
+"""The start of a detached job, in the process that launches it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nblaunch.detached.attached import AttachedRunner
+from nblaunch.detached.folder import JobFolder, root
+from nblaunch.engines.interpreter import registered_backend, start_program
+from nblaunch.engines.saved_call import SavedCall, save_call
+from nblaunch.errors import LaunchError
+from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.requests import interrupts_as_requests
+from nblaunch.launcher.state import Listener
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.assignment import capture_sources
+
+_MAX_NAME = 24  # characters of the function's name in the job's id
+_REMEDY = "without detach=True, where workers are forked from the notebook, nothing needs to be pickled"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a supervisor needs besides the call.
+
+    Args:
+        job_id: short name of the job.
+        root: folder in which it makes that of the job.
+        spec: without the function and its arguments.
+        backend: name of the device family.
+        registered_backend: it, pickled, where it is not part of nblaunch.
+        num_processes: number of ranks.
+        num_threads: CPU threads of each.
+        has_shell: the launching process is an IPython shell.
+        sources: file name -> text of the notebook's cells.
+        random_states: of the launching process, pickled.
+    """
+
+    job_id: str
+    root: str
+    spec: LaunchSpec
+    backend: str
+    registered_backend: bytes
+    num_processes: int
+    num_threads: int
+    has_shell: bool
+    sources: Mapping[str, str]
+    random_states: bytes
+
+
+def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> AttachedRunner:
+    """Start the supervisor of a job, and return what follows it, when its workers run or could not be started.
+
+    Args:
+        spec: what to run.
+        plan: how it would run in this process, which has been checked.
+        listeners: receive the events of the job.
+
+    Raises:
+        PayloadError: the call can't be pickled.
+        LaunchError: the supervisor could not be started.
+        PermissionError: the folder of the jobs can be changed by other users.
+    """
+    folder = root()
+    name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
+    job_id = f"{name}-{secrets.token_hex(3)}"
+    call = save_call((spec.function, spec.args), _REMEDY)
+    try:
+        launch = Launch(
+            job_id=job_id,
+            root=str(folder),
+            spec=spec.without_call(),
+            backend=plan.backend.name,
+            registered_backend=registered_backend(plan.backend.name),
+            num_processes=plan.num_processes,
+            num_threads=plan.num_threads,
+            has_shell="IPython.core.interactiveshell" in sys.modules,
+            sources=capture_sources(),
+            random_states=call.random_states,
+        )
+        interrupted: list[None] = []
+        # What has started must be known here, to be ended by an interrupt.
+        with interrupts_as_requests(lambda: interrupted.append(None)):
+            _start_supervisor(launch, call)
+            runner = AttachedRunner(JobFolder(folder / job_id), listeners)
+            runner.follow()
+            runner.wait_for_start(interrupted)
+    finally:
+        call.close()
+    return runner
+
+
+def _start_supervisor(launch: Launch, call: SavedCall) -> None:
+    reading, writing = os.pipe()
+    try:
+        process = start_program(
+            "nblaunch.detached.supervisor",
+            launch,
+            [call.fd, writing],
+            [call.fd, writing],
+            environment=call.environment,
+            path=call.path,
+            folder=call.folder,
+        )
+    except OSError as error:
+        os.close(reading)
+        raise LaunchError(
+            f"the supervisor of the job could not be started ({sys.executable}): {error}"
+        ) from error
+    finally:
+        os.close(writing)
+    with os.fdopen(reading, "rb") as report:
+        text = report.read().decode(errors="replace")
+    process.wait()
+    if text != "ok":
+        raise LaunchError(f"the supervisor of the job could not be started: {text or 'it ended at once'}")

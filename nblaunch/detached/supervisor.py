@@ -1,0 +1,128 @@
+"""What the supervisor's process of a detached job does: :func:`main`, called with the numbers of inherited descriptors.
+
+It is a clean process, as a forkserver is: it loads the call, forks the workers as a notebook's kernel would, and
+watches them to their end. Nothing connects it with the process that launched it, once the job's folder is there.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from nblaunch import backends
+from nblaunch.detached.folder import JobFolder, Record
+from nblaunch.detached.recorder import Recorder
+from nblaunch.detached.requests import CommandServer
+from nblaunch.detached.start import Launch
+from nblaunch.events import JobEnded
+from nblaunch.launcher.joblog import JobLog
+from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.requests import JobRequests
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire import payload
+from nblaunch.wire.assignment import Call, restore_random_states, restore_sources
+from nblaunch.worker import output, process_control
+
+_TERMINATION_GRACE_S = 20.0
+"""For a checkpoint, when this process gets SIGTERM."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Run the job of a launch.
+
+    Args:
+        arguments: numbers of the memory file of the :class:`Launch`, that of the call, and the pipe on which the
+            launching process waits until the folder of the job is there.
+    """
+    launch_fd, call_fd, report_fd = (int(argument) for argument in arguments)
+    with os.fdopen(launch_fd, "rb") as file:
+        launch: Launch = pickle.load(file)
+    if os.fork():
+        os._exit(0)  # the system reaps the supervisor, also while the launching process lives
+    try:
+        job = _DetachedJob(launch)
+    except BaseException as error:
+        os.write(report_fd, str(error).encode()[:4096])
+        os._exit(1)
+    os.write(report_fd, b"ok")
+    os.close(report_fd)
+    job.run(call_fd)
+    output.flush()
+    os._exit(0)  # a thread of the user's modules must not keep it
+
+
+class _DetachedJob:
+    """The job of this process, with its folder, from which others can follow it from now on."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._log = JobLog(launch.root, launch.job_id)
+        output.capture(str(self._log.new_file("supervisor.log")))
+        self._requests = JobRequests()
+        self._outcome: JobOutcome | None = None
+        self._runner: JobRunner | None = None
+        folder = JobFolder(self._log.path)
+        self._recorder = Recorder(folder, self._present_outcome)
+        self._server = CommandServer(self._log.path, self._requests)
+        restore_sources(launch.sources)
+        folder.write(
+            Record(
+                spec=launch.spec,
+                backend=launch.backend,
+                registered_backend=launch.registered_backend,
+                num_processes=launch.num_processes,
+                num_threads=launch.num_threads,
+                sources=launch.sources,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                started_s=time.time(),
+            )
+        )
+
+    def run(self, call_fd: int) -> None:
+        """Run it to its end. What goes wrong is in the folder, and not raised."""
+        try:
+            signal.signal(
+                signal.SIGTERM, lambda number, frame: self._requests.terminate(_TERMINATION_GRACE_S)
+            )
+            process_control.unblock_signals()
+            spec = self._load(call_fd)
+            self._runner = JobRunner(
+                spec, plan_launch(spec), [self._recorder], log=self._log, requests=self._requests
+            )
+            del spec
+            self._runner.run()
+        except BaseException as error:
+            if self._present_outcome() is None:
+                self._end_unstarted(error)
+        finally:
+            self._server.close()
+
+    def _load(self, call_fd: int) -> LaunchSpec:
+        """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
+        launch = self._launch
+        if launch.has_shell:
+            output.ensure_shell()
+        backends.find(launch.backend, launch.registered_backend)
+        call: Call = payload.load(call_fd)
+        os.close(call_fd)
+        restore_random_states(pickle.loads(launch.random_states))
+        function, args = call
+        return replace(launch.spec, function=function, args=args, num_processes=launch.num_processes)
+
+    def _end_unstarted(self, error: BaseException) -> None:
+        """Record that the job ended before it ran."""
+        self._outcome = JobOutcome.of_error(error)
+        ended = JobEnded(-1, time.time(), outcome=self._outcome.status, message=self._outcome.message)
+        self._recorder.on_event(ended)
+
+    def _present_outcome(self) -> JobOutcome | None:
+        return self._runner.outcome if self._runner is not None else self._outcome

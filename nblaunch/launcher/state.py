@@ -1,0 +1,177 @@
+"""JobState: what is known of a job, for the :class:`nblaunch.launcher.job.Job` that a caller holds.
+
+Kept by what runs the job in this process (``runner.py``), or by what follows one of another process (``detached/``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from nblaunch.events import Event, Metric, Started
+from nblaunch.launcher.debug_channel import DebugChannel
+from nblaunch.launcher.joblog import LogFolder
+from nblaunch.launcher.kept import KeptWorkers
+from nblaunch.launcher.metrics import row_of
+from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.spec import LaunchSpec
+from nblaunch.topology import Topology
+from nblaunch.wire.board import SlotReading
+
+
+class Listener(Protocol):
+    """What receives the events of a job: dashboards, tests. Must not raise, nor block for long."""
+
+    def on_event(self, event: Event) -> None:
+        """Handle an event; those of a rank arrive in the order in which they happened."""
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Handle the state of every rank, several times a second."""
+
+    def close(self) -> None:
+        """Handle the end of the job: nothing follows."""
+
+
+class Requests(Protocol):
+    """Requests to a job, as of :class:`nblaunch.launcher.requests.JobRequests`."""
+
+    @property
+    def interrupts(self) -> int:
+        """Number of interrupts that were requested."""
+
+    def stop(self) -> None:
+        """Let the loops of all ranks end at the same step boundary."""
+
+    def interrupt(self) -> None:
+        """Ask workers to end, with grace; the second time kill them."""
+
+    def terminate(self, grace_s: float) -> None:
+        """Let the loops end, and interrupt them when ``grace_s`` is over."""
+
+    def cancel(self) -> None:
+        """Kill the workers at once."""
+
+    def ask_stacks(self) -> Future[str]:
+        """Ask where every rank is."""
+
+
+class JobState:
+    """What is known of one job.
+
+    Args:
+        spec: what is to be run.
+        plan: how.
+        log: its log files.
+        requests: requests to it.
+        listeners: receive its events.
+
+    Attributes:
+        id: short name of a detached job; empty of any other.
+        topology: of the first rank of this machine.
+        attempt: number of the present attempt, from 0.
+        pids: rank -> process of the ranks of this machine that have started in it.
+        debug_channel: to the debugger in these ranks; None where there is none.
+        kept: workers of a failed job that still run, for the debugger.
+        status: ``"starting"``, ``"running"``, or that of the outcome.
+        outcome: how the job ended; None before that.
+        metrics: what the ranks have logged.
+    """
+
+    id = ""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        plan: LaunchPlan,
+        log: LogFolder,
+        requests: Requests,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.topology = Topology(
+            world_size=plan.num_processes, local_world_size=plan.num_processes, master_addr=spec.master_addr
+        )
+        self.log = log
+        self.requests = requests
+        self.attempt = 0
+        self.pids: dict[int, int] = {}
+        self.debug_channel: DebugChannel | None = None
+        self.kept: KeptWorkers | None = None
+        self.metrics: list[dict[str, Any]] = []
+        self.status = "starting"
+        self.outcome: JobOutcome | None = None
+        self._listeners = list(listeners)
+        self._may_return = threading.Event()
+        self._ended = threading.Event()
+        self._end_lock = threading.Lock()
+        self._at_end: list[Callable[[], None]] = []
+
+    @property
+    def ranks(self) -> range:
+        """Those that run on this machine."""
+        return range(self.topology.rank, self.topology.rank + self.topology.local_world_size)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job has not ended, whichever way."""
+        return not self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
+        return self._ended.wait(timeout)
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Call ``call()`` when the job has ended, in the thread that ended it; at once if it has."""
+        with self._end_lock:
+            if self.is_running:
+                self._at_end.append(call)
+                return
+        call()
+
+    def raise_if_not_started(self) -> None:
+        """Raise what kept the workers of a job in the background from starting, if anything did.
+
+        Raises:
+            KeyboardInterrupt: the job was interrupted, and has ended.
+            BaseException: why they did not start.
+        """
+        __tracebackhide__ = True
+        is_interrupted = self.requests.interrupts > 0
+        if self.is_running or (self.pids and not is_interrupted):
+            return
+        assert self.outcome is not None, "the job still runs"
+        self.outcome.raise_error()
+        if is_interrupted:
+            raise KeyboardInterrupt  # it was done before the interrupt had any effect
+
+    def emit(self, event: Event) -> None:
+        """Send an event to the listeners."""
+        if isinstance(event, Started):
+            self.pids[event.rank] = event.pid
+            self.status = "running"
+            self._may_return.set()
+        elif isinstance(event, Metric):
+            self.metrics.append(row_of(event, self.attempt))
+        for listener in self._listeners:
+            listener.on_event(event)
+
+    def update(self, readings: Sequence[SlotReading]) -> None:
+        """Send the state of every rank to the listeners."""
+        for listener in self._listeners:
+            listener.on_readings(readings)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+
+    def _set_ended(self) -> None:
+        """Let those that wait for the end go on."""
+        with self._end_lock:
+            self._ended.set()
+        for call in self._at_end:
+            call()

@@ -1,0 +1,213 @@
+"""Jobs that outlive the kernel that launched them, in real kernels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.kernels import Kernel
+
+PREAMBLE = """
+import os, time, torch, nblaunch
+from nblaunch import Accelerator, notebook_launcher
+
+class Unstable(Exception):
+    pass
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+
+def train(model, gate=""):
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(20):
+        loss = model(torch.randn(4, 8)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=step)
+        print(f"step {step} of rank {rank}")
+        if step == 9 and gate:
+            open(f"{gate}{rank}").close()    # waits for the test
+    return {"rank": rank, "loss": loss.item()}
+
+def wait_for_stop():
+    accelerator = Accelerator()
+    print("waiting")
+    while not accelerator.should_stop:
+        time.sleep(0.01)
+    return "stopped"
+
+def fail(gate):
+    print("before the failure")
+    open(f"{gate}{Accelerator().process_index}").close()
+    raise Unstable("loss is nan")    # the line of the cell
+"""
+
+LAUNCH = (
+    "job = notebook_launcher({}, num_processes=2, background=True, detach=True, dashboard='text')\njob.id"
+)
+LINES = [f"step {step} of rank {{}}" for step in range(20)]
+
+
+class Desk:
+    """Starts kernels of one user, who has one folder of jobs."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.env = {"NBLAUNCH_LOG_DIR": str(folder)}
+        self.gate = str(folder / "gate")
+        for rank in range(2):
+            os.mkfifo(f"{self.gate}{rank}")
+        self._stack = stack
+
+    def kernel(self) -> Kernel:
+        """Start a kernel with the functions of these tests."""
+        kernel = self._stack.enter_context(Kernel.start(env=self.env))
+        kernel.run(PREAMBLE)
+        return kernel
+
+    def release(self) -> None:
+        """Let the ranks that wait at the gate go on."""
+        for rank in range(2):
+            open(f"{self.gate}{rank}", "w").close()
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run nblaunch in a shell."""
+        command = [sys.executable, "-m", "nblaunch", *arguments]
+        env = {**os.environ, **self.env}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def _last_update(kernel: Kernel) -> str:
+    """Return what the output of the attached job shows, whichever cell the update came in."""
+    updates = [one["content"] for one in kernel.messages if one["msg_type"] == "update_display_data"]
+    return str(updates[-1]["data"]["text/plain"]) if updates else ""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, nothing_left_behind: None) -> Iterator[Desk]:
+    with ExitStack() as stack:
+        yield Desk(tmp_path, stack)
+
+
+@pytest.mark.timeout(300)
+def test_a_job_survives_its_kernel(desk: Desk) -> None:
+    first = desk.kernel()
+    job_id = first.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
+    first.kill()
+
+    second = desk.kernel()
+    shown = second.run(f"job = nblaunch.attach({job_id!r})\nother = nblaunch.attach()\njob.status")
+    assert shown.value == "running"
+    stacks = second.run("print(job.stacks())").stdout
+    assert "open(f" in stacks or "train" in stacks, stacks
+    desk.release()
+    assert second.run("job.result(60)['rank'], other.result(60) == job.result()", timeout_s=120).value == (
+        0,
+        True,
+    )
+    second.wait_until(lambda: "done" in _last_update(second), 60, "the final table")
+    for rank in range(2):
+        lines = second.run(f"job.logs({rank}).splitlines()").value
+        assert lines == [line.format(rank) for line in LINES]
+        assert LINES[-1].format(rank) in _last_update(second)
+    assert second.run("[row['step'] for row in job.metrics]").value == list(range(20))
+    second.run("notebook_launcher(train, (model,), num_processes=2, dashboard='none')")  # undisturbed
+    second.run("trained = torch.nn.Linear(8, 4)\njob.load_weights(trained)")
+    equal = "all(torch.equal(one, two) for one, two in zip(trained.parameters(), model.parameters()))"
+    assert second.run(equal).value is True
+    assert second.run("[one.status for one in nblaunch.jobs()]").value == ["done"]
+
+
+@pytest.mark.timeout(300)
+def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
+    kernel = desk.kernel()
+    job_id = kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120).value
+    listed = desk.command("jobs")
+    assert job_id in listed.stdout
+    assert "running" in listed.stdout
+    assert desk.command("stop", job_id[:-3]).returncode == 0
+    followed = desk.command("attach", job_id)
+    assert followed.returncode == 0, followed.stderr
+    assert "[1] waiting" in followed.stdout
+    assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
+    assert desk.command("stop", job_id).returncode == 2  # it has ended
+    assert kernel.run("job.result(60)").value == "stopped"
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_is_raised_in_another_kernel_at_the_line_of_its_cell(desk: Desk) -> None:
+    first = desk.kernel()
+    first.run(LAUNCH.format(f"fail, ({desk.gate!r},)"), timeout_s=120)
+    first.kill()
+    second = desk.kernel()
+    second.run("job = nblaunch.attach()")
+    desk.release()
+    error = second.run("job.result(60)", raises="Unstable", timeout_s=120).error
+    assert error is not None
+    assert "raise Unstable(" in error.text
+    assert "# the line of the cell" in error.text
+    assert "complete log" in error.text
+    assert second.run("job.logs(0)").value == "before the failure\n"
+    assert second.run("isinstance(job.exception(), Unstable)").value is True
+    second.run("job.load_weights(model)", raises="RuntimeError")
+
+
+@pytest.mark.timeout(300)
+def test_a_job_whose_supervisor_is_killed_is_lost_with_its_workers(desk: Desk) -> None:
+    kernel = desk.kernel()
+    job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
+    workers = [psutil.Process(pid) for pid in kernel.run("list(job.pids.values())").value]
+    supervisor = workers[0].parent()
+    assert supervisor is not None
+    supervisor.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(workers, 30)
+    assert not alive
+    error = kernel.run("job.result(60)", raises="JobLost", timeout_s=120).error
+    assert error is not None
+    assert str(desk.folder) in error.value
+    assert kernel.run("job.status, [one.status for one in nblaunch.jobs()]").value == ("lost", ["lost"])
+    log = desk.command("logs", job_id)
+    assert log.returncode == 0
+    assert log.stdout == kernel.run("job.logs(0)").value
+    assert desk.command("attach", job_id).returncode == 1
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_a_detached_job(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
+    kernel.run("job.interrupt()\njob.result(60)", raises="KeyboardInterrupt", timeout_s=120)
+    assert kernel.run("job.status").value == "interrupted"
+    kernel.wait_for_no_processes()
+
+
+@pytest.mark.timeout(300)
+def test_a_restarted_job_is_followed_through_its_attempts(desk: Desk) -> None:
+    kernel = desk.kernel()
+    kernel.run(
+        "def flaky():\n"
+        "    attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    print('attempt', attempt)\n"
+        "    assert attempt, 'the first fails'\n"
+        "    return attempt"
+    )
+    kernel.run(LAUNCH.format("flaky, max_restarts=1"), timeout_s=120)
+    cell = kernel.run("again = nblaunch.attach(dashboard='text')\nagain.result(60)", timeout_s=120)
+    assert cell.value == 1
+    assert kernel.run("again.attempt, again.logs(1, attempt=0), again.logs(1)").value == (
+        1,
+        kernel.run("job.logs(1, attempt=0)").value,
+        "attempt 1\n",
+    )

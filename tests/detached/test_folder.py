@@ -1,0 +1,153 @@
+"""The folder of a detached job and its socket: private to their user."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nblaunch
+from nblaunch.detached import folder as folders
+from nblaunch.detached import requests
+from nblaunch.detached.folder import JobFolder
+from nblaunch.detached.recorder import Recorder
+from nblaunch.events import Fact, Note
+from nblaunch.launcher.requests import JobRequests
+from nblaunch.wire.channel import EventReceiver
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_there_are_no_jobs_at_first() -> None:
+    assert nblaunch.jobs() == []
+    with pytest.raises(LookupError, match="no job"):
+        nblaunch.attach()
+
+
+def test_a_folder_that_is_open_to_others_is_refused(own_folder: Path) -> None:
+    path = folders.root()
+    path.chmod(0o750)
+    for look in (nblaunch.jobs, nblaunch.attach):
+        with pytest.raises(PermissionError, match="chmod 700"):
+            look()
+
+
+def test_a_folder_of_another_user_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folders.root()
+    monkeypatch.setattr(folders.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(PermissionError, match="no folder of this user"):
+        JobFolder(path)
+
+
+def test_a_link_is_no_folder_of_jobs(own_folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    (own_folder / "detached").symlink_to(elsewhere)
+    with pytest.raises(PermissionError):
+        nblaunch.jobs()
+
+
+class _Requests(JobRequests):
+    """Records that a stop was requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        super().stop()
+        self.stopped.set()
+
+
+@pytest.fixture
+def server(own_folder: Path) -> Any:
+    made = _Requests()
+    server = requests.CommandServer(own_folder, made)
+    yield made
+    server.close()
+    made.close()
+
+
+def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    made = _Requests()
+    server = requests.CommandServer(folder, made)
+    remote = requests.RemoteRequests(folder)
+    remote.stop()
+    assert made.stopped.wait(10)
+    assert remote.ask_stacks().result(10) == "no worker process runs yet"
+    remote.interrupt()
+    assert made.interrupts == remote.interrupts == 1
+    server.close()
+    made.close()
+    assert not requests.is_served(folder)
+    remote.stop()  # has no effect any more
+
+
+def test_requests_of_another_user_are_ignored(
+    own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests.os, "getuid", lambda: os.geteuid() + 1)
+    assert not requests.is_served(own_folder)  # a client takes no answer of another user's process
+    with socket.socket(socket.AF_UNIX) as client, requests._address_in(own_folder) as address:
+        client.connect(address)
+        client.sendall(b"stop")
+        client.settimeout(10)
+        assert _read(client) == b""
+    assert not server.stopped.is_set()
+    monkeypatch.undo()
+
+
+def _read(client: socket.socket) -> bytes:
+    try:
+        return client.recv(100)
+    except ConnectionResetError:  # closed with what was sent unread
+        return b""
+
+
+def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) -> None:
+    for request in (b"terminate soon", b"\xff\xfe", b"format c:"):
+        with socket.socket(socket.AF_UNIX) as client, requests._address_in(own_folder) as address:
+            client.connect(address)
+            client.sendall(request)
+            client.settimeout(10)
+            assert b"ok" not in _read(client)
+    requests.RemoteRequests(own_folder).stop()
+    assert server.stopped.wait(10)
+
+
+def test_events_that_the_disk_has_no_room_for_cost_no_others(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = own_folder / "job"
+    path.mkdir(mode=0o700)
+    folder = JobFolder(path)
+    recorder = Recorder(folder, lambda: None)
+    recorder.on_event(Fact(-1, 0.0, "first", "x"))
+    write = os.write
+    room = [10]
+
+    def write_a_little(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        count = write(fd, data[: room[0]])
+        room[0] -= count
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nblaunch.wire.channel.os.write", write_a_little)
+        recorder.on_event(Note.of_job("lost"))
+    recorder.on_event(Fact(-1, 0.0, "last", "y"))
+    receiver = EventReceiver(os.open(folder.events_path, os.O_RDONLY))
+    assert [event.name for event in receiver.receive()[0] if isinstance(event, Fact)] == ["first", "last"]
+    receiver.close()
+    os.close(recorder._sender.fd)
