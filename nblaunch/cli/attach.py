@@ -7,6 +7,9 @@ import sys
 from typing import Any
 
 from nblaunch.cli import UsageError
+from nblaunch.cli.script_job import exit_code, text_dashboards
+from nblaunch.detached.attached import AttachedRunner
+from nblaunch.detached.folder import find
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,10 +27,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Follow the job, and return the exit code."""
-    from nblaunch.cli.script_job import exit_code, text_dashboards
-    from nblaunch.detached.attached import AttachedRunner
-    from nblaunch.detached.folder import find
-
     try:
         runner = AttachedRunner(find(arguments.job), text_dashboards())
     except (LookupError, PermissionError) as error:

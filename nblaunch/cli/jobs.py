@@ -8,6 +8,7 @@ from typing import Any
 
 from nblaunch import formatting
 from nblaunch.cli import UsageError
+from nblaunch.detached import jobs
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,8 +24,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list, and return the exit code."""
-    from nblaunch.detached import jobs
-
     try:
         found = jobs()
     except PermissionError as error:

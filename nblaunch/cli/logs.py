@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from nblaunch.cli import UsageError
+from nblaunch.detached.folder import find
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,8 +25,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the log, and return the exit code."""
-    from nblaunch.detached.folder import find
-
     try:
         folder = find(arguments.job)
     except (LookupError, PermissionError) as error:

@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from nblaunch.cli import UsageError
+from nblaunch.detached.folder import find
+from nblaunch.detached.requests import RemoteRequests
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,9 +30,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Send the request, and return the exit code."""
-    from nblaunch.detached.folder import find
-    from nblaunch.detached.requests import RemoteRequests
-
     try:
         folder = find(arguments.job)
     except (LookupError, PermissionError) as error:

@@ -22,7 +22,7 @@ _PROGRESS_S = 0.25
 """Between two writes of the present state."""
 
 _IN_LOGS = (LogLines, StatusLine)
-"""Events that whoever attaches reads from the log files instead."""
+"""Events that are made of the log files again, where a process attaches."""
 
 _SAMPLES = (DeviceUse, HostMemory)
 """Events of which only the last counts."""

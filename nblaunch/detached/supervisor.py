@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except BaseException as error:
         os.write(report_fd, str(error).encode()[:4096])
         os._exit(1)
-    os.write(report_fd, b"ok")
+    with suppress(BrokenPipeError):  # the launching process has gone already
+        os.write(report_fd, b"ok")
     os.close(report_fd)
     job.run(call_fd)
     output.flush()

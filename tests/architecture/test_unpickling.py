@@ -18,7 +18,7 @@ READERS = {
     "nblaunch.wire.channel": "a pipe between two of our processes, inherited; or see nblaunch.detached.folder",
     "nblaunch.wire.link": "a pair of sockets between a worker and the kernel, inherited, without a name",
     "nblaunch.wire.exceptions": "an exception of a worker of this machine, which came through its pipe",
-    "nblaunch.wire.payload": "files of our own processes: inherited, multiprocessing's, or see nblaunch.detached.folder",
+    "nblaunch.wire.payload": "our own processes' memory files, multiprocessing's; or see nblaunch.detached.folder",
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
 }
 """Modules that read pickles, each with the reason why no other process can have written them."""
