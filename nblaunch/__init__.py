@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch import packages
 from nblaunch.backends import first_use
-from nblaunch.compat import delegated, finder
+from nblaunch.compat import delegated, finder, systems
 
 __version__ = "0.1.0"
 
@@ -195,6 +195,8 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     if name not in _PUBLIC:
         raise AttributeError(finder.missing_attribute(__name__, name))
+    if systems.refusal() is not None and _PUBLIC[name] != "nblaunch.errors":
+        return systems.StandIn()
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     # Where a folder has the name too, importing it has set the attribute: the folder, which can be called as well.
     value = sys.modules.get(f"{__name__}.{name}", value)

@@ -5,4 +5,5 @@ finder.py        the import hook that serves it: ``import nblaunch.utils`` creat
                  their first use
 delegated.py     the names that an installed Accelerate serves
 unsupported.py   the names that nblaunch does not have, with what to use instead
+systems.py       systems that can run no job, and what they get instead
 """

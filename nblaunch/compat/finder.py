@@ -15,9 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from nblaunch.compat import delegated
+from nblaunch.compat import delegated, systems
 from nblaunch.compat.names import HOMES
 from nblaunch.compat.unsupported import explanation
+from nblaunch.errors import LaunchError
 
 
 def install() -> None:
@@ -81,6 +82,8 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.startswith("nblaunch.") and systems.refusal() is not None:
+            raise LaunchError(systems.refusal())  # rather than that some module of Python is missing
         if fullname in HOMES:
             # As packages, because Python then calls the finders for missing submodules, which raise the explanation.
             return ModuleSpec(fullname, _Loader(), is_package=True)

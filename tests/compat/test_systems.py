@@ -1,0 +1,62 @@
+"""What systems other than Linux get, on a Linux that lacks what they lack."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# What Python has on Linux and not on Windows, as far as the package or what it imports could ask for it.
+WINDOWS = """
+import os, select, signal, socket, sys
+for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "curses", "_curses", "readline"):
+    sys.modules[name] = None
+for module, names in {
+    os: "fork register_at_fork setsid setpgid killpg getpgid memfd_create pidfd_open waitid WNOHANG O_CLOEXEC "
+        "sched_getaffinity getuid geteuid statvfs openpty forkpty",
+    signal: "SIGKILL SIGHUP SIGQUIT SIGCHLD SIGUSR1 SIGUSR2 SIGRTMIN pthread_sigmask siginterrupt setitimer",
+    select: "poll epoll PIPE_BUF", socket: "AF_UNIX",
+}.items():
+    for name in names.split():
+        delattr(module, name)
+sys.platform = "win32"
+"""
+USES = """
+import nblaunch
+from nblaunch import Accelerator, DistributedType, errors, notebook_launcher
+from nblaunch.errors import LaunchError
+
+def import_utils():
+    import nblaunch.utils
+
+def main():
+    from nblaunch.cli import main
+
+for use in (lambda: notebook_launcher(print), Accelerator, lambda: DistributedType.NO, import_utils, main):
+    try:
+        use()
+    except LaunchError as error:
+        print(error)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_windows_gets_one_sentence_and_no_missing_module() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=50
+    )
+    lines = ended.stdout.splitlines()
+    assert (len(lines), len(set(lines)), ended.returncode) == (5, 1, 0), ended.stdout + ended.stderr
+    assert "WSL" in lines[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("platform", "remedy"), [("emscripten", "a kernel on Linux"), ("aix", "use Linux")], ids=str
+)
+def test_other_systems_get_what_does_work_there(platform: str, remedy: str) -> None:
+    program = f"import os, sys\ndel os.fork\nsys.platform = {platform!r}\n{USES}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(remedy) == 5
