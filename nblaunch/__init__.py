@@ -185,6 +185,7 @@ finder.install()
 # A launch can fork if GPUs were only counted, and names the line of code that initialised CUDA if it can't.
 first_use.watch()
 packages.when_imported("torch.cuda", first_use.watch_torch)
+packages.when_imported("torch.xpu", first_use.watch_torch)
 
 
 def __getattr__(name: str) -> Any:

@@ -107,7 +107,7 @@ def notebook_launcher(
         monitor_interval: accepted for compatibility; workers are watched by events, not by polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``;
             None = ``[rank]``.
-        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"xla"`` or ``"torch_tpu"``.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
         engine: ``"auto"`` or ``"local"``: worker processes; ``"inline"``: in this process, as the only rank, for pdb,
             which refuses what only processes can do (``background``, ``start_method``, ``max_restarts``, ...);
             ``"elastic"``: worker processes that join those of other machines, which ``"auto"`` means with

@@ -2,8 +2,12 @@
 
 base.py            Backend: what a device family is, and how to add one
 cpu.py             CPU cores, gloo
+gpu.py             what the next three have in common: one process per GPU, by a module of torch
 cuda.py            NVIDIA GPUs, NCCL
-cuda_errors.py     what their errors mean
+rocm.py            AMD GPUs, RCCL
+xpu.py             Intel GPUs, XCCL
+gpu_errors.py      what their errors mean
+mps.py             the GPU of a Mac, one process
 xla.py             TPUs, and the CPU in their place
 xla_runtime.py     torch_xla, found and imported
 xla_spmd.py        one process that drives all devices of a host
@@ -89,6 +93,8 @@ def find(name: str, pickled: bytes = b"") -> Backend:
 def choose(name: str) -> Backend:
     """Return the backend called ``name``, or for ``"auto"`` the one that suits this machine best.
 
+    Where it can't be used, one whose devices torch calls by this name will do.
+
     Raises:
         ValueError: no backend has this name; lists those that exist.
         RuntimeError: the backend exists but can't be used on this machine, with the reason.
@@ -98,6 +104,10 @@ def choose(name: str) -> Backend:
         return max(found.values(), key=lambda backend: backend.affinity())
     if name not in list(found):  # a list: what was given as name need not be hashable
         raise ValueError(f"backend={name!r} is unknown; valid are {', '.join(map(repr, names()))}")
-    if found[name].affinity() <= 0:
+    if found[name].affinity() > 0:
+        return found[name]
+    # AMD's GPUs are "cuda" to torch, and so in scripts and configuration files.
+    same = [other for other in found.values() if other.device_type == name and other.affinity() > 0]
+    if not same:
         raise RuntimeError(f"backend={name!r} can't be used here: {found[name].unavailable_reason()}")
-    return found[name]
+    return same[0]

@@ -3,8 +3,8 @@
 Backends answer ``fork_hazard()`` and ``first_use()`` from here. Threads matter too: whether a launch forks
 is decided in ``launcher/fork_safety.py``.
 
-    watch, watch_torch        record the line that initialises CUDA; called when nblaunch is imported
-    cuda_hazard               why forked workers could not use CUDA
+    watch, watch_torch        record the line that initialises a GPU; called when nblaunch is imported
+    gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
     is_xla_initialised        whether the XLA runtime is up
     xla_backward_hazard       why forked workers could not run a backward on an XLA device
     fork_failure              tries a backward in a throw-away fork
@@ -31,17 +31,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nblaunch import env, packages
 
-_UVM_DEVICE = "/dev/nvidia-uvm"
 _NUM_FRAMES = 200
-_POISONED = "torch refuses CUDA in a forked copy"
+_POISONED = "torch refuses GPUs in a forked copy"
 _EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
-_ASKED = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough), and a forked copy can't use it"
-# Libraries that open CUDA by themselves. Named where one is loaded and CUDA is open, though not through torch.cuda.
-_USERS_OF_CUDA = (
+_ASKED = "has asked the {} driver through torch (torch.{}.is_available() is enough), and a forked copy can't use it"
+# Libraries that open GPUs by themselves. Named where one is loaded and a GPU is open, though not through torch.
+_USERS_OF_GPUS = (
     "bitsandbytes",
     "cupy",
     "jax",
@@ -54,7 +53,7 @@ _USERS_OF_CUDA = (
 )
 # What makes torch initialise CUDA, for cells that ran before this was watched.
 _USES = re.compile(
-    r"\.cuda\(|device(_map)?=.?.?(cuda|auto)|\.to\(.?.?(cuda|device)|torch\.cuda\.(init|synchronize|current_device|"
+    r"\.(cuda|xpu)\(|device(_map)?=.?.?(cuda|xpu|auto)|\.to\(.?.?(cuda|xpu|device)|torch\.(cuda|xpu)\.(init|synchronize|current_device|"
     r"set_device|get_device|mem|empty_cache|Stream|Event|is_bf16)|Accelerator\(|pipeline\("
 )
 # What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
@@ -67,7 +66,28 @@ _SETS_XLA_DEVICE = re.compile("PJRT_DEVICE")
 _TIMEOUT_S = 20.0
 _GOOD = b"+"
 
-# --- CUDA -----------------------------------------------------------------------------------------------------------
+# --- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+class GpuRuntime(NamedTuple):
+    """An interface to GPUs, as it shows in a process.
+
+    Args:
+        name: "CUDA".
+        module: that of torch which uses it, as ``torch.cuda``.
+        device_file: the file, or the beginning of its name, that a process has open which uses a GPU.
+        hiding: the environment in which it shows no GPU.
+    """
+
+    name: str
+    module: str
+    device_file: str
+    hiding: dict[str, str]
+
+
+CUDA = GpuRuntime("CUDA", "cuda", "/dev/nvidia-uvm", {"CUDA_VISIBLE_DEVICES": ""})
+ROCM = GpuRuntime("ROCm", "cuda", "/dev/kfd", {"HIP_VISIBLE_DEVICES": "-1"})
+LEVEL_ZERO = GpuRuntime("Level Zero", "xpu", "/dev/dri/renderD", {"ONEAPI_DEVICE_SELECTOR": "opencl:cpu"})
 
 _first_use: tuple[tuple[str, int, str], ...] = ()
 
@@ -85,18 +105,18 @@ def watch() -> None:
         )
 
 
-def watch_torch(torch_cuda: Any) -> None:
-    """Record where CUDA is first initialised, with ``torch.cuda`` just imported, or long before.
+def watch_torch(device_module: Any) -> None:
+    """Record where a GPU is first initialised, with ``torch.cuda`` or ``torch.xpu`` just imported, or long before.
 
     torch's queue of calls for that moment runs in the thread that initialises, below the line that caused it.
     """
-    enqueue = getattr(torch_cuda, "_lazy_call", None)
-    if enqueue is not None and not torch_cuda.is_initialized():
+    enqueue = getattr(device_module, "_lazy_call", None)
+    if enqueue is not None and not device_module.is_initialized():
         enqueue(_record)
 
 
-def cuda_first_use() -> tuple[tuple[str, int, str], ...]:
-    """Return the stack that initialised CUDA: (file name, line, function), innermost first; empty if not recorded."""
+def gpu_first_use() -> tuple[tuple[str, int, str], ...]:
+    """Return the stack that initialised a GPU: (file name, line, function), innermost first; empty if not recorded."""
     return _first_use
 
 
@@ -112,50 +132,54 @@ def _record() -> None:
     _first_use = tuple(frames)
 
 
-def cuda_hazard() -> str | None:
-    """Return why a forked copy of this process can't use CUDA, as the end of "this process ..."; None where it can."""
+def gpu_hazard(runtime: GpuRuntime) -> str | None:
+    """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None where it can."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    name, module = runtime.name, runtime.module
+    if torch is not None and getattr(torch, module).is_initialized():
         where = "" if _first_use else _guess_cell(_USES)
-        return f"has used CUDA through torch{where}, and CUDA can't be used in a forked copy of it"
-    failure = fork_failure(_try_torch) if torch is not None else None
+        return f"has used {name} through torch{where}, and {name} can't be used in a forked copy of it"
+    failure = fork_failure(lambda: _try_torch(runtime)) if torch is not None else None
     if failure is not None and _POISONED in failure:
-        return _ASKED
-    is_open = has_open_device(Path("/proc/self/fd"))
-    # What fails for another reason than an earlier backward fails because CUDA is open.
+        return _ASKED.format(name, module)
+    is_open = has_open_device(Path("/proc/self/fd"), runtime.device_file)
+    # What fails for another reason than an earlier backward fails because the GPU is in use.
     if failure is not None and (not is_open or _EARLIER_BACKWARD in failure):
         return f"has run backward(), which would fail in every forked worker ({failure.splitlines()[0]:.120})"
     if not is_open:
         return None
-    loaded = [name for name in _USERS_OF_CUDA if name in sys.modules]
+    loaded = [library for library in _USERS_OF_GPUS if library in sys.modules]
     who = f": {' or '.join(loaded)}, perhaps" if loaded else ""
-    return f"has opened CUDA by another way than torch.cuda ({_UVM_DEVICE} is open{who}), useless in a forked copy"
+    return (
+        f"has opened {name} by another way than torch.{module} ({runtime.device_file} is open{who}), useless in a "
+        "forked copy"
+    )
 
 
-def has_open_device(descriptors: Path) -> bool:
-    """Return whether a descriptor in the folder (``/proc/self/fd``) is that of a CUDA context."""
+def has_open_device(descriptors: Path, device_file: str = CUDA.device_file) -> bool:
+    """Return whether a descriptor in the folder (``/proc/self/fd``) is that of a GPU in use."""
     try:
         entries = list(descriptors.iterdir())
     except OSError:
         return False  # no /proc on this system: torch's own flag has to do
     for entry in entries:
         try:
-            if os.readlink(entry).startswith(_UVM_DEVICE):
+            if os.readlink(entry).startswith(device_file):
                 return True
         except OSError:
             continue  # closed meanwhile: the folder's own descriptor always is
     return False
 
 
-def _try_torch() -> None:
+def _try_torch(runtime: GpuRuntime) -> None:
     """Do in a probing child what a worker does first. Raises where torch refuses it."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():
+    if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
     # Where no backward has run yet, this child's would start the driver with all its GPUs: a second or more on
     # large machines, at each launch. That of an earlier backward fails without any GPU, too.
-    env.apply({"CUDA_VISIBLE_DEVICES": ""})
+    env.apply(runtime.hiding)
     small_backward()
 
 

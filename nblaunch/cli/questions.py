@@ -13,7 +13,7 @@ from typing import Any
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.cli.prompts import Asker
-from nblaunch.config.resolving import ConfigError, convert
+from nblaunch.config.resolving import GPU_VARIABLES, ConfigError, convert
 from nblaunch.config.settings import SETTINGS
 from nblaunch.spec import DEFAULT_PORTS, parse_endpoint
 
@@ -304,7 +304,7 @@ QUESTIONS = (
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", _fixed(None)),
     Question("max_restarts", "How often may all processes be restarted after a failure?", _has_several, _fixed(0)),
     Question("backend", "What should compute?", lambda a: True, lambda a, m: m.best, _devices),
-    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] == "cuda", _fixed("all")),
+    Question("gpu_ids", "Which GPUs of this machine, as 0,2?", lambda a: a["backend"] in GPU_VARIABLES, _fixed("all")),
     Question("num_processes", "How many processes on all machines together?", lambda a: True, _total),
     Question("mixed_precision", "Mixed precision?", lambda a: True, lambda a, m: m.precision(a["backend"]),
              _precisions),

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train and compare across processes on this machine's own devices: collectives, gradients, "
         "metrics, checkpoints, weights, errors, interrupts, kills. One line per check; exit code 1 if any fails.",
     )
-    parser.add_argument("--backend", default="auto", help="auto (default), cpu, cuda or xla")
+    parser.add_argument("--backend", default="auto", help="auto (default), or one that `nblaunch env` lists")
     parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
     parser.add_argument(
         "--num_processes", "--num-processes", type=int, metavar="N",

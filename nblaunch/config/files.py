@@ -26,6 +26,7 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
     "NO": {},
     "MULTI_CPU": {"backend": "cpu"},
     "MULTI_GPU": {"backend": "cuda"},
+    "MULTI_XPU": {"backend": "xpu"},
     "XLA": {"backend": "xla"},
     "TPU": {"backend": "xla"},
     "FSDP": {"strategy": "fsdp"},

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch.config.files import find_layers
-from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, most_machines, resolve
+from nblaunch.config.resolving import (
+    GPU_VARIABLES,
+    ConfigError,
+    Layer,
+    Resolved,
+    convert,
+    most_machines,
+    resolve,
+)
 from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
 _SAME_NAMES = (
@@ -131,8 +139,12 @@ def with_setting_names(text: str) -> str:
 
 def device_choice(resolved: Resolved) -> dict[str, str | None]:
     """Return the environment variables that select GPUs; set them before GPUs are counted."""
-    is_narrowed = resolved["gpu_ids"] != "all" and resolved["backend"] in ("auto", "cuda")
-    return {"CUDA_VISIBLE_DEVICES": resolved["gpu_ids"]} if is_narrowed else {}
+    if resolved["gpu_ids"] == "all":
+        return {}
+    families = (
+        GPU_VARIABLES if resolved["backend"] == "auto" else GPU_VARIABLES.keys() & {resolved["backend"]}
+    )
+    return {GPU_VARIABLES[family]: resolved["gpu_ids"] for family in families}
 
 
 def processes_per_machine(resolved: Resolved) -> int | None:

@@ -12,6 +12,9 @@ from nblaunch.config.settings import SETTINGS
 
 DEFAULT = "default"
 
+GPU_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""Backend -> the environment variable that selects its GPUs by number."""
+
 _REQUIRED = {
     "fsdp_config": ("strategy", ("fsdp",), "use_fsdp"),
     "deepspeed_config": ("strategy", ("deepspeed",), "use_deepspeed"),
@@ -174,13 +177,13 @@ def _check_machines(resolved: Resolved) -> None:
 
 def _check_training(resolved: Resolved, order: Mapping[str, int]) -> None:
     backend = resolved["backend"]
-    for name, is_used, family, noun in (
-        ("downcast_bf16", resolved["downcast_bf16"], "xla", "TPUs"),
-        ("gpu_ids", resolved["gpu_ids"] != "all", "cuda", "GPUs"),
+    for name, is_used, families, noun in (
+        ("downcast_bf16", resolved["downcast_bf16"], ("xla",), "TPUs"),
+        ("gpu_ids", resolved["gpu_ids"] != "all", tuple(GPU_VARIABLES), "GPUs"),
     ):
         # A file may be written for another device than the one on the command line, which overrides it.
         overrides = order[resolved.sources["backend"]] < order[resolved.sources[name]]
-        if is_used and backend not in ("auto", family) and not overrides:
+        if is_used and backend not in ("auto", *families) and not overrides:
             raise ConfigError(
                 f"{name} ({resolved.sources[name]}) is for {noun}, but backend is {backend} "
                 f"({resolved.sources['backend']})"

@@ -6,8 +6,9 @@ cgroup.py             folders of control groups
 memory.py             memory of processes, limits of the host, glibc's allocator
 descriptors.py        file descriptors: which ones forked processes must not keep, and waiting for any of several
 disk.py               room in files: freed, and why there is none
-gpus.py               GPUs, and which of them CUDA shows in this process
-nvml.py               the GPU driver's own library
+gpus.py               NVIDIA's GPUs, and which of them workers may use
+nvml.py               the library of NVIDIA's driver
+drm.py                AMD's and Intel's GPUs, by files of the kernel
 meter.py              memory and utilisation of devices
 tpu.py                TPU chips, their topology and their lock file
 tpu_slice.py          the slice a TPU host belongs to: its type and its hosts

@@ -14,6 +14,9 @@ from nblaunch.host import nvml
 from nblaunch.host.meter import DeviceMeter
 from nblaunch.host.nvml import Gpu
 
+INSTANCE = "MIG-"
+"""Beginning of the UUID of a MIG instance."""
+
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
 _TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
@@ -46,7 +49,7 @@ def uncounted() -> str | None:
 
 
 def visible() -> list[str]:
-    """Return the UUIDs of the devices that CUDA shows in this process, in its order."""
+    """Return the UUIDs of the devices that CUDA shows in workers of this process, in its order."""
     return visible_devices(physical_gpus(), env.read("CUDA_VISIBLE_DEVICES"))
 
 
@@ -86,30 +89,32 @@ def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
         setting: ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs that may be abbreviated, separated by commas. The list ends
             at the first entry that names no device, and a device that is named twice makes it empty. None: all.
 
-    Of a GPU that is partitioned CUDA shows one instance, and no other device where it shows an instance.
+    To one process CUDA shows a single MIG instance, and no other device then. All of them are returned here, since
+    each worker is shown its own. An index, or a GPU's own UUID, stands for all instances of that GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     if setting is None:
-        chosen = [uuid for gpu in gpus if (uuid := gpu.shown) is not None]
+        chosen = [uuid for gpu in gpus for uuid in gpu.devices]
     else:
         chosen = []
         for entry in setting.split(","):
-            uuid = _named_device(gpus, entry.strip())
-            if uuid is None:
+            uuids = _named_devices(gpus, entry.strip())
+            if not uuids:
                 break
-            if uuid in chosen:
+            if set(uuids) & set(chosen):
                 return []
-            chosen.append(uuid)
-    instances = [uuid for uuid in chosen if uuid.startswith("MIG-")]
-    return instances[:1] or chosen
+            chosen += uuids
+    return [uuid for uuid in chosen if uuid.startswith(INSTANCE)] or chosen
 
 
-def _named_device(gpus: Sequence[Gpu], entry: str) -> str | None:
+def _named_devices(gpus: Sequence[Gpu], entry: str) -> tuple[str, ...]:
     if entry.isdigit():
         index = int(entry)
-        return gpus[index].shown if index < len(gpus) else None
-    if not entry.startswith(("GPU-", "MIG-")):
-        return None
-    known = [uuid for gpu in gpus for uuid in (gpu.uuid, *gpu.mig_uuids)]
-    matching = [uuid for uuid in known if uuid.startswith(entry)]
-    return matching[0] if len(matching) == 1 else None
+        return gpus[index].devices if index < len(gpus) else ()
+    if not entry.startswith(("GPU-", INSTANCE)):
+        return ()
+    known = {uuid: (uuid,) for gpu in gpus for uuid in gpu.mig_uuids} | {
+        gpu.uuid: gpu.devices for gpu in gpus
+    }
+    matching = [uuids for uuid, uuids in known.items() if uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else ()

@@ -36,11 +36,9 @@ class Gpu:
     is_partitioned: bool = field(default=False, compare=False)
 
     @property
-    def shown(self) -> str | None:
-        """Return the UUID of what CUDA shows of it; None for nothing."""
-        if self.mig_uuids:
-            return self.mig_uuids[0]
-        return None if self.is_partitioned else self.uuid
+    def devices(self) -> tuple[str, ...]:
+        """Return the UUIDs of what workers can compute on: the instances of a GPU that is partitioned, or itself."""
+        return self.mig_uuids or (() if self.is_partitioned else (self.uuid,))
 
 
 def list_gpus() -> tuple[Gpu, ...] | None:

@@ -24,6 +24,8 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import captured_variables
 from nblaunch.wire.modules import ArgPath, modules_in, optimizers_in
 
+_IS_MACOS = sys.platform == "darwin"
+
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -249,7 +251,8 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
     if spec.start_method != "auto":
         return spec.start_method, "asked for"
     if hazard is not None:
-        return "forkserver", f"fork is not possible here: {hazard}"
+        # A forkserver forks, too: on macOS that is no better, however clean the process is.
+        return "spawn" if _IS_MACOS else "forkserver", f"fork is not possible here: {hazard}"
     wish = backend.clean_start_reason()
     if wish is not None:
         return "forkserver", wish
@@ -258,7 +261,7 @@ def _start_method(spec: LaunchSpec, backend: Backend) -> tuple[str, str]:
 
 def _fallback_text(spec: LaunchSpec, backend: Backend, start_method: str, reason: str) -> str:
     """Return a sentence where workers can't be forked: fresh processes start slower and need the call pickled."""
-    is_usual = start_method in ("fork", "inline") or reason == backend.clean_start_reason()
+    is_usual = _IS_MACOS or start_method in ("fork", "inline") or reason == backend.clean_start_reason()
     is_fallback = spec.start_method == "auto" and not is_usual
     return (
         f"workers start through a {start_method}: {reason}; nothing has to be restarted"

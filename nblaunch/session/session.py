@@ -60,7 +60,7 @@ class Session:
     Args:
         num_processes: number of workers; None = one per device.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` on the ranks.
-        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"xla"`` or ``"torch_tpu"``.
+        backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork the ranks begin with no
             variables; calls travel with the functions and values that they name.
         hang_timeout_s: seconds without progress in a command after which the position of every rank is shown; None =

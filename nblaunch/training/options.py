@@ -20,7 +20,7 @@ from nblaunch import env
 from nblaunch.config.converters import compiler_refusal
 from nblaunch.packages import is_installed
 
-RNG_TYPES = ("generator", "torch", "cuda", "xla")
+RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 
 
 class PrecisionType(str, enum.Enum):

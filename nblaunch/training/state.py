@@ -32,11 +32,11 @@ class DistributedType(str, enum.Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    MULTI_XPU = "MULTI_XPU"
     XLA = "XLA"
     FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
 
-    MULTI_XPU = "MULTI_XPU"
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_SDAA = "MULTI_SDAA"

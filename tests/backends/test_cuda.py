@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nblaunch import backends
-from nblaunch.backends import cuda, first_use
+from nblaunch import backends, notebook_launcher
+from nblaunch.backends import cuda, first_use, process_group
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
 from tests.host.fake_nvml import FakeGpu, FakeNvml
@@ -66,10 +67,31 @@ def test_gpus_that_wait_to_be_partitioned_are_reported(
     assert "MIG is enabled on the GPUs, and they have no instances" in BACKEND.unavailable_reason()
 
 
+def test_every_worker_is_shown_a_mig_instance_of_its_own(
+    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a real launch, of workers that report what they were given."""
+    instances: list[FakeGpu | None] = [FakeGpu("MIG-1111"), FakeGpu("MIG-2222"), FakeGpu("MIG-3333")]
+    nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", instances=instances), FakeGpu("GPU-bbbb2222", "NVIDIA A100"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert BACKEND.device_count() == 3
+    (note,) = BACKEND.launch_notes(3)
+    assert "each worker has a MIG instance of its own" in note
+    assert BACKEND.launch_notes(1) == ()
+    shown = notebook_launcher(lambda: os.environ["CUDA_VISIBLE_DEVICES"], return_all=True, dashboard="none")
+    assert shown == ["MIG-1111", "MIG-2222", "MIG-3333"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3333,MIG-1111")
+    shown = notebook_launcher(lambda: os.environ["CUDA_VISIBLE_DEVICES"], return_all=True, dashboard="none")
+    assert shown == ["MIG-3333", "MIG-1111"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-3333,MIG-1111"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in BACKEND.worker_env(TWO)
+
+
 def test_a_hazard_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "cuda_hazard", lambda: "has used CUDA")
+    monkeypatch.setattr(first_use, "gpu_hazard", lambda runtime: "has used CUDA")
     assert BACKEND.fork_hazard() == "this process has used CUDA"
-    monkeypatch.setattr(first_use, "cuda_hazard", lambda: None)
+    monkeypatch.setattr(first_use, "gpu_hazard", lambda runtime: None)
     assert BACKEND.fork_hazard() is None
 
 
@@ -133,7 +155,7 @@ def test_sharing_a_gpu_is_reported(nvml: NvmlMaker) -> None:
 
 def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
-    monkeypatch.setattr(cuda.process_group, "join", lambda group, topology, timeout_s: joined.append(group))
+    monkeypatch.setattr(process_group, "join", lambda group, topology, timeout_s: joined.append(group))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for ranks in (2, 3):

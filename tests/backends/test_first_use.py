@@ -28,12 +28,12 @@ def descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_that_left_cuda_alone_can_be_forked(descriptors: Path) -> None:
-    assert first_use.cuda_hazard() is None
+    assert first_use.gpu_hazard(first_use.CUDA) is None
 
 
 def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert str(first_use.cuda_hazard()).startswith("has used CUDA through torch, ")
+    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith("has used CUDA through torch, ")
 
 
 def test_a_question_to_the_driver_is_distinguished_from_use(
@@ -43,18 +43,18 @@ def test_a_question_to_the_driver_is_distinguished_from_use(
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     expected = "has asked the CUDA driver through torch (torch.cuda.is_available() is enough)"
-    assert str(first_use.cuda_hazard()).startswith(expected)
+    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(expected)
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
-    assert str(first_use.cuda_hazard()).startswith(expected)
+    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(expected)
 
 
 def test_a_context_of_another_library(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
     assert "has opened CUDA by another way than torch.cuda (/dev/nvidia-uvm is open)" in str(
-        first_use.cuda_hazard()
+        first_use.gpu_hazard(first_use.CUDA)
     )
     monkeypatch.setitem(sys.modules, "cupy", sys)
-    assert "(/dev/nvidia-uvm is open: cupy, perhaps)" in str(first_use.cuda_hazard())
+    assert "(/dev/nvidia-uvm is open: cupy, perhaps)" in str(first_use.gpu_hazard(first_use.CUDA))
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes", "torchao"])
@@ -62,7 +62,7 @@ def test_a_library_that_is_only_imported_is_no_hazard(
     name: str, monkeypatch: pytest.MonkeyPatch, descriptors: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, name, sys)
-    assert first_use.cuda_hazard() is None
+    assert first_use.gpu_hazard(first_use.CUDA) is None
 
 
 def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path) -> None:
@@ -70,7 +70,7 @@ def test_an_earlier_backward(monkeypatch: pytest.MonkeyPatch, descriptors: Path)
         return "RuntimeError: Unable to handle autograd\nand more"
 
     monkeypatch.setattr(first_use, "fork_failure", fails)
-    assert first_use.cuda_hazard() == (
+    assert first_use.gpu_hazard(first_use.CUDA) == (
         "has run backward(), which would fail in every forked worker (RuntimeError: Unable to handle autograd)"
     )
 
@@ -88,7 +88,7 @@ def test_an_earlier_backward_is_named_though_it_has_opened_the_driver(
 
     (descriptors / "1").symlink_to("/dev/nvidia-uvm")
     monkeypatch.setattr(first_use, "small_backward", refuse)
-    assert str(first_use.cuda_hazard()).startswith(
+    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(
         "has run backward(), which would fail in every forked worker ("
     )
 
@@ -96,7 +96,9 @@ def test_an_earlier_backward_is_named_though_it_has_opened_the_driver(
         raise RuntimeError("CUDA error: initialization error")
 
     monkeypatch.setattr(first_use, "small_backward", fail)
-    assert str(first_use.cuda_hazard()).startswith("has opened CUDA by another way than torch.cuda")
+    assert str(first_use.gpu_hazard(first_use.CUDA)).startswith(
+        "has opened CUDA by another way than torch.cuda"
+    )
 
 
 def test_the_probe_neither_looks_at_gpus_nor_warns(
@@ -111,7 +113,7 @@ def test_the_probe_neither_looks_at_gpus_nor_warns(
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(first_use, "small_backward", look)
-    assert first_use.cuda_hazard() is None
+    assert first_use.gpu_hazard(first_use.CUDA) is None
     assert seen.read_text() == "''"
     assert capfd.readouterr() == ("", "")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
@@ -142,7 +144,7 @@ def build():
     torch.cuda.init()
 build()
 from nblaunch.backends import first_use
-print(json.dumps([first_use.cuda_first_use(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
+print(json.dumps([first_use.gpu_first_use(), os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]]))
 """
 
 

@@ -43,9 +43,7 @@ for use in (lambda: notebook_launcher(print), Accelerator, lambda: DistributedTy
 
 @pytest.mark.timeout(60)
 def test_windows_gets_one_sentence_and_no_missing_module() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=50
-    )
+    ended = subprocess.run([sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=50)
     lines = ended.stdout.splitlines()
     assert (len(lines), len(set(lines)), ended.returncode) == (5, 1, 0), ended.stdout + ended.stderr
     assert "WSL" in lines[0]

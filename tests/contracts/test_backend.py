@@ -1,4 +1,4 @@
-"""What every device family must do, whether or not this machine has such devices."""
+"""What every device family must do: on this machine, whether or not it has such devices, and with simulated GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,13 +18,45 @@ from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.topology import Topology
 from nblaunch.training.state import DistributedType
+from tests.contracts import simulated
 
 TOPOLOGY = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1)
 
 
-@pytest.fixture(params=sorted(backends.discover()))
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return backends.discover()[request.param]
+class Family(NamedTuple):
+    """A backend on this machine, or with simulated GPUs.
+
+    ``prelude`` makes them in another process, ``draw`` draws random numbers on them; empty and None without.
+    """
+
+    backend: Backend
+    prelude: str = ""
+    draw: Callable[[], list[float]] | None = None
+
+
+@pytest.fixture(
+    params=[*sorted(backends.discover()), *(f"simulated {kind}" for kind in simulated.KINDS)],
+)
+def family(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Family]:
+    name = request.param.removeprefix("simulated ")
+    backend = backends.discover()[name]
+    if name == request.param:
+        yield Family(backend)
+        return
+    fake = simulated.install(name, tmp_path / "here", monkeypatch)
+    prelude = (
+        "import pathlib, pytest\nfrom tests.contracts import simulated\n"
+        f"simulated.install({name!r}, pathlib.Path({str(tmp_path / 'there')!r}), pytest.MonkeyPatch())\n"
+    )
+    yield Family(backend, prelude, fake.draw)
+    simulated.forget()
+
+
+@pytest.fixture
+def backend(family: Family) -> Backend:
+    return family.backend
 
 
 def test_it_says_what_it_is(backend: Backend) -> None:
@@ -51,13 +86,13 @@ def test_the_best_one_is_chosen() -> None:
     assert all(best.affinity() >= other.affinity() for other in backends.discover().values())
 
 
-def test_the_launchers_half_imports_nothing_heavy_and_changes_nothing(backend: Backend) -> None:
+def test_the_launchers_half_imports_nothing_heavy_and_changes_nothing(family: Family) -> None:
     """In a process of its own, which has not imported torch yet: it must not be the launcher who makes a context."""
-    program = f"""
+    program = f"""{family.prelude}
 import os, sys, threading
 from nblaunch import backends
 from nblaunch.topology import Topology
-backend = backends.discover()[{backend.name!r}]
+backend = backends.discover()[{family.backend.name!r}]
 before = dict(os.environ), threading.active_count(), sorted(os.listdir("/proc/self/fd"))
 backend.affinity(), backend.device_count(), backend.fork_hazard(), backend.is_oversubscribable
 backend.worker_env(Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1))
@@ -68,9 +103,10 @@ if "torch" in sys.modules:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_clean_process_can_be_forked(backend: Backend) -> None:
+def test_a_clean_process_can_be_forked(family: Family) -> None:
     program = (
-        f"from nblaunch import backends; hazard = backends.discover()[{backend.name!r}].fork_hazard()\n"
+        f"{family.prelude}"
+        f"from nblaunch import backends; hazard = backends.discover()[{family.backend.name!r}].fork_hazard()\n"
         "assert hazard is None, hazard"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -94,12 +130,15 @@ def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
         assert refusal is None or precision in refusal
 
 
-def test_random_states_can_be_put_back(backend: Backend) -> None:
+def test_random_states_can_be_put_back(family: Family) -> None:
+    backend = family.backend
     if backend.affinity() == 0:
         pytest.skip("no such device here")
 
     def draw() -> list[float]:
-        return torch.rand(8, device=backend.device(Topology())).tolist()
+        device = backend.device(Topology())
+        assert device.type == backend.device_type
+        return family.draw() if family.draw is not None else torch.rand(8, device=device).tolist()
 
     # The state of the CPU's generator is no backend's, but a part of every process.
     state, of_cpu = dict(backend.rng_state()), torch.get_rng_state()
@@ -128,14 +167,25 @@ def test_what_it_reports_from_outside_is_plain_and_leaves_nothing_open(backend: 
     assert all(len(frame) == 3 for frame in backend.first_use())
 
 
+@pytest.mark.parametrize("family", [f"simulated {kind}" for kind in simulated.KINDS], indirect=True)
+def test_simulated_devices_can_be_used(family: Family) -> None:
+    """Or the tests above would try nothing of their family."""
+    backend = family.backend
+    assert backend.affinity() > 0
+    assert backends.choose("auto") is backend
+    readings = backend.open_meter().read()
+    assert len(readings) in (0, backend.device_count())
+
+
 def test_an_error_that_has_nothing_to_do_with_the_device_is_not_explained(backend: Backend) -> None:
     assert backend.explain_failure(KeyError("lr")) == ()
     assert backend.explain_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory")) == ()
 
 
-def test_a_process_that_has_not_used_the_device_has_taken_nothing_of_it(backend: Backend) -> None:
+def test_a_process_that_has_not_used_the_device_has_taken_nothing_of_it(family: Family) -> None:
     program = (
-        f"from nblaunch import backends; memory = backends.discover()[{backend.name!r}].device_memory()\n"
+        f"{family.prelude}"
+        f"from nblaunch import backends; memory = backends.discover()[{family.backend.name!r}].device_memory()\n"
         "assert memory is None or memory[0] == 0, memory"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -37,19 +37,22 @@ def test_cuda_visible_devices(setting: str | None, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        (None, ["MIG-1111"]),
+        (None, ["MIG-1111", "MIG-2222"]),
+        ("0", ["MIG-1111", "MIG-2222"]),
+        ("GPU-cccc", ["MIG-1111", "MIG-2222"]),
         ("1", ["GPU-dddd4444"]),
         ("MIG-2222", ["MIG-2222"]),
-        ("MIG-1111,MIG-2222", ["MIG-1111"]),
+        ("MIG-2222,MIG-1111", ["MIG-2222", "MIG-1111"]),
+        ("0,MIG-1111", []),
     ],
 )
-def test_at_most_one_partition_is_shown(setting: str | None, expected: list[str]) -> None:
+def test_every_partition_is_for_a_worker(setting: str | None, expected: list[str]) -> None:
     assert visible_devices(PARTITIONED, setting) == expected
 
 
-@pytest.mark.parametrize("setting", [None, "0,1", "GPU-dddd4444,MIG-1111"])
+@pytest.mark.parametrize("setting", [None, "0,1", "GPU-dddd4444,MIG-1111,MIG-2222"])
 def test_no_whole_gpu_is_shown_beside_a_partition(setting: str | None) -> None:
-    assert visible_devices(PARTITIONED[::-1], setting) == ["MIG-1111"]
+    assert visible_devices(PARTITIONED[::-1], setting) == ["MIG-1111", "MIG-2222"]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
 
     Args:
         rng_type: ``"generator"``: the given one, nothing where it is None; ``"torch"``: torch's global CPU generator;
-            ``"cuda"``: that of the current CUDA device; ``"xla"``: that of the backend's device.
+            ``"cuda"``, ``"xpu"``: that of the current GPU; ``"xla"``: that of the backend's device.
 
     Raises:
         ValueError: the type is unknown.
@@ -77,4 +77,5 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
         backend = context.current().backend
         backend.set_rng_state(operations.broadcast_object_list([dict(backend.rng_state())])[0])
     else:
-        torch.cuda.set_rng_state(operations.broadcast_alike(torch.cuda.get_rng_state()))
+        gpu = getattr(torch, rng_type)
+        gpu.set_rng_state(operations.broadcast_alike(gpu.get_rng_state()))

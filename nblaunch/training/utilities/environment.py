@@ -157,8 +157,8 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Return whether there is a Metal device; every torch that runs here is newer than ``min_version``."""
-    return torch.backends.mps.is_available()
+    """Return whether this process computes on Metal; every torch that runs here is newer than ``min_version``."""
+    return torch.backends.mps.is_available() and context.current().backend.device_type == "mps"
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
@@ -185,8 +185,8 @@ is_sdaa_available = _no_backend("sdaa")
 
 
 def is_xccl_available() -> bool:
-    """Return whether process groups of Intel GPUs can be used: no, there is no backend for them."""
-    return False
+    """Return whether process groups of Intel GPUs can be used."""
+    return torch.distributed.is_backend_available("xccl")
 
 
 def is_fp8_available() -> bool:

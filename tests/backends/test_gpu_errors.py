@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.backends.cuda import CudaBackend
-from nblaunch.backends.cuda_errors import FAULTS, explain
+from nblaunch.backends.gpu_errors import FAULTS, explain
 from nblaunch.worker.failure import describe_failure, send_failure
 
 AFTER = (

@@ -1,4 +1,4 @@
-"""What errors of CUDA and NCCL mean, and what to try: their messages alone do not explain.
+"""What errors of GPUs mean, of CUDA and NCCL above all, and what to try: their messages alone do not explain.
 
     explain      an error -> lines for the user; nothing for errors that are not of the device
     FAULTS       kinds of errors by their messages
@@ -20,6 +20,7 @@ _GIB = 1 << 30
 _FRAGMENTED_SHARE = 0.2
 _FOREIGN_SHARE = 0.1
 _SETTING = re.compile(r"PYTORCH_\w*ALLOC_CONF")  # torch's own text names it; its name changed
+_FULL = re.compile(r"(cuda|hip|xpu)\b.*out of memory|out of memory.*(cuda|hip|xpu)\b", re.DOTALL)
 _REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 _LATER = (
     "GPUs report errors later than they happen, so the line above may not be the cause: "
@@ -52,14 +53,15 @@ def _nested_shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors(batch))
 
 
-def explain(error: BaseException, step: Step = NO_STEP) -> tuple[str, ...]:
-    """Explain an error of CUDA or NCCL, and what to try, a line each; return nothing for any other error.
+def explain(error: BaseException, step: Step = NO_STEP, device_type: str = "cuda") -> tuple[str, ...]:
+    """Explain an error of a GPU or of NCCL, and what to try, a line each; return nothing for any other error.
 
     Args:
         error: with its causes.
         step: that ran.
+        device_type: of torch, for the GPU: ``"cuda"``, ``"xpu"``.
     """
-    return _explain_out_of_memory(error, step) or _explain_fault(error)
+    return _explain_out_of_memory(error, step, device_type) or _explain_fault(error)
 
 
 def _explain_fault(error: BaseException) -> tuple[str, ...]:
@@ -191,14 +193,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     kind = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError
     text = str(error).lower()
-    is_named = ("cuda" in text and "out of memory" in text) or any(words in text for words in _REFUSALS)
+    is_named = _FULL.search(text) is not None or any(words in text for words in _REFUSALS)
     return isinstance(error, kind) or (isinstance(error, RuntimeError) and is_named)
 
 
-def _explain_out_of_memory(error: BaseException, step: Step) -> tuple[str, ...]:
+def _explain_out_of_memory(error: BaseException, step: Step, device_type: str) -> tuple[str, ...]:
     if not is_out_of_memory(error):
         return ()
-    memory = _read()
+    memory = _read(device_type)
     lines = [memory.describe() if memory is not None else _NO_NUMBERS]
     if step.shapes:
         size = f" of {step.shapes[0][0]}" if step.shapes[0] else ""
@@ -209,7 +211,7 @@ def _explain_out_of_memory(error: BaseException, step: Step) -> tuple[str, ...]:
     return (*lines, _advice(memory, step, setting[0] if setting else "PYTORCH_CUDA_ALLOC_CONF"))
 
 
-_NO_NUMBERS = "GPU memory ran out so that CUDA could not even start: other processes have taken it."
+_NO_NUMBERS = "GPU memory ran out so that its driver could not even start: other processes have taken it."
 
 
 @dataclass(frozen=True)
@@ -236,28 +238,29 @@ class Memory:
             f"{_size(self.free)} free",
         ]
         if self.others > _FOREIGN_SHARE * self.total:
-            parts.append(f"{_size(self.others)} taken by other processes and by CUDA itself")
+            parts.append(f"{_size(self.others)} taken by other processes and by the driver itself")
         return f"GPU memory ran out on {self.device} with {_size(self.total)}: {', '.join(parts)}."
 
 
-def _read() -> Memory | None:
-    """Return None where CUDA does not answer, as for want of memory."""
+def _read(device_type: str) -> Memory | None:
+    """Return None where the driver does not answer, as for want of memory."""
     import torch
 
-    if not torch.cuda.is_initialized():
+    gpu = getattr(torch, device_type)
+    if not gpu.is_initialized():
         return None
-    device = torch.cuda.current_device()
+    device = gpu.current_device()
     try:
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = gpu.mem_get_info(device)
     except RuntimeError:
         return None
     return Memory(
-        device=f"cuda:{device} ({torch.cuda.get_device_name(device)})",
+        device=f"{device_type}:{device} ({gpu.get_device_name(device)})",
         total=total,
         free=free,
-        allocated=torch.cuda.memory_allocated(device),
-        peak=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
+        allocated=gpu.memory_allocated(device),
+        peak=gpu.max_memory_allocated(device),
+        reserved=gpu.memory_reserved(device),
     )
 
 
@@ -266,7 +269,7 @@ def _advice(memory: Memory | None, step: Step, setting: str) -> str:
     tips = []
     if memory is None or memory.others > memory.total / 2:
         tips.append(
-            "end the other processes on this GPU (nvidia-smi lists them; another notebook's kernel, perhaps)"
+            "end the other processes on this GPU (nvidia-smi or rocm-smi lists them; another notebook's, perhaps)"
         )
     if memory is not None and memory.reserved - memory.allocated > _FRAGMENTED_SHARE * memory.total:
         tips.append(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nblaunch.backends.cuda import CudaBackend
-from nblaunch.backends.cuda_errors import NO_STEP, Step, explain, is_out_of_memory, shapes_of
+from nblaunch.backends.gpu_errors import NO_STEP, Step, explain, is_out_of_memory, shapes_of
 
 GIB = 1 << 30
 OF_TORCH_2_13 = (
@@ -99,7 +99,7 @@ def test_what_is_reserved_in_pieces(gpu: SimpleNamespace) -> None:
 def test_what_others_have_taken(gpu: SimpleNamespace) -> None:
     gpu.allocated = gpu.peak = gpu.reserved = 3 * GIB
     memory, advice = explain(torch.OutOfMemoryError(), NO_STEP)
-    assert "12.00 GiB taken by other processes and by CUDA itself" in memory
+    assert "12.00 GiB taken by other processes and by the driver itself" in memory
     assert advice.startswith("Try: end the other processes on this GPU")
 
 
@@ -110,7 +110,9 @@ def test_an_evaluation_needs_no_gradients(gpu: SimpleNamespace) -> None:
 def test_a_gpu_that_is_full_before_cuda_starts() -> None:
     """Its error would else be taken for one of the host's memory."""
     memory, advice = explain(torch.AcceleratorError(FULL_AT_THE_START), NO_STEP)
-    assert memory == "GPU memory ran out so that CUDA could not even start: other processes have taken it."
+    assert (
+        memory == "GPU memory ran out so that its driver could not even start: other processes have taken it."
+    )
     assert advice.startswith("Try: end the other processes on this GPU")
     assert CudaBackend().device_memory() is None
 

@@ -1,0 +1,119 @@
+"""The GPU of a Mac with Apple silicon: torch's device ``mps``, by Metal. One process; macOS shares it among no ranks.
+
+The worker is a fresh interpreter (spawn), as every worker on macOS: Metal does not work in a fork of a process that has
+used it, nor do other libraries of the system. Not yet run on a Mac.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nblaunch.backends import process_group
+from nblaunch.backends.base import NO_FP8, Backend
+from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
+
+_OUT_OF_MEMORY = "MPS backend out of memory"
+
+
+class MpsBackend(Backend):
+    """One process on the GPU of a Mac."""
+
+    name = "mps"
+    title = "Apple GPU"
+    device_noun = "Apple GPU"
+    dist_backend = "gloo"  # of one rank; what a job of several needs does not exist
+    is_oversubscribable = False
+    exchanges_on_host = True
+
+    def affinity(self) -> int:
+        return 10 if self.device_count() else 0
+
+    def unavailable_reason(self) -> str:
+        if not self.is_present():
+            return "it is for Macs with Apple silicon (M1 and later)"
+        import torch
+
+        if not torch.backends.mps.is_built():
+            return "the installed torch was built without MPS; `pip install torch` gets a build with it"
+        return "torch finds no Metal device; it needs macOS 14, and a virtual machine may have none"
+
+    def device_count(self) -> int:
+        if not self.is_present():
+            return 0
+        import torch
+
+        return int(torch.backends.mps.is_available())
+
+    def is_present(self) -> bool:
+        return sys.platform == "darwin" and platform.machine() == "arm64"
+
+    def fork_hazard(self) -> str | None:
+        if not self.is_present() or "torch" not in sys.modules:
+            return None
+        import torch
+
+        if torch.mps.current_allocated_memory() == 0:
+            return None
+        return "this process has tensors on the GPU, and Metal can't be used in a forked copy of it"
+
+    def worker_env(self, topology: Topology) -> dict[str, str | None]:
+        # Operations that Metal lacks are computed on the CPU, as Accelerate has it.
+        return {
+            "PYTORCH_ENABLE_MPS_FALLBACK": "1",
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
+            **process_group.ALL_JOIN_BEFORE_ANY_GOES_ON,
+        }
+
+    def device(self, topology: Topology) -> torch.device:
+        import torch
+
+        return torch.device("mps")
+
+    def precision_refusal(self, precision: str) -> str | None:
+        if precision == "fp8":
+            return NO_FP8
+        needed = {"fp16": (2, 8), "bf16": (2, 6)}.get(precision, (0, 0))  # scaling of gradients; autocast
+        if "torch" not in sys.modules or _torch_release() >= needed:
+            return None
+        return f"{precision} on Apple's GPUs needs torch {'.'.join(map(str, needed))} or newer"
+
+    def rng_state(self) -> Mapping[str, Any]:
+        import torch
+
+        return {"mps": torch.mps.get_rng_state()}
+
+    def set_rng_state(self, state: Mapping[str, Any]) -> None:
+        import torch
+
+        torch.mps.set_rng_state(state["mps"])
+
+    def empty_cache(self) -> None:
+        if "torch" in sys.modules:
+            import torch
+
+            torch.mps.empty_cache()
+
+    def explain_failure(self, error: BaseException) -> tuple[str, ...]:
+        if not isinstance(error, RuntimeError) or _OUT_OF_MEMORY not in str(error):
+            return ()
+        return (
+            "The GPU ran out of its share of the Mac's memory, which other programs use as well.",
+            "Try: a smaller batch, with gradient_accumulation_steps for the same steps; mixed_precision='bf16'; "
+            "activation checkpointing.",
+        )
+
+
+def _torch_release() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+
+
+BACKEND = MpsBackend()

@@ -1,0 +1,66 @@
+"""AMD GPUs by ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
+
+The machine is read from files of the kernel (``host/drm.py``). Not yet run on a GPU: workers start from a clean
+process, since no fork of a kernel with ROCm's libraries loaded has been tried.
+"""
+
+from __future__ import annotations
+
+from nblaunch.backends import first_use
+from nblaunch.backends.cpu import LOOPBACK
+from nblaunch.backends.gpu import GpuBackend
+from nblaunch.host import drm
+from nblaunch.host.meter import DeviceMeter
+from nblaunch.topology import Topology
+
+
+class RocmBackend(GpuBackend):
+    """One process per GPU of AMD."""
+
+    name = "rocm"
+    title = "AMD GPUs"
+    device_noun = "AMD GPU"
+    device_type = "cuda"
+    dist_backend = "nccl"
+    distributed_type = "MULTI_GPU"
+    shares_devices = True
+    runtime = first_use.ROCM
+
+    def build_refusal(self) -> str | None:
+        import torch
+
+        if torch.version.hip is not None:
+            return None
+        return "the installed torch was built without ROCm; install a ROCm build from https://pytorch.org"
+
+    def unavailable_reason(self) -> str:
+        num_physical = len(drm.amd_gpus())
+        if not num_physical:
+            return (
+                "the system lists no AMD GPU for computing in /sys/class/kfd; is its driver (amdgpu) loaded, and does "
+                "the container have the GPU (--device=/dev/kfd --device=/dev/dri)?"
+            )
+        if not self.device_count():
+            return f"HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES hides all {num_physical} GPUs"
+        return self.build_refusal() or ""
+
+    def device_count(self) -> int:
+        return len(drm.visible_amd_gpus())
+
+    def is_present(self) -> bool:
+        return bool(drm.amd_gpus())
+
+    def clean_start_reason(self) -> str | None:
+        return "whether ROCm works in a fork of a kernel has not been tried"
+
+    def open_meter(self) -> DeviceMeter:
+        return drm.AmdMeter(drm.visible_amd_gpus())
+
+    def worker_env(self, topology: Topology) -> dict[str, str | None]:
+        changes = super().worker_env(topology)
+        if topology.num_nodes == 1:
+            changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
+        return changes
+
+
+BACKEND = RocmBackend()

@@ -1,0 +1,65 @@
+"""Intel GPUs: torch's device ``xpu``, joined by XCCL.
+
+The machine is read from files of the kernel (``host/drm.py``). Not yet run on a GPU: workers start from a clean
+process, since no fork of a kernel with SYCL's libraries loaded has been tried.
+"""
+
+from __future__ import annotations
+
+from nblaunch.backends import first_use
+from nblaunch.backends.gpu import GpuBackend
+from nblaunch.host import drm
+
+
+class XpuBackend(GpuBackend):
+    """One process per GPU of Intel."""
+
+    name = "xpu"
+    title = "Intel GPUs"
+    device_noun = "Intel GPU"
+    dist_backend = "xccl"
+    distributed_type = "MULTI_XPU"
+    runtime = first_use.LEVEL_ZERO
+
+    def affinity(self) -> int:
+        return min(
+            super().affinity(), 9
+        )  # beside a GPU of NVIDIA or AMD it is the processor's own, most likely
+
+    def build_refusal(self) -> str | None:
+        import torch
+
+        if torch.xpu._is_compiled():
+            return None
+        return "the installed torch was built without XPU; install an XPU build from https://pytorch.org"
+
+    def unavailable_reason(self) -> str:
+        num_physical = drm.num_intel_gpus()
+        if not num_physical:
+            return "the system lists no Intel GPU in /sys/class/drm; does the container have it (--device=/dev/dri)?"
+        if not self.device_count():
+            return f"ZE_AFFINITY_MASK or ONEAPI_DEVICE_SELECTOR hides all {num_physical} GPUs"
+        return self.build_refusal() or ""
+
+    def overlooked(self) -> str | None:
+        return None  # nearly every processor of Intel has a GPU, which few users mean to train on
+
+    def device_count(self) -> int:
+        return drm.num_visible_intel_gpus()
+
+    def is_present(self) -> bool:
+        return drm.num_intel_gpus() > 0
+
+    def count_refusal(self, num_processes: int) -> str | None:
+        import torch.distributed as dist
+
+        if num_processes == 1 or dist.is_backend_available(self.dist_backend):
+            return None
+        # Gloo, which other GPUs could fall back on, takes no tensors of these.
+        return "the installed torch has no XCCL to join Intel GPUs by; builds of torch 2.8 and newer for XPU have it"
+
+    def clean_start_reason(self) -> str | None:
+        return "whether Level Zero, Intel's driver, works in a fork of a kernel has not been tried"
+
+
+BACKEND = XpuBackend()

@@ -1,0 +1,123 @@
+"""GPUs of AMD and Intel as the Linux kernel lists them: files below ``/sys/class``, no driver library, no program.
+
+Reading them starts neither ROCm nor Level Zero, so that a process which does can still be forked.
+
+Source: Linux kernel documentation, gpu/amdgpu (``mem_info_vram_*``, ``gpu_busy_percent``), gpu/xe; for
+``/sys/class/kfd``, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from nblaunch import env
+from nblaunch.host import proc
+from nblaunch.host.gpus import visible_devices
+from nblaunch.host.meter import DeviceMeter, DeviceReading
+from nblaunch.host.nvml import Gpu
+
+_CLASSES = Path("/sys/class")
+_INTEL = "0x8086"
+_INTEGRATED = "0000:00:02.0"  # where Intel's processors have their own GPU on the PCI bus
+
+
+def amd_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that ROCm can compute on, in its order, whatever variables hide; ``name`` is the render node.
+
+    A container is shown all of the host's; those that it may not use it can't read.
+    """
+    nodes = _CLASSES.glob("kfd/kfd/topology/nodes/[0-9]*/properties")
+    found = []
+    for file in sorted(nodes, key=lambda path: int(path.parent.name)):
+        values = dict(line.split() for line in proc.read(file).splitlines() if len(line.split()) == 2)
+        if int(values.get("simd_count", 0)) == 0:
+            continue  # a processor
+        node = f"renderD{values.get('drm_render_minor')}"
+        unique_id = int(values.get("unique_id", 0))
+        found.append(Gpu(f"GPU-{unique_id:016x}" if unique_id else f"GPU-{node}", name=node))
+    return tuple(found)
+
+
+def visible_amd_gpus() -> list[Gpu]:
+    """Return those that HIP shows in this process, in its order.
+
+    ROCR_VISIBLE_DEVICES chooses first, HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES where it is unset) among these.
+    """
+    shown = amd_gpus()
+    hip = env.read("HIP_VISIBLE_DEVICES")
+    for setting in (
+        env.read("ROCR_VISIBLE_DEVICES"), env.read("CUDA_VISIBLE_DEVICES") if hip is None else hip,
+    ):  # fmt: skip
+        by_uuid = {gpu.uuid: gpu for gpu in shown}
+        shown = tuple(by_uuid[uuid] for uuid in visible_devices(shown, setting))
+    return list(shown)
+
+
+class AmdMeter(DeviceMeter):
+    """Reads memory and load of AMD's GPUs from files of their driver.
+
+    Args:
+        gpus: in the order of local ranks.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._folders = [_CLASSES / "drm" / gpu.name / "device" for gpu in gpus]
+        self.num_devices = len(self._folders)
+
+    def read(self) -> tuple[DeviceReading, ...]:
+        readings = []
+        for index, folder in enumerate(self._folders):
+            used, total = _number(folder / "mem_info_vram_used"), _number(folder / "mem_info_vram_total")
+            if used is None or total is None:
+                continue
+            busy = _number(folder / "gpu_busy_percent")
+            utilisation = None if busy is None else busy / 100
+            readings.append(DeviceReading(f"GPU {index}", used, total, utilisation, position=index))
+        return tuple(readings)
+
+
+def num_intel_gpus() -> int:
+    """Return how many GPUs of Intel the host has as torch counts them: tiles of cards, integrated GPUs only alone."""
+    folders = [
+        card / "device"
+        for card in _CLASSES.glob("drm/card[0-9]*")
+        if re.fullmatch(r"card\d+", card.name) and proc.read(card / "device/vendor") == _INTEL
+    ]
+    cards = [folder for folder in folders if folder.resolve().name != _INTEGRATED] or folders
+    is_whole = (env.read("ZE_FLAT_DEVICE_HIERARCHY") or "").upper() == "COMPOSITE"
+    return sum(1 if is_whole else max(1, len(list(card.glob("tile[0-9]*")))) for card in cards)
+
+
+def num_visible_intel_gpus() -> int:
+    """Return how many of them Level Zero shows in this process."""
+    count = num_intel_gpus()
+    mask, selector = env.read("ZE_AFFINITY_MASK"), env.read("ONEAPI_DEVICE_SELECTOR")
+    if mask:
+        # "1.0" is a tile of a card.
+        chosen = {entry.strip() for entry in mask.split(",") if entry.strip().partition(".")[0].isdigit()}
+        count = sum(int(entry.partition(".")[0]) < count for entry in chosen)
+    if selector:
+        count = len(_selected(selector, count))
+    return count
+
+
+def _selected(selector: str, count: int) -> set[int]:
+    """Return which of so many devices ``ONEAPI_DEVICE_SELECTOR`` leaves, as ``"level_zero:0,1;opencl:*"``."""
+    chosen: set[int] = set()
+    for term in selector.lower().split(";"):
+        interface, _, devices = term.strip().partition(":")
+        if interface not in ("*", "level_zero"):
+            continue
+        for device in devices.split(","):
+            if device in ("*", "gpu"):
+                chosen |= set(range(count))
+            elif device.isdigit():
+                chosen |= {int(device)} & set(range(count))
+    return chosen
+
+
+def _number(file: Path) -> int | None:
+    text = proc.read(file)
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,101 @@
+"""GPUs of AMD and Intel by files of the kernel that a test has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nblaunch.host import drm
+from nblaunch.host.meter import DeviceReading
+from tests.contracts.simulated import VARIABLES, write_amd, write_intel
+
+GIB = 1 << 30
+FIRST, SECOND, THIRD = "GPU-000000000000ab01", "GPU-000000000000cd02", "GPU-renderD130"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(drm, "_CLASSES", tmp_path)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, [FIRST, SECOND, THIRD]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, [THIRD, FIRST]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [SECOND]),
+        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [FIRST]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-000000000000cd02,0"}, [SECOND, FIRST]),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, [THIRD]),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_amd_gpus_are_those_that_the_variables_leave(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[str]
+) -> None:
+    write_amd(folder, (0xAB01, 0xCD02, 0))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert [gpu.uuid for gpu in drm.visible_amd_gpus()] == expected
+
+
+def test_amd_gpus_that_a_container_lacks_are_not_counted(folder: Path) -> None:
+    write_amd(folder)
+    properties = folder / "kfd/kfd/topology/nodes/1/properties"
+    properties.unlink()
+    properties.mkdir()  # can't be read, by root either
+    assert [gpu.uuid for gpu in drm.amd_gpus()] == [SECOND]
+
+
+def test_memory_and_load_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_amd(folder)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,0")
+    meter = drm.AmdMeter(drm.visible_amd_gpus())
+    expected = (
+        DeviceReading("GPU 0", 2 * GIB, 16 * GIB, 0.25),
+        DeviceReading("GPU 1", 1 * GIB, 16 * GIB, 0.25),
+    )
+    assert meter.read() == expected
+    (folder / "drm/renderD129/device/mem_info_vram_used").unlink()
+    assert meter.read() == expected[1:]
+    assert meter.num_devices == 2
+
+
+def test_a_host_without_such_gpus(folder: Path) -> None:
+    write_intel(folder, "0000:01:00.0", vendor="0x10de")
+    assert (drm.amd_gpus(), drm.num_intel_gpus(), drm.num_visible_intel_gpus()) == ((), 0, 0)
+
+
+def test_the_processors_own_gpu_counts_only_without_cards(folder: Path) -> None:
+    write_intel(folder, "0000:00:02.0")
+    assert drm.num_intel_gpus() == 1
+    write_intel(folder, "0000:03:00.0", "0000:83:00.0")
+    assert drm.num_intel_gpus() == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 4),
+        ({"ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, 2),
+        ({"ZE_AFFINITY_MASK": "0,3"}, 2),
+        ({"ZE_AFFINITY_MASK": "1,9"}, 1),
+        ({"ZE_AFFINITY_MASK": "0.0,0.1", "ZE_FLAT_DEVICE_HIERARCHY": "COMPOSITE"}, 2),
+        ({"ZE_AFFINITY_MASK": ""}, 4),
+        ({"ONEAPI_DEVICE_SELECTOR": "level_zero:gpu"}, 4),
+        ({"ONEAPI_DEVICE_SELECTOR": "opencl:cpu;level_zero:1,2,7"}, 2),
+        ({"ONEAPI_DEVICE_SELECTOR": "opencl:*"}, 0),
+        ({"ONEAPI_DEVICE_SELECTOR": "*:*"}, 4),
+    ],
+)
+def test_intel_gpus_are_counted_by_tile_as_the_variables_leave_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int
+) -> None:
+    write_intel(folder, "0000:03:00.0", "0000:83:00.0", num_tiles=2)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert drm.num_visible_intel_gpus() == expected
